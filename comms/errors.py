@@ -1,0 +1,78 @@
+"""Every error holdfast raises: one small tree, each error saying what happened, to whom, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "unknown ranks"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+class HoldfastError(RuntimeError):
+    """Root of the tree: catch this to catch everything that holdfast itself raises."""
+
+
+class BackendUnavailable(HoldfastError):
+    """The backend is unknown, broken, or cannot run here."""
+
+    def __init__(self, name: str, reason: str, install_hint: str = "") -> None:
+        self.name, self.reason, self.install_hint = name, reason, install_hint
+        super().__init__(f"backend {name!r} is not available: {reason}" + (f"; {install_hint}" * bool(install_hint)))
+
+
+class Unsupported(HoldfastError):
+    """The backend cannot do this; no byte has moved."""
+
+    def __init__(self, capability: str, hint: str = "") -> None:
+        self.capability = capability
+        super().__init__(f"unsupported: {capability}" + (f"; {hint}" * bool(hint)))
+
+
+class Mismatch(HoldfastError):
+    """Ranks, threads or processes disagree about what is being done."""
+
+
+class OpTimeout(HoldfastError, TimeoutError):
+    """An operation did not complete in time.
+
+    `op` is its name, `seq` its number on the communicator, `waited` seconds; `missing_ranks` those that had not
+    arrived, as far as this rank can tell.
+    """
+
+    def __init__(self, op: str, seq: int, waited: float, missing_ranks: Sequence[int] = ()) -> None:
+        self.op, self.seq, self.waited, self.missing_ranks = op, seq, waited, tuple(missing_ranks)
+        super().__init__(
+            f"{op} (op {seq}) timed out after {waited:.3g} s waiting for {_ranks(self.missing_ranks)}; "
+            "abort the communicator and build the next one, or raise the timeout"
+        )
+
+
+class PeerFailed(HoldfastError):
+    """Other ranks are gone. `ranks` names them, `evidence` says how that is known."""
+
+    def __init__(self, ranks: Sequence[int], evidence: str) -> None:
+        self.ranks, self.evidence = tuple(ranks), evidence
+        super().__init__(f"{_ranks(self.ranks)} failed: {evidence}; rebuild the communicator without them")
+
+
+class Revoked(HoldfastError):
+    """The communicator of this epoch is over: aborted, closed or replaced by a later one."""
+
+    def __init__(self, epoch: int, reason: str = "aborted") -> None:
+        self.epoch, self.reason = epoch, reason
+        super().__init__(f"the communicator of epoch {epoch} is over: {reason}; use the next one")
+
+
+class RegionGone(HoldfastError):
+    """Exposed memory that was closed, or whose process died. What was read must not be used."""
+
+
+class CorruptData(HoldfastError):
+    """Bytes that do not have the checksum or the form they must have."""
+
+
+class StaleEpoch(HoldfastError):
+    """An effect of an epoch that is over; nothing was changed."""

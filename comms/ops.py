@@ -1,0 +1,60 @@
+"""The words of an operation: how to reduce, and the two halves of a point-to-point batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+ReduceName = Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """A reduction. `factor` scales each input of `premul_sum` and is 1 otherwise."""
+
+    name: ReduceName
+    factor: float = 1.0
+
+    SUM: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+
+    @staticmethod
+    def premul_sum(factor: float) -> ReduceOp:
+        """The sum of every rank's tensor times `factor`."""
+        return ReduceOp("premul_sum", float(factor))
+
+
+ReduceOp.SUM = ReduceOp("sum")
+ReduceOp.PRODUCT = ReduceOp("product")
+ReduceOp.MIN = ReduceOp("min")
+ReduceOp.MAX = ReduceOp("max")
+ReduceOp.AVG = ReduceOp("avg")
+ReduceOp.BAND = ReduceOp("band")
+ReduceOp.BOR = ReduceOp("bor")
+ReduceOp.BXOR = ReduceOp("bxor")
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One send of a batch: `tensor` to rank `dst` under `tag`."""
+
+    tensor: torch.Tensor
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """One receive of a batch: into `tensor` from rank `src` under `tag`."""
+
+    tensor: torch.Tensor
+    src: int
+    tag: int = 0

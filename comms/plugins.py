@@ -1,0 +1,123 @@
+"""The plugin API: what a package offers under the entry-point group `holdfast`, and how to say so.
+
+A plugin is a module (or object) with any of the hooks below, marked with `@hookimpl`. This file only specifies;
+`holdfast.comms.registry` loads, checks and looks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from holdfast.comms.transport import Context, Transport
+
+if TYPE_CHECKING:
+    from holdfast.comms.memory import MemoryPlane
+
+API_VERSION = (1, 0)
+"""The version of this plugin API. A plugin built for (major, minor) loads if major is equal and minor not newer."""
+
+hookspec = pluggy.HookspecMarker("holdfast")
+hookimpl = pluggy.HookimplMarker("holdfast")
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """The backend can run here; `detail` says with what (a library version, a device)."""
+
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The backend cannot run here, why, and what to install."""
+
+    reason: str
+    install_hint: str = ""
+
+
+COLLECTIVES = frozenset(
+    "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter barrier send recv".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type)."""
+
+    reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    moves: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    collectives: frozenset[str] = COLLECTIVES
+    one_host: bool = False
+    one_process: bool = False
+    windows: bool = False
+    atomics: bool = False
+    memory_plane: bool = False
+    abortable: bool = True
+    native_shrink: bool = False
+    native_grow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """A backend as its plugin announces it. `probe`, `connect` and `memory` import lazily whatever they need.
+
+    `connect` is None for a backend that has only a memory plane; `memory` is None for one that has none.
+    """
+
+    name: str
+    api: tuple[int, int]
+    description: str
+    capabilities: Capabilities
+    probe: Callable[[], Available | Unavailable]
+    connect: Callable[[Context], Transport] | None
+    memory: Callable[[], MemoryPlane] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpEvent:
+    """One op as observers see it. `nbytes` counts this rank's input; `seconds` and `error` are set in `after_op`."""
+
+    communicator: str
+    epoch: int
+    rank: int
+    seq: int
+    op: str
+    nbytes: int
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+
+class HoldfastSpec:
+    """The hooks."""
+
+    @hookspec
+    def holdfast_backends(self) -> list[BackendInfo]:
+        """The backends of this plugin."""
+        raise NotImplementedError
+
+    @hookspec
+    def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Any]]:
+        """URL scheme -> factory(url, cell_name) of a `holdfast.ft.registers.Cell`."""
+        raise NotImplementedError
+
+    @hookspec
+    def holdfast_detectors(self) -> Mapping[str, Callable[..., Any]]:
+        """Name -> factory of a failure detector."""
+        raise NotImplementedError
+
+    @hookspec
+    def holdfast_faults(self) -> Mapping[str, Callable[..., Any]]:
+        """Name -> fault type for the chaos harness."""
+        raise NotImplementedError
+
+    @hookspec
+    def before_op(self, event: OpEvent) -> None:
+        """An op is about to start on this rank. Must be quick and must not raise."""
+
+    @hookspec
+    def after_op(self, event: OpEvent) -> None:
+        """An op ended on this rank, well or not."""

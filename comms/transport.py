@@ -1,0 +1,126 @@
+"""The seam between a `Communicator` and a backend: what every transport must do, and what it is told.
+
+A transport sees only clean work: the communicator has checked ranks, shapes, dtypes and devices, made tensors
+contiguous, put ops in order, and turned timeouts into deadlines. It knows nothing of views, sessions or threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.ops import ReduceOp
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """The process behind a rank. `host` identifies the machine's boot and pid namespace, `started` the process
+    (its start time in clock ticks since boot, so that a recycled pid is told apart)."""
+
+    host: str
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that a backend needs to connect one rank: who it is, who the others are, and where they meet.
+
+    `store` is private to this communicator (nobody else's keys are in it). `peers` is in rank order. `deadline` is
+    on `time.monotonic()`.
+    """
+
+    rank: int
+    size: int
+    name: str
+    epoch: int
+    device: torch.device
+    store: dist.Store
+    peers: tuple[Peer, ...]
+    deadline: float
+
+
+class Transport(ABC):
+    """The connected ranks of one communicator.
+
+    Each op blocks until it is complete on this rank, or raises an error of `holdfast.comms.errors` by `deadline`
+    (`time.monotonic()` seconds). Ops are called one at a time, in the same order on every rank. Only `abort` may be
+    called from another thread while an op is running.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
+        """Reduce `tensor` over all ranks, in place. Every rank gets equal bits."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        """Reduce `tensor` into rank `dst`'s; the others' stay as they were."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
+        """Copy rank `src`'s tensor to all."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
+        """Rank i's `tensor` into `outputs[i]` on every rank; sizes may differ from rank to rank."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, deadline: float
+    ) -> None:
+        """The reduction of every rank's `inputs[rank]` into `output`; sizes may differ from rank to rank."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
+    ) -> None:
+        """`inputs[j]` of rank i into `outputs[i]` of rank j."""
+
+    @abstractmethod
+    def gather(
+        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float
+    ) -> None:
+        """Rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None elsewhere."""
+
+    @abstractmethod
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float
+    ) -> None:
+        """`inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None elsewhere."""
+
+    @abstractmethod
+    def barrier(self, deadline: float) -> None:
+        """Return once all ranks have entered."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
+        """Send to one rank; returns when `tensor` may be changed."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int, tag: int, deadline: float) -> None:
+        """Receive from one rank."""
+
+    @abstractmethod
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int, int]],
+        recvs: Sequence[tuple[torch.Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        """All of the (tensor, peer, tag) sends and receives at once, without deadlock whatever their order."""
+
+    @abstractmethod
+    def abort(self, error: HoldfastError) -> None:
+        """End the op that is running, and all later ones, with `error`, within milliseconds. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release every descriptor, thread and segment. The communicator calls it once, with no op running."""

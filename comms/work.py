@@ -1,0 +1,57 @@
+"""The handle of an operation that may still be running."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Work:
+    """What every op returns: `wait` for it, ask whether it is `done`, look at its `exception`.
+
+    A synchronous op returns a work that is done. `wait` may be called again, from any thread.
+    """
+
+    __slots__ = ("_done", "_error", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the op is complete; raise its error, or `TimeoutError` after `timeout` seconds of waiting.
+
+        The op itself goes on after such a `TimeoutError`: its own timeout is the one given when it was issued.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """True once the op is complete or has failed."""
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """The error that ended the op; None while it runs, and if it succeeded."""
+        return self._error
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Run `body` here and now, and complete with its outcome."""
+        try:
+            body()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    @staticmethod
+    def completed(name: str) -> Work:
+        """A work that is done."""
+        work = Work(name)
+        work._done.set()
+        return work
+
+
+DONE = Work.completed("op")

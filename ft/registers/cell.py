@@ -1,0 +1,28 @@
+"""The seam that a register plugin implements: one cell of bytes, replaced only by compare-and-set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Cell(ABC):
+    """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each write.
+
+    Safe to use from several threads. Every method raises `RegisterAway` when the register cannot be reached.
+    """
+
+    @abstractmethod
+    def read(self) -> tuple[int, bytes]:
+        """The newest version and its value; (0, b"") before the first write."""
+
+    @abstractmethod
+    def compare_and_set(self, expected: int, value: bytes) -> bool:
+        """Write `value` as version expected + 1 if the newest version is `expected`; say whether it was written."""
+
+    @abstractmethod
+    def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
+        """The newest (version, value) as soon as its version exceeds `newer_than`; None after `timeout` seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the register. Idempotent."""
