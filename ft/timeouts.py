@@ -1,0 +1,49 @@
+"""All the waiting times of a job in one object, checked against each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds.
+
+    `heartbeat`: how often a process says that it lives. `suspect`: how long it may be silent before somebody looks.
+    `operation`: the longest that one collective may take. `rebuild`: the longest from a failure to the next
+    communicator. `join`: how long a job waits for members that it cannot do without.
+
+    Raises ValueError, saying why, for times that cannot work together.
+    """
+
+    heartbeat: float = 0.1
+    suspect: float = 0.5
+    operation: float = 30.0
+    rebuild: float = 10.0
+    join: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            seconds = getattr(self, field.name)
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+                raise ValueError(f"timeout {field.name}={seconds!r} is not a number of seconds")
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"timeout {field.name}={seconds!r} must be finite and above 0 seconds")
+        if self.suspect < 2 * self.heartbeat:
+            raise ValueError(
+                f"suspect={self.suspect} s must be at least twice heartbeat={self.heartbeat} s: "
+                "one late heartbeat would make a healthy process suspect"
+            )
+        if self.rebuild <= self.suspect:
+            raise ValueError(
+                f"rebuild={self.rebuild} s must exceed suspect={self.suspect} s: "
+                "a second failure during a rebuild could not be noticed in time"
+            )
+        if self.operation <= self.suspect:
+            raise ValueError(
+                f"operation={self.operation} s must exceed suspect={self.suspect} s: "
+                "operations would time out before a stopped peer is found"
+            )
+        if self.join <= self.heartbeat:
+            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in time")

@@ -1,0 +1,82 @@
+"""The view: who is in the job, in rank order, at one epoch. What processes agree on through the register."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport import Peer
+
+Phase = Literal["forming", "running", "finished", "failed"]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A process that takes part. `id` is its own for ever: a process that comes back has another one.
+
+    `address` is its control endpoint, "host:port".
+    """
+
+    id: str
+    address: str
+    peer: Peer
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What all members of a job have in common; it does not change from the first running epoch on.
+
+    `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of shards of
+    a step, whatever the size. `backends` are the names that every candidate so far can run, in order of preference,
+    and `backend` the one chosen when the job was formed ("" before). `key_check` tells a wrong key apart from the
+    right one and is of no other use.
+    """
+
+    name: str
+    size: int
+    min_size: int
+    shards: int
+    backends: tuple[str, ...]
+    backend: str = ""
+    key_check: str = ""
+
+
+class View(msgspec.Struct, frozen=True):
+    """One epoch. Rank equals position in `members`; `reason` says in words why this view came to be.
+
+    A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed) or
+    `failed` (it cannot go on, and `reason` says why).
+    """
+
+    epoch: int
+    phase: Phase
+    members: tuple[Member, ...]
+    job: Job
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1:
+            raise ValueError(f"epoch {self.epoch} of a view is not positive")
+        if len({member.id for member in self.members}) != len(self.members):
+            raise ValueError("a member is twice in the view")
+
+    def rank_of(self, member_id: str) -> int | None:
+        """The rank of a member; None for one that is not in this view."""
+        for rank, member in enumerate(self.members):
+            if member.id == member_id:
+                return rank
+        return None
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> View:
+        """Raises `CorruptData` for anything that is not an encoded view."""
+        try:
+            return _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"not a view: {error}") from error
+
+
+_decoder = msgspec.msgpack.Decoder(View)
