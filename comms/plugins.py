@@ -15,7 +15,7 @@ import pluggy
 from holdfast.comms.transport import Context, Transport
 
 if TYPE_CHECKING:
-    from holdfast.comms.memory import MemoryPlane
+    from holdfast.comms.plane import MemoryPlane
 
 API_VERSION = (1, 0)
 """The version of this plugin API. A plugin built for (major, minor) loads if major is equal and minor not newer."""
