@@ -1,5 +1,38 @@
-"""Registers: small linearizable cells, the one place where processes agree.
-
-A register URL names a job's registers (`sqlite:///path/job.sqlite`, `memory://name`); each cell in it has a name of
-its own: `view` holds the job's membership, `store` the weight store's catalogue.
+"""Registers: where a job keeps the few bytes that all its processes must agree on, chosen by the scheme of a
+URL.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.ft.registers.cell import Cell, RegisterAway
+
+__all__ = ["Cell", "RegisterAway", "open_cell", "schemes"]
+
+
+def schemes() -> dict[str, Callable[[str, str], Cell]]:
+    """URL scheme -> factory(url, cell_name), from every plugin. Two plugins for one scheme: ValueError."""
+    from holdfast.ft.registers import plugin
+
+    found: dict[str, Callable[[str, str], Cell]] = dict(plugin.holdfast_registers())
+    return found
+
+
+def open_cell(url: str, name: str) -> Cell:
+    """Open the cell `name` of the register at `url`, such as `memory://job` or
+    `sqlite:///run/user/1000/job.sqlite`.
+
+    A register that is not there yet is created if its kind can be. Raises ValueError for a URL that nobody
+    can open, `RegisterAway` if it cannot be reached or used, `CorruptData` if what is there is not a
+    register.
+    """
+    if not name:
+        raise ValueError("a cell needs a name")
+    scheme, separator, _ = url.partition("://")
+    known = schemes()
+    if not separator or scheme not in known:
+        raise ValueError(
+            f"{url!r} is not a register URL; known are {', '.join(f'{each}://' for each in sorted(known))}"
+        )
+    return known[scheme](url, name)

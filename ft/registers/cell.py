@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from holdfast.comms.errors import HoldfastError
+
+
+class RegisterAway(HoldfastError):
+    """The register cannot be reached or used now. What was asked may or may not have been done: read it
+    again.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url, self.reason = url, reason
+        super().__init__(f"register {url} is away: {reason}")
+
 
 class Cell(ABC):
-    """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each write.
+    """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each
+    write.
 
-    Safe to use from several threads. Every method raises `RegisterAway` when the register cannot be reached.
+    Safe to use from several threads. Every method raises `RegisterAway` when the register cannot be reached,
+    and after `close`; a `wait` in another thread then ends at once.
     """
 
     @abstractmethod
@@ -17,11 +31,15 @@ class Cell(ABC):
 
     @abstractmethod
     def compare_and_set(self, expected: int, value: bytes) -> bool:
-        """Write `value` as version expected + 1 if the newest version is `expected`; say whether it was written."""
+        """Write `value` as version expected + 1 if the newest version is `expected`; say whether it was
+        written.
+        """
 
     @abstractmethod
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
-        """The newest (version, value) as soon as its version exceeds `newer_than`; None after `timeout` seconds."""
+        """The newest (version, value) as soon as its version exceeds `newer_than`; None after `timeout`
+        seconds.
+        """
 
     @abstractmethod
     def close(self) -> None:

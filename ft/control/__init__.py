@@ -1,0 +1,1 @@
+"""The control channel: small authenticated messages between the processes of a job."""

@@ -1,0 +1,77 @@
+"""`memory://name`: cells in this process, for tests, notebooks and ranks that are threads.
+
+Cells of the same URL and cell name are one cell. Its value lives as long as anyone in the process has it
+open.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from holdfast.ft.registers.cell import Cell, RegisterAway
+
+
+class _Value:
+    """What all handles of one cell share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.version = 0
+        self.value = b""
+
+
+_values: weakref.WeakValueDictionary[tuple[str, str], _Value] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+class MemoryCell(Cell):
+    """One handle on a cell of this process. A forked child must open its own, and shares nothing with its
+    parent.
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url, self._pid = url, os.getpid()
+        with _opening:
+            value = _values.get((url, name))
+            if value is None:
+                value = _values[url, name] = _Value()
+        self._shared: _Value | None = value
+
+    def _open(self) -> _Value:
+        shared = self._shared
+        if shared is None:
+            raise RegisterAway(self._url, "this handle is closed")
+        if os.getpid() != self._pid:
+            raise RegisterAway(
+                self._url, "memory registers do not reach across fork; use sqlite:// between processes"
+            )
+        return shared
+
+    def read(self) -> tuple[int, bytes]:
+        shared = self._open()
+        with shared.changed:
+            return shared.version, shared.value
+
+    def compare_and_set(self, expected: int, value: bytes) -> bool:
+        shared = self._open()
+        with shared.changed:
+            if shared.version != expected:
+                return False
+            shared.version, shared.value = expected + 1, bytes(value)
+            shared.changed.notify_all()
+            return True
+
+    def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
+        shared = self._open()
+        with shared.changed:
+            shared.changed.wait_for(lambda: self._shared is None or shared.version > newer_than, timeout)
+            self._open()
+            return (shared.version, shared.value) if shared.version > newer_than else None
+
+    def close(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            with shared.changed:
+                shared.changed.notify_all()
