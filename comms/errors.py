@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+
+_HEAP_TYPE = 1 << 9
+"""The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -11,8 +16,22 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
+    """An exception as it was, from its parts: without its `__init__`, which may take other arguments than it keeps."""
+    builtin = kind
+    while builtin.__flags__ & _HEAP_TYPE and builtin.__base__ is not None:
+        builtin = builtin.__base__
+    error: BaseException = builtin.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
 class HoldfastError(RuntimeError):
     """Root of the tree: catch this to catch everything that holdfast itself raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self), self.args, self.__dict__)
 
 
 class BackendUnavailable(HoldfastError):
@@ -20,7 +39,9 @@ class BackendUnavailable(HoldfastError):
 
     def __init__(self, name: str, reason: str, install_hint: str = "") -> None:
         self.name, self.reason, self.install_hint = name, reason, install_hint
-        super().__init__(f"backend {name!r} is not available: {reason}" + (f"; {install_hint}" * bool(install_hint)))
+        super().__init__(
+            f"backend {name!r} is not available: {reason}" + (f"; {install_hint}" * bool(install_hint))
+        )
 
 
 class Unsupported(HoldfastError):
