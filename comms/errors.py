@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
 _HEAP_TYPE = 1 << 9
 """The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
 
@@ -17,7 +16,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
-    """An exception as it was, from its parts: without its `__init__`, which may take other arguments than it keeps."""
+    """An exception as it was, from its parts, without its `__init__`, which may take other arguments than it
+    keeps."""
     builtin = kind
     while builtin.__flags__ & _HEAP_TYPE and builtin.__base__ is not None:
         builtin = builtin.__base__
