@@ -1,0 +1,74 @@
+"""What can go wrong on the control channel. After any of these but `RemoteError` the connection is gone."""
+
+from __future__ import annotations
+
+from holdfast.comms.errors import HoldfastError, PeerFailed
+
+
+class ControlError(HoldfastError):
+    """Root of the control channel's errors."""
+
+
+class WrongKey(ControlError):
+    """The two sides do not hold the same job key."""
+
+
+class WrongJob(ControlError):
+    """The two sides hold the same key but mean different jobs."""
+
+
+class Busy(ControlError):
+    """The listener dropped the connection before it was authenticated, because too many others came in."""
+
+
+class BadFrame(ControlError):
+    """The other side sent what the protocol does not allow."""
+
+
+class FrameTooLarge(BadFrame):
+    """A frame above the size limit, refused before it was received or sent."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size, self.limit = size, limit
+        super().__init__(
+            f"a control frame of {size} bytes is over the limit of {limit}; move bulk data by other means"
+        )
+
+
+class UnknownVersion(BadFrame):
+    """The other side speaks another version of the protocol."""
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        self.theirs, self.ours = theirs, ours
+        super().__init__(
+            f"the other side speaks control protocol {theirs}, this one {ours}; install the same holdfast"
+        )
+
+
+class ForgedFrame(BadFrame):
+    """A frame whose MAC is wrong: forged, altered, replayed or out of order."""
+
+
+class TruncatedFrame(BadFrame):
+    """The stream ended inside a frame."""
+
+
+class ConnectionLost(ControlError, PeerFailed):
+    """The connection to `peer` (its identity, or its address before that is known) ended or could not be
+    made.
+    """
+
+    def __init__(self, peer: str, evidence: str) -> None:
+        PeerFailed.__init__(self, (), evidence)
+        self.peer = peer
+        self.args = (f"no connection to {peer}: {evidence}",)
+
+
+class RemoteError(ControlError):
+    """The call arrived, and its handler failed there. `kind` is the name of the error's type on the other
+    side.
+    """
+
+    def __init__(self, peer: str, method: str, kind: str, message: str) -> None:
+        self.peer, self.method, self.kind, self.message = peer, method, kind, message
+        super().__init__(f"{method} failed on {peer}: {kind}: {message}")

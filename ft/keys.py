@@ -1,0 +1,64 @@
+"""The job's key: 32 random bytes in an owner-only file, made by whoever starts the job.
+
+Trust ends here: who has the key belongs to the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from holdfast.comms.errors import HoldfastError
+
+KEY_BYTES = 32
+
+
+class KeyRefused(HoldfastError):
+    """The key file cannot be trusted or used."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"key file {path}: {reason}")
+
+
+def create_key(path: str | os.PathLike[str]) -> bytes:
+    """Make a new key, write it (as 64 hexadecimal digits) to a new file with mode 0600, and return its 32
+    bytes.
+
+    Raises FileExistsError, and leaves the file as it is, if there is one.
+    """
+    key = os.urandom(KEY_BYTES)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(fd, 0o600)
+        file.write(key.hex() + "\n")
+    return key
+
+
+def load_key(path: str | os.PathLike[str]) -> bytes:
+    """The 32 bytes of the key in a file that only this user can read.
+
+    Raises `KeyRefused` for a file that is missing, is somebody else's, can be read by others, or holds no
+    key.
+    """
+    path = Path(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us up
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(file.fileno())
+            text = file.read(2 * KEY_BYTES + 2)
+    except OSError as error:
+        raise KeyRefused(path, f"cannot be read: {error.strerror}; is it on this host?") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise KeyRefused(path, "is not a regular file")
+    if found.st_uid != os.geteuid():
+        raise KeyRefused(path, f"belongs to user {found.st_uid}, not to this one ({os.geteuid()})")
+    if found.st_mode & 0o077:
+        raise KeyRefused(
+            path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others may know it; make a new one (0600)"
+        )
+    if not re.fullmatch(rb"[0-9a-f]{64}\n?", text):
+        raise KeyRefused(path, f"does not hold {2 * KEY_BYTES} hexadecimal digits")
+    return bytes.fromhex(text.decode())
