@@ -1,0 +1,134 @@
+"""`holdfast bench OP`: the commands. Nothing heavy is imported until one of them runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_sizes
+
+app = typer.Typer(
+    name="bench",
+    help="Measure our backends, beside other libraries in the same run, with every result checked.",
+    no_args_is_help=True,
+)
+
+MEMCPY = "memcpy"
+
+
+def _contestants(
+    op: str, backends: str, peers: bool, only: str | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """All that take part, and those of them that are ours."""
+    from holdfast.harness.bench.contestants import PEERS
+    from holdfast.harness.bench.launch import HOLDFAST
+
+    if op == "copy":
+        return (MEMCPY,), (MEMCPY,)
+    ours = tuple(f"{HOLDFAST}{name.strip()}" for name in backends.split(",") if name.strip())
+    chosen = tuple(name.strip() for name in only.split(",")) if only else PEERS if peers else ()
+    unknown = set(chosen) - set(PEERS)
+    if unknown:
+        raise ValueError(f"unknown peers {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    return ours + chosen, ours
+
+
+def _bench(
+    ops: tuple[str, ...],
+    backends: str,
+    ranks: str,
+    sizes: str,
+    dtype: str,
+    peers: bool,
+    only: str | None,
+    rounds: int,
+    seconds: float,
+    iterations: int | None,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    from holdfast.harness.bench import show
+    from holdfast.harness.bench.rounds import Plan, run
+
+    try:
+        everyone, ours = _contestants(ops[0], backends, peers, only)
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}"
+            )
+        plan = Plan(
+            operations=ops,
+            contestants=everyone,
+            ours=ours,
+            ranks=parse_counts(ranks, 1 if ops[0] == "copy" else 2),
+            sizes=parse_sizes(sizes),
+            dtype=dtype,
+            rounds=rounds,
+            seconds=seconds,
+            iterations=iterations,
+            command=shlex.join(["holdfast", *sys.argv[1:]]),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    notes = show.console(stderr=True)
+    with notes.status("starting") as status:
+        bench = run(plan, lambda text: status.update(text))
+    if json:
+        typer.echo(bench.json())
+    else:
+        show.show(bench, show.console())
+    if plot is not None:
+        show.plot(bench, plot)
+        notes.print(f"plot: {plot}")
+    broken = [failure for failure in bench.failures if failure.contestant in ours]
+    left_out = [name for name in bench.skipped if name in ours]
+    if bench.wrong or broken or left_out:
+        notes.print(
+            f"[bold red]not all is well[/]: {bench.wrong} wrong elements, {len(broken)} failures and "
+            f"{len(left_out)} of our own backends left out"
+        )
+        raise typer.Exit(1)
+
+
+def _command(ops: tuple[str, ...]) -> Callable[..., None]:
+    def command(
+        backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm",
+        ranks: Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks, as 2,4.")] = "2",
+        sizes: Annotated[
+            str, typer.Option(help="8,4K,1M or first:last or first:last:factor (8 unless given).")
+        ] = "8:64M",
+        dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
+        peers: Annotated[
+            bool, typer.Option("--peers", help="Run other libraries interleaved, and print ratios.")
+        ] = False,
+        only: Annotated[
+            str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")
+        ] = None,
+        rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5,
+        seconds: Annotated[
+            float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")
+        ] = 1.0,
+        iterations: Annotated[
+            int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")
+        ] = None,
+        json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None,
+    ) -> None:
+        _bench(ops, backends, ranks, sizes, dtype, peers, only, rounds, seconds, iterations, json, plot)
+
+    return command
+
+
+for _operation in OPERATIONS.values():
+    app.command(
+        _operation.name,
+        help="Copy memory without communicating: the machine's bound."
+        if _operation.name == "copy"
+        else f"Measure {_operation.name}.",
+    )(_command((_operation.name,)))
+app.command("all", help="Measure every op.")(_command(tuple(name for name in OPERATIONS if name != "copy")))

@@ -1,0 +1,244 @@
+"""Who takes part in a bench: our backends and the peers, whether each can run here, and its running group
+of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from holdfast.harness.bench.launch import HOLDFAST
+from holdfast.harness.bench.startline import StartLine
+from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Stop
+
+PEERS = ("torch-gloo", "openmpi")
+
+_INSTALL_MPI = "pip install 'holdfast[mpi]'"
+
+
+class ContestantFailed(RuntimeError):
+    """A library failed in a way that its ranks cannot go on from."""
+
+
+def mpirun() -> str | None:
+    """Where Open MPI's `mpirun` is: beside this Python, else on the path."""
+    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def missing(contestant: str) -> str | None:
+    """Why `contestant` cannot run here and what to install; None if it can."""
+    if contestant == "openmpi":
+        if importlib.util.find_spec("mpi4py") is None:
+            return f"mpi4py is not installed; {_INSTALL_MPI}"
+        if mpirun() is None:
+            return f"no mpirun; {_INSTALL_MPI}"
+    if contestant.startswith(HOLDFAST):
+        return _backend_missing(contestant.removeprefix(HOLDFAST))
+    return None
+
+
+def _backend_missing(backend: str) -> str | None:
+    from holdfast.comms.errors import BackendUnavailable
+    from holdfast.comms.plugins import Unavailable
+    from holdfast.comms.registry import registry
+
+    try:
+        status = registry().backend(backend).status
+    except BackendUnavailable as error:
+        return str(error)
+    return f"{status.reason}; {status.install_hint}" if isinstance(status, Unavailable) else None
+
+
+def _command(contestant: str, key: str, directory: Path, ranks: int) -> list[str]:
+    if contestant != "openmpi":
+        return [
+            sys.executable,
+            "-m",
+            "holdfast.harness.bench.launch",
+            contestant,
+            key,
+            str(directory),
+            str(ranks),
+        ]
+    run = mpirun()
+    assert run is not None
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    worker = [sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
+    return [run, *as_root, "--oversubscribe", "-n", str(ranks), *worker]
+
+
+def _environment(contestant: str) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if name != "HOLDFAST_CHECK"}
+    extra = {"OMP_NUM_THREADS": "1"}
+    if contestant == "openmpi":
+        extra["MPI4PY_MPIABI"] = "openmpi"
+    return ours | extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    line: Line
+    hello: Hello
+    process: int
+    """A pidfd: kills this process and no other, however long ago it ended."""
+
+
+class Group:
+    """The running ranks of one contestant. Between orders all of them are asleep."""
+
+    def __init__(self, contestant: str, ranks: int, process: subprocess.Popen[bytes], errors: Path) -> None:
+        self.contestant, self.ranks = contestant, ranks
+        self._process, self._errors = process, errors
+        self._members: list[_Rank] = []
+
+    @property
+    def detail(self) -> str:
+        """The library, its version, and the CPUs that its ranks may run on."""
+        cpus = [",".join(map(str, member.hello.cpus)) for member in self._members]
+        everywhere = set(cpus) == {",".join(map(str, sorted(os.sched_getaffinity(0))))}
+        placing = "not bound" if everywhere else "bound to CPUs " + " | ".join(cpus)
+        return f"{self._members[0].hello.detail}; {placing}"
+
+    def gather(self, listener: socket.socket, key: str, deadline: float) -> None:
+        """Accept the connections of all ranks. Raises `ContestantFailed` if they do not come."""
+        while len(self._members) < self.ranks:
+            if self._process.poll() is not None:
+                raise ContestantFailed(f"{self.contestant} ended while starting: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ContestantFailed(f"{self.contestant} did not start in time: {self._last_words()}")
+            listener.settimeout(0.1)
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            line = Line(connection)
+            hello = line.receive(5.0)
+            if not isinstance(hello, Hello) or hello.key != key:
+                line.close()
+                continue
+            self._members.append(_Rank(line, hello, os.pidfd_open(hello.pid)))
+        self._members.sort(key=lambda member: member.hello.rank)
+
+    def measure(self, order: Measure, timeout: float) -> list[Measured]:
+        """Give the order to all ranks; their answers by rank.
+
+        Raises NotImplementedError with the library's words if every rank refused the op alike,
+        `ContestantFailed` if a rank failed, ended, or did not answer within `timeout` seconds.
+        """
+        try:
+            for member in self._members:
+                member.line.send(order)
+            answers = [member.line.receive(timeout) for member in self._members]
+        except (EOFError, TimeoutError, OSError) as error:
+            raise ContestantFailed(
+                f"{self.contestant} in {order.op}: {error}: {self._last_words()}"
+            ) from error
+        failures = [answer.text for answer in answers if isinstance(answer, Failed)]
+        if len(failures) == self.ranks:
+            raise NotImplementedError(failures[0])
+        if failures:
+            raise ContestantFailed(f"{self.contestant} in {order.op}: {failures[0]}")
+        return [answer for answer in answers if isinstance(answer, Measured)]
+
+    def close(self, gently: bool = True) -> None:
+        """End all ranks: by asking first, if `gently`, and by SIGKILL if that does not help."""
+        for member in self._members if gently else ():
+            with contextlib.suppress(OSError):
+                member.line.send(Stop())
+        try:
+            self._process.wait(10.0 if gently else 0.0)
+        except subprocess.TimeoutExpired:
+            for member in self._members:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(member.process, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(3.0)
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(5.0)
+        for member in self._members:
+            member.line.close()
+            os.close(member.process)
+        self._members = []
+
+    def _last_words(self) -> str:
+        text = self._errors.read_text(errors="replace").strip() if self._errors.exists() else ""
+        return text.splitlines()[-1] if text else "it said nothing"
+
+
+class Arena:
+    """A private directory with the socket that workers dial, and the groups that were started there."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._directory / "socket"))
+        self._listener.listen(64)
+        self._groups: list[Group] = []
+        self._started = 0
+
+    def start(
+        self, contestant: str, ranks: int, timeout: float = 90.0, environment: Mapping[str, str] | None = None
+    ) -> Group:
+        """Start `ranks` ranks of `contestant`.
+
+        Raises `ContestantFailed` with its last words if it does not come up.
+        """
+        self._started += 1
+        key = f"{self._started}"
+        (self._directory / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
+        errors = self._directory / f"{key}.errors"
+        with errors.open("wb") as stream:
+            process = subprocess.Popen(
+                _command(contestant, key, self._directory, ranks),
+                env=_environment(contestant) | dict(environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        group = Group(contestant, ranks, process, errors)
+        self._groups.append(group)
+        group.gather(self._listener, key, time.monotonic() + timeout)
+        return group
+
+    def drop(self, group: Group) -> None:
+        """End a group that failed."""
+        self._groups.remove(group)
+        group.close(gently=False)
+
+    @contextlib.contextmanager
+    def groups(self) -> Iterator[None]:
+        """Ends the groups that were started inside."""
+        try:
+            yield
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        while self._groups:
+            self._groups.pop().close()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

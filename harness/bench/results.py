@@ -1,0 +1,135 @@
+"""What a bench measured: frozen records, their statistics, and their JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Statistics of one way of timing, in microseconds an op.
+
+    `samples` counts the timings, `block` the ops in each.
+    """
+
+    p50: float
+    p99: float
+    min: float
+    samples: int
+    block: int
+
+    @staticmethod
+    def of(seconds: Sequence[float], block: int) -> Timing:
+        """The statistics of timings of `block` ops that took `seconds` each."""
+        each = np.asarray(seconds, dtype=np.float64) * (1e6 / block)
+        return Timing(
+            p50=float(np.percentile(each, 50)),
+            p99=float(np.percentile(each, 99)),
+            min=float(each.min()),
+            samples=len(each),
+            block=block,
+        )
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One op at one size on one library.
+
+    `timing` is what the table shows: ops in blocks up to 64 KiB, ops one by one above. `single` is ops one
+    by one. `turns` are the medians (us) of each turn, in the order of the rounds. `algbw` and `busbw` are
+    GB/s (1e9 bytes) at p50. `wrong` counts elements that came out wrong (for barrier: exits before the last
+    entry).
+    """
+
+    op: str
+    ranks: int
+    contestant: str
+    nbytes: int
+    dtype: str
+    timing: Timing
+    single: Timing
+    turns: tuple[float, ...]
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """How many times as fast `ours` was as `peer`: the median over rounds, and the least and the most of
+    them.
+    """
+
+    op: str
+    ranks: int
+    nbytes: int
+    ours: str
+    peer: str
+    median: float
+    least: float
+    most: float
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An op that a library refused or failed in, at one size and number of ranks."""
+
+    op: str
+    ranks: int
+    contestant: str
+    nbytes: int
+    reason: str
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where it ran."""
+
+    processor: str
+    cpus: int
+    kernel: str
+    python: str
+    torch: str
+    load: float
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """A whole run. `contestants` maps 'name, n ranks' to what took part and where its ranks were placed."""
+
+    command: str
+    machine: Machine
+    contestants: dict[str, str]
+    skipped: dict[str, str]
+    rows: tuple[Row, ...]
+    ratios: tuple[Ratio, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def wrong(self) -> int:
+        """All elements that came out wrong."""
+        return sum(row.wrong for row in self.rows)
+
+    def json(self) -> str:
+        """Itself as JSON, two spaces deep."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+
+def ratios(rows: Sequence[Row], ours: Sequence[str]) -> tuple[Ratio, ...]:
+    """Every one of `ours` against every other library at the same op, size and ranks, round by round."""
+    found = []
+    for row in rows:
+        if row.contestant not in ours:
+            continue
+        for peer in rows:
+            if peer.contestant in ours or (peer.op, peer.ranks, peer.nbytes) != (
+                row.op,
+                row.ranks,
+                row.nbytes,
+            ):
+                continue
+            rounds = [theirs / mine for theirs, mine in zip(peer.turns, row.turns, strict=False)]
+            found.append(
+                Ratio(
+                    row.op, row.ranks, row.nbytes, row.contestant, peer.contestant,
+                    float(np.median(rounds)), min(rounds), max(rounds),
+                )
+            )  # fmt: skip
+    return tuple(found)

@@ -1,0 +1,238 @@
+"""Runs a bench: at each size the libraries take short turns, round after round, so that noise hits all alike.
+
+While one has its turn the ranks of the others are blocked in a read and use no CPU. The order within a
+round moves by one each time, so that nobody always comes after the same other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.harness.bench.contestants import Arena, ContestantFailed, Group, missing
+from holdfast.harness.bench.definitions import OPERATIONS, SMALL, Operation
+from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
+from holdfast.harness.bench.wire import Measure, Measured
+
+Progress = Callable[[str], None]
+
+LONGEST_TURN = 120.0
+"""Seconds after which a library that does not answer is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. `contestants` in order; those in `ours` are compared with the rest.
+
+    Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
+    ops timed one by one in a turn instead.
+    """
+
+    operations: tuple[str, ...]
+    contestants: tuple[str, ...]
+    ours: tuple[str, ...]
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    rounds: int = 5
+    seconds: float = 1.0
+    iterations: int | None = None
+    command: str = ""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A library at one op and size: how it is timed there, and what came of it."""
+
+    group: Group
+    singles: int = 1
+    blocks: int = 0
+    block: int = 1
+    single_seconds: list[float] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+def _slowest(answers: Sequence[Measured], blocks: bool) -> list[float]:
+    """For each timing the seconds of the rank that took longest."""
+    taken = np.array([answer.blocks if blocks else answer.singles for answer in answers], dtype=np.int64)
+    if taken.size == 0:
+        return []
+    longest: list[float] = ((taken[:, :, 1] - taken[:, :, 0]).max(axis=0) / 1e9).tolist()
+    return longest
+
+
+def _early(answers: Sequence[Measured]) -> int:
+    """How many barriers some rank left before the last had entered."""
+    taken = np.array([answer.singles for answer in answers], dtype=np.int64)
+    return int((taken[:, :, 1].min(axis=0) < taken[:, :, 0].max(axis=0)).sum())
+
+
+class _Contest:
+    """One op at one size for all libraries with the same number of ranks."""
+
+    def __init__(self, plan: Plan, operation: Operation, nbytes: int, ranks: int) -> None:
+        self.plan, self.operation, self.ranks = plan, operation, ranks
+        itemsize = np.dtype(plan.dtype).itemsize
+        self.c = operation.block(nbytes, itemsize, ranks)
+        self.nbytes = operation.nbytes(self.c, itemsize, ranks)
+        self._seed = 0
+
+    def turn(self, entry: _Entry) -> tuple[list[float], list[float]]:
+        """One turn of a library: seconds of its ops one by one, and of its blocks."""
+        self._seed += 2
+        order = Measure(
+            self.operation.name, self.c, self.plan.dtype, self._seed, entry.singles, entry.blocks, entry.block
+        )
+        answers = entry.group.measure(order, LONGEST_TURN)
+        entry.wrong += sum(answer.wrong for answer in answers)
+        if self.operation.name == "barrier":
+            entry.wrong += _early(answers)
+        return _slowest(answers, blocks=False), _slowest(answers, blocks=True)
+
+    def calibrate(self, entry: _Entry) -> None:
+        """Find out how many ops fill a library's turn, with an untimed turn that also warms it up."""
+        entry.singles = 5
+        estimate = max(statistics.median(self.turn(entry)[0]), 1e-6)
+        turn = self.plan.seconds / self.plan.rounds
+        if self.nbytes <= SMALL:
+            entry.block = min(256, max(4, math.ceil(1e-3 / estimate)))
+            entry.singles = self.plan.iterations or min(1000, max(3, int(turn / 2 / estimate)))
+            entry.blocks = min(200, max(3, int(turn / 2 / (estimate * entry.block))))
+        else:
+            entry.singles = self.plan.iterations or min(1000, max(3, int(turn / estimate)))
+
+    def row(self, entry: _Entry) -> Row:
+        single = Timing.of(entry.single_seconds, 1)
+        timing = Timing.of(entry.block_seconds, entry.block) if entry.block_seconds else single
+        algbw = self.nbytes / timing.p50 / 1e3
+        return Row(
+            op=self.operation.name,
+            ranks=self.ranks,
+            contestant=entry.group.contestant,
+            nbytes=self.nbytes,
+            dtype=self.plan.dtype,
+            timing=timing,
+            single=single,
+            turns=tuple(entry.turns),
+            algbw=algbw,
+            busbw=algbw * self.operation.bus_factor(self.ranks),
+            wrong=entry.wrong,
+        )
+
+
+def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list[Row], list[Failure]]:
+    """All rounds of one op at one size.
+
+    A library that fails is left out; one that is broken leaves `groups`.
+    """
+    failures: list[Failure] = []
+    entries = [_Entry(group) for group in groups]
+
+    def attempt(entry: _Entry, body: Callable[[_Entry], object]) -> None:
+        try:
+            body(entry)
+        except (NotImplementedError, ContestantFailed) as error:
+            failures.append(
+                Failure(
+                    contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error)
+                )
+            )
+            entries.remove(entry)
+            if isinstance(error, ContestantFailed):
+                groups.remove(entry.group)
+                arena.drop(entry.group)
+
+    def timed(entry: _Entry) -> None:
+        singles, blocks = contest.turn(entry)
+        entry.single_seconds += singles
+        entry.block_seconds += blocks
+        entry.turns.append(
+            1e6 * (statistics.median(blocks) / entry.block if blocks else statistics.median(singles))
+        )
+
+    for entry in tuple(entries):
+        attempt(entry, contest.calibrate)
+    for number in range(contest.plan.rounds):
+        first = number % max(1, len(entries))
+        for entry in entries[first:] + entries[:first]:
+            attempt(entry, timed)
+    return [contest.row(entry) for entry in entries], failures
+
+
+def machine() -> Machine:
+    """This machine."""
+    import torch
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return Machine(
+        processor=model,
+        cpus=os.cpu_count() or 1,
+        kernel=platform.release(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        load=os.getloadavg()[0],
+    )
+
+
+def _start(plan: Plan, ranks: int, arena: Arena, skipped: dict[str, str]) -> list[Group]:
+    groups = []
+    for contestant in plan.contestants:
+        if contestant in skipped:
+            continue
+        try:
+            groups.append(arena.start(contestant, ranks))
+        except ContestantFailed as error:
+            skipped[contestant] = str(error)
+    return groups
+
+
+def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
+    """Run the whole plan.
+
+    Libraries that cannot run here, or cannot start, are in `skipped` with the reason.
+    """
+    here = machine()
+    skipped = {name: reason for name in plan.contestants if (reason := missing(name)) is not None}
+    taking_part: dict[str, str] = {}
+    rows: list[Row] = []
+    failures: list[Failure] = []
+    with Arena() as arena:
+        for ranks in plan.ranks:
+            names = [name for name in plan.contestants if name not in skipped]
+            progress(f"starting {ranks} ranks of {', '.join(names)}")
+            with arena.groups():
+                groups = _start(plan, ranks, arena, skipped)
+                taking_part |= {f"{group.contestant}, {ranks} ranks": group.detail for group in groups}
+                for name in plan.operations:
+                    operation = OPERATIONS[name]
+                    for size in plan.sizes if operation.layout != "none" else (0,):
+                        contest = _Contest(plan, operation, size, ranks)
+                        progress(f"{name}, {ranks} ranks, {contest.nbytes} bytes")
+                        done, failed = _compete(contest, groups, arena)
+                        rows += done
+                        failures += failed
+    return Bench(
+        command=plan.command,
+        machine=here,
+        contestants=taking_part,
+        skipped=skipped,
+        rows=tuple(rows),
+        ratios=ratios(rows, plan.ours),
+        failures=tuple(failures),
+    )

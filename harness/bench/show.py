@@ -1,0 +1,141 @@
+"""A bench as people read it: tables in the terminal, and a plot of bus bandwidth and time over size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.harness.bench.definitions import OPERATIONS, show_size
+from holdfast.harness.bench.results import Bench, Ratio, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def show_time(microseconds: float) -> str:
+    """Three figures and a unit."""
+    for unit, name in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= unit:
+            return f"{microseconds / unit:.3g} {name}"
+    return f"{microseconds:.3g} us"
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that is wide enough for the tables where there is no terminal to fit into."""
+    plain = Console(stderr=stderr)
+    return plain if plain.is_terminal else Console(stderr=stderr, width=140)
+
+
+def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio]) -> Table:
+    ours = list(dict.fromkeys(name for _, name, _ in ratios))
+    operation = OPERATIONS[op]
+    table = Table(
+        title=f"{op}, {ranks} ranks",
+        title_justify="left",
+        caption=f"size: {operation.size}; busbw = algbw x {operation.factor}",
+        caption_justify="left",
+    )
+    for name in ("size", "library"):
+        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
+    for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ours:
+        table.add_column(f"{name} is", justify="right", no_wrap=True)
+    before = None
+    for row in sorted(rows, key=lambda row: row.nbytes):
+        if before not in (None, row.nbytes):
+            table.add_section()
+        against = [ratios.get((row.nbytes, name, row.contestant)) for name in ours]
+        table.add_row(
+            "" if row.nbytes == before else show_size(row.nbytes),
+            row.contestant,
+            show_time(row.timing.p50),
+            show_time(row.timing.p99),
+            show_time(row.timing.min),
+            f"{row.algbw:.3g}" if row.nbytes else "",
+            f"{row.busbw:.3g}" if row.nbytes else "",
+            str(row.wrong) if row.wrong == 0 else f"[bold red]{row.wrong}[/]",
+            *("" if ratio is None else f"{ratio.median:.3g}x as fast" for ratio in against),
+        )
+        before = row.nbytes
+    return table
+
+
+def show(bench: Bench, out: Console) -> None:
+    """Print the whole bench."""
+    here = bench.machine
+    out.print(
+        f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}, "
+        f"load {here.load:.2f} at the start"
+    )
+    for name, detail in bench.contestants.items():
+        out.print(f"  {name}: {detail}")
+    for name, reason in bench.skipped.items():
+        out.print(f"  [yellow]{name} left out[/]: {reason}")
+    for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows):
+        chosen = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
+        ratios = {(r.nbytes, r.ours, r.peer): r for r in bench.ratios if (r.op, r.ranks) == (op, ranks)}
+        out.print()
+        out.print(_table(op, ranks, chosen, ratios))
+    for failure in bench.failures:
+        out.print(
+            f"[bold red]failed[/]: {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
+            f"{show_size(failure.nbytes)}: {failure.reason}"
+        )
+
+
+def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
+    for name in dict.fromkeys(row.contestant for row in rows):
+        mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
+        sizes = [row.nbytes for row in mine]
+        width = 2.2 if name.startswith("holdfast") else 1.4
+        if bandwidth:
+            axes.plot(sizes, [row.busbw for row in mine], "o-", label=name, linewidth=width, markersize=4)
+        else:
+            (line,) = axes.plot(
+                sizes, [r.timing.p50 for r in mine], "o-", label=name, linewidth=width, markersize=4
+            )
+            axes.fill_between(
+                sizes,
+                [r.timing.min for r in mine],
+                [r.timing.p99 for r in mine],
+                alpha=0.12,
+                color=line.get_color(),
+            )
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row.nbytes for row in rows})
+    axes.set_xticks(ticks, [show_size(size) for size in ticks], rotation=40, ha="right", fontsize=8)
+    axes.grid(alpha=0.25)
+    if not bandwidth:
+        axes.set_yscale("log")
+
+
+def plot(bench: Bench, path: Path) -> None:
+    """Write a picture: a line of panels an op and number of ranks, time on the left, bus bandwidth on the right.
+
+    Raises ModuleNotFoundError with what to install if matplotlib is not there.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'holdfast[report]'") from error
+    pairs = list(dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes))
+    if not pairs:
+        raise ValueError("there is nothing to plot: no op with a size was measured")
+    figure = Figure(figsize=(11, 3.6 * len(pairs)), layout="constrained")
+    panels = figure.subplots(len(pairs), 2, squeeze=False)
+    for (op, ranks), (times, bandwidths) in zip(pairs, panels, strict=True):
+        rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
+        _panel(times, rows, bandwidth=False)
+        _panel(bandwidths, rows, bandwidth=True)
+        times.set_title(f"{op}, {ranks} ranks", loc="left", fontsize=11)
+        times.set_ylabel("us an op: p50, min to p99 shaded")
+        bandwidths.set_ylabel("bus bandwidth, GB/s")
+        bandwidths.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)

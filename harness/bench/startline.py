@@ -1,0 +1,52 @@
+"""A barrier that belongs to no library under test: ranks line up here before each timing, so all start alike.
+
+One counter a rank in a shared file mapping; each rank writes only its own. It orders no data, only starts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_SLOT = 8
+"""Counters are eight words apart: one cache line each."""
+
+
+class StartLine:
+    """The line of `ranks` ranks, over the file at `path`, as seen by `rank`; calls `give_way` while it
+    waits.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield
+    ) -> None:
+        with path.open("r+b") as file:
+            self._pages = mmap.mmap(file.fileno(), StartLine.nbytes(ranks))
+        self._counters = memoryview(self._pages).cast("Q")
+        self._mine = rank * _SLOT
+        self._others = [other * _SLOT for other in range(ranks) if other != rank]
+        self._turn = 0
+        self._give_way = give_way
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        return ranks * _SLOT * 8
+
+    def wait(self, timeout: float = 30.0) -> None:
+        """Return when all ranks are here. Raises TimeoutError after `timeout` seconds."""
+        self._turn += 1
+        counters, turn = self._counters, self._turn
+        counters[self._mine] = turn
+        deadline = time.monotonic() + timeout
+        for other in self._others:
+            while counters[other] < turn:
+                self._give_way()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not all ranks came to the start line within {timeout} s")
+
+    def close(self) -> None:
+        self._counters.release()
+        self._pages.close()

@@ -1,0 +1,109 @@
+"""A worker of the bench: one rank of one library, which runs and times ops when it is told to.
+
+Run as a program (`python -m holdfast.harness.bench.worker KEY DIRECTORY RANKS`) it is a rank under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+
+from holdfast.harness.bench.data import allocate, count_wrong, fill
+from holdfast.harness.bench.definitions import OPERATIONS, Operation
+from holdfast.harness.bench.drivers import Call, Driver, MpiDriver
+from holdfast.harness.bench.startline import StartLine
+from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Stop
+
+WARM_UP = 2
+"""Untimed ops at the start of each turn: the rank has been asleep while others had theirs."""
+
+
+class Bound:
+    """An op bound to buffers of one size."""
+
+    def __init__(self, driver: Driver, operation: Operation, c: int, dtype: str) -> None:
+        self.operation, self.c, self.dtype = operation, c, dtype
+        lengths = operation.lengths(c, driver.ranks)
+        self.source = allocate(lengths[0], dtype)
+        self.target = self.source if operation.layout in ("in_place", "none") else allocate(lengths[1], dtype)
+        self.call = driver.bind(operation, self.source, self.target)
+        self._rank, self._ranks = driver.rank, driver.ranks
+
+    def fill(self, seed: int) -> None:
+        fill(self.operation, self._rank, seed, self.source, self.target)
+
+    def wrong(self, seed: int) -> int:
+        return count_wrong(self.operation, self._rank, self._ranks, self.c, seed, self.target)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the output after many ops is that after one."""
+        return self.operation.name != "all_reduce"
+
+
+def _time(call: Call, line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
+    """Entry and exit times (ns) of `times` timings of `block` ops each."""
+    timings = []
+    repeats = range(block)
+    for _ in range(times):
+        line.wait()
+        start = perf_counter_ns()
+        for _ in repeats:
+            call()
+        timings.append((start, perf_counter_ns()))
+    return timings
+
+
+def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
+    bound.fill(order.seed)
+    line.wait()
+    for _ in range(WARM_UP):
+        bound.call()
+    singles = _time(bound.call, line, order.singles, 1)
+    blocks = _time(bound.call, line, order.blocks, order.block)
+    line.wait()
+    wrong = bound.wrong(order.seed) if bound.repeatable else 0
+    bound.fill(order.seed + 1)
+    line.wait()
+    bound.call()
+    line.wait()
+    return Measured(singles, blocks, wrong + bound.wrong(order.seed + 1))
+
+
+def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], object] = os.sched_yield) -> None:
+    """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is
+    gone.
+    """
+    line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
+    bound: Bound | None = None
+    with Line.dial(str(directory / "socket")) as bench:
+        bench.send(
+            Hello(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail)
+        )
+        while True:
+            try:
+                order = bench.receive()
+            except EOFError:
+                break
+            if isinstance(order, Stop):
+                break
+            if not isinstance(order, Measure):
+                raise TypeError(f"a worker cannot do {order}")
+            try:
+                wanted = (OPERATIONS[order.op], order.c, order.dtype)
+                if bound is None or (bound.operation, bound.c, bound.dtype) != wanted:
+                    bound = None
+                    bound = Bound(driver, *wanted)
+                bench.send(_measure(bound, line, order))
+            except Exception as error:
+                bench.send(Failed("".join(traceback.format_exception_only(error)).strip()))
+    bound = None
+    driver.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]), MpiDriver())
