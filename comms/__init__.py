@@ -1,0 +1,53 @@
+"""What a user calls: communicators, memory planes, errors, and the plugin registry behind them.
+
+    from holdfast import comms
+    comm = comms.connect("shm")
+    comm.all_reduce(tensor)
+"""
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.connect import connect, connect_members
+from holdfast.comms.errors import (
+    BackendUnavailable,
+    CorruptData,
+    HoldfastError,
+    Mismatch,
+    OpTimeout,
+    PeerFailed,
+    RegionGone,
+    Revoked,
+    StaleEpoch,
+    Unsupported,
+)
+from holdfast.comms.ops import Recv, ReduceOp, Send
+from holdfast.comms.plane import Handle, MemoryPlane, Region, memory
+from holdfast.comms.registry import Backend, backends, register, unregister
+from holdfast.comms.work import Work
+
+__all__ = [
+    "Backend",
+    "BackendUnavailable",
+    "Communicator",
+    "CorruptData",
+    "Handle",
+    "HoldfastError",
+    "MemoryPlane",
+    "Mismatch",
+    "OpTimeout",
+    "PeerFailed",
+    "Recv",
+    "ReduceOp",
+    "Region",
+    "RegionGone",
+    "Revoked",
+    "Send",
+    "StaleEpoch",
+    "Unsupported",
+    "Work",
+    "backends",
+    "connect",
+    "connect_members",
+    "memory",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,5 @@
+"""Collectives for transports that have none of their own, written once over a small primitive.
+
+`direct` is for transports where a rank can read its peers' memory (shm, inproc); it stands on a `board` of flags and
+slots in memory that all ranks map, and on `arithmetic` for the reductions.
+"""

@@ -1,0 +1,344 @@
+"""`gloo`: torch's own ProcessGroupGloo, over TCP, between any processes and hosts. CPU tensors.
+
+Gloo cannot abort: what frees a blocked op is shutting down the group's sockets, so this transport keeps a duplicate of
+each. A watcher thread does so too, the moment the kernel says that a peer on this host is gone. What gloo does not have
+(uneven lists, dtypes it does not reduce) is made of its all-to-all and all-gather of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.algorithms import arithmetic
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.liveness import Liveness
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Unavailable,
+    hookimpl,
+)
+from holdfast.comms.tensors import DTYPES, names
+from holdfast.comms.transport import Context, Transport
+
+Tensor = torch.Tensor
+
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+_NATIVE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "premul_sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+_GRACE_SECONDS = 0.2
+"""How long a broken connection may wait for the kernel's word on whose process ended."""
+_making = threading.Lock()
+
+
+class GlooTransport(Transport):
+    """A ProcessGroupGloo, with an end."""
+
+    def __init__(self, context: Context) -> None:
+        self.rank, self.size = context.rank, context.size
+        self._epoch = context.epoch
+        self._seq = 0
+        self._error: HoldfastError | None = None
+        self._liveness = Liveness(context.peers, context.rank)
+        self._ending = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            self._group = self._make_group(context)
+        except BaseException:
+            os.close(self._wake)
+            self._liveness.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="holdfast-gloo-watch", daemon=True)
+        self._watcher.start()
+
+    def _make_group(self, context: Context) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        if len({peer.host for peer in context.peers}) == 1:
+            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        limit = context.deadline - time.monotonic()
+        options._timeout = timedelta(seconds=max(limit, 0.001))
+        options._threads = 2
+        with _making:
+            before = _connected_sockets()
+            try:
+                group = dist.ProcessGroupGloo(context.store, self.rank, self.size, options)
+            except RuntimeError as error:
+                if dead := self._liveness.dead():
+                    raise PeerFailed(dead, "its process ended while the ranks connected") from error
+                raise OpTimeout("connect", 0, limit) from error
+            new = _connected_sockets() - before
+            self._sockets = [socket.socket(fileno=os.dup(number)) for number, _ in new]
+        return group
+
+    # -- how an op runs and ends
+
+    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float) -> None:
+        self._seq += 1
+        if self._error is not None:
+            raise self._error
+        began = time.monotonic()
+        limit = timedelta(seconds=max(deadline - began, 0.001))
+        try:
+            work = start(limit)
+            if work is not None:
+                work.wait(limit)
+        except RuntimeError as error:
+            raise self._explain(op, error, began, deadline) from error
+
+    def _explain(self, op: str, error: RuntimeError, began: float, deadline: float) -> HoldfastError:
+        """What a failure of gloo means: our own abort, a peer's end, a timeout, or a broken connection."""
+        until = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        while self._error is None and time.monotonic() < until and "imed out" not in str(error):
+            time.sleep(0.001)
+        if self._error is not None:
+            return self._error
+        waited = time.monotonic() - began
+        if "imed out" in str(error) or time.monotonic() >= deadline:
+            return OpTimeout(op, self._seq, waited)
+        return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
+
+    def _watch(self) -> None:
+        while self._liveness.wait(self._wake):
+            self.abort(PeerFailed(self._liveness.dead(), "the kernel says that the process is gone"))
+
+    def abort(self, error: HoldfastError) -> None:
+        with self._ending:
+            if self._error is None:
+                self._error = error
+            for each in self._sockets:
+                try:
+                    each.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def close(self) -> None:
+        os.eventfd_write(self._wake, 1)
+        self._watcher.join()
+        os.close(self._wake)
+        self._liveness.close()
+        del self._group
+        with self._ending:
+            for each in self._sockets:
+                each.close()
+            self._sockets.clear()
+
+    # -- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        given = arithmetic.before(tensor, op)
+        if tensor.dtype in _NATIVE_DTYPES:
+            if given is not tensor:
+                tensor.copy_(given)
+            self._run("all_reduce", lambda limit: self._start_all_reduce(tensor, op, limit), deadline)
+        else:
+            others = [torch.empty_like(given) for _ in range(self.size)]
+            self.all_gather(others, given, deadline)
+            _combine(others, tensor, op)
+        arithmetic.after(tensor, op, self.size)
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, limit: timedelta) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _NATIVE_OPS[op.name]
+        options.timeout = limit
+        return self._group.allreduce([tensor], options)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        given = arithmetic.before(tensor, op)
+        gathered = [torch.empty_like(given) for _ in range(self.size)] if self.rank == dst else None
+        self.gather(given, gathered, dst, deadline)
+        if gathered is not None:
+            _combine(gathered, tensor, op)
+            arithmetic.after(tensor, op, self.size)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        given = [arithmetic.before(tensor, op) for tensor in inputs]
+        received = [torch.empty_like(given[self.rank]) for _ in range(self.size)]
+        self._exchange("reduce_scatter", received, given, deadline)
+        _combine(received, output.view(-1), op)
+        arithmetic.after(output, op, self.size)
+
+    # -- moves
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        if tensor.numel() == 0:
+            return
+
+        def start(limit: timedelta) -> Any:
+            options = dist.BroadcastOptions()
+            options.rootRank = src
+            options.rootTensor = 0
+            options.timeout = limit
+            return self._group.broadcast([_bytes(tensor)], options)
+
+        self._run("broadcast", start, deadline)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        if len({output.nbytes for output in outputs}) > 1:
+            self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
+            return
+        if tensor.numel() == 0:
+            return
+
+        def start(limit: timedelta) -> Any:
+            options = dist.AllgatherOptions()
+            options.timeout = limit
+            return self._group.allgather([[_bytes(output) for output in outputs]], [_bytes(tensor)], options)
+
+        self._run("all_gather", start, deadline)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        self._exchange("all_to_all", outputs, inputs, deadline)
+
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float
+    ) -> None:
+        nothing = tensor.view(-1)[:0]
+        given = [tensor if r == dst else nothing for r in range(self.size)]
+        self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
+
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float
+    ) -> None:
+        nothing = tensor.view(-1)[:0]
+        taken = [tensor if r == src else nothing for r in range(self.size)]
+        self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
+
+    def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
+        given = torch.cat([_bytes(tensor) for tensor in inputs])
+        taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8)
+
+        def start(limit: timedelta) -> Any:
+            options = dist.AllToAllOptions()
+            options.timeout = limit
+            out_sizes, in_sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
+            return self._group.alltoall_base(taken, given, out_sizes, in_sizes, options)
+
+        self._run(op, start, deadline)
+        for output, part in zip(outputs, taken.split([t.nbytes for t in outputs]), strict=True):
+            _bytes(output).copy_(part)
+
+    def barrier(self, deadline: float) -> None:
+        def start(limit: timedelta) -> Any:
+            options = dist.BarrierOptions()
+            options.timeout = limit
+            return self._group.barrier(options)
+
+        self._run("barrier", start, deadline)
+
+    # -- point to point
+
+    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
+        self._run("send", lambda _: self._group.send([_bytes(tensor)], dst, tag), deadline)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
+        self._run("recv", lambda _: self._group.recv([_bytes(tensor)], src, tag), deadline)
+
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[Tensor, int, int]],
+        recvs: Sequence[tuple[Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        def start(limit: timedelta) -> None:
+            pending = [self._group.recv([_bytes(tensor)], src, tag) for tensor, src, tag in recvs]
+            pending += [self._group.send([_bytes(tensor)], dst, tag) for tensor, dst, tag in sends]
+            for work in pending:
+                work.wait(limit)
+
+        self._run("batch_send_recv", start, deadline)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:
+    """output = the reduction of all inputs, in rank order."""
+    if output.numel() == 0:
+        return
+    combine = arithmetic.combiner(output.dtype, op)
+    output.view(-1).copy_(inputs[0].view(-1))
+    block = arithmetic.block_of(output)
+    for each in inputs[1:]:
+        combine(block, arithmetic.block_of(each), block)
+
+
+def _connected_sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of this process's connected TCP sockets."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        number = int(entry.name)
+        try:
+            status = os.fstat(number)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            probe = socket.socket(fileno=os.dup(number))
+        except OSError:
+            continue
+        with probe:
+            if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
+                try:
+                    probe.getpeername()
+                except OSError:
+                    continue
+                found.add((number, status.st_ino))
+    return found
+
+
+def connect(context: Context) -> GlooTransport:
+    """Make the group; collective over all ranks of the context."""
+    if context.device.type != "cpu":
+        raise Unsupported(f"gloo on {context.device}", "use nccl for CUDA tensors, or a CPU device")
+    return GlooTransport(context)
+
+
+def probe() -> Available | Unavailable:
+    """Whether this torch was built with gloo."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Unavailable("this torch was built without gloo", "install a torch wheel from pypi.org")
+    return Available(f"torch {torch.__version__}")
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    return [
+        BackendInfo(
+            name="gloo",
+            api=API_VERSION,
+            description="torch's ProcessGroupGloo over TCP, on one host or many",
+            capabilities=Capabilities(
+                reduces={"cpu": names(arithmetic.REDUCIBLE)},
+                moves={"cpu": names(DTYPES)},
+            ),
+            probe=probe,
+            connect=connect,
+        )
+    ]

@@ -1,0 +1,52 @@
+"""Checks that all ranks issue the same op: what HOLDFAST_CHECK=1 turns on.
+
+Before each collective every rank tells the others, in one small all-gather, what it is about to do. If they differ,
+all ranks raise the same `Mismatch`, and no byte of the op has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from holdfast.comms.errors import Mismatch
+from holdfast.comms.transport import Transport
+
+_BYTES = 192
+
+
+class Agreement:
+    """Compares op descriptions over a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._mine = torch.zeros(_BYTES, dtype=torch.uint8)
+        self._all = [torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(transport.size)]
+
+    def checked(
+        self, body: Callable[[float], None], op: str, seq: int, agreed: Callable[[], str]
+    ) -> Callable[[float], None]:
+        """`body`, behind the check that every rank issues `op` with the same words as op number `seq`."""
+
+        def run(deadline: float) -> None:
+            said = f"{op}({agreed()}) as op {seq}".encode()[:_BYTES]
+            self._mine.zero_()
+            self._mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            self._transport.all_gather(self._all, self._mine, deadline)
+            self._compare()
+            body(deadline)
+
+        return run
+
+    def _compare(self) -> None:
+        if all(torch.equal(self._all[0], other) for other in self._all[1:]):
+            return
+        words = [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in self._all]
+        common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))
+        usual = words.index(common)
+        odd = "; ".join(f"rank {r} called {word}" for r, word in enumerate(words) if word != common)
+        raise Mismatch(
+            f"{odd}; rank {usual} called {common}; every rank must issue the same ops, in the same order, with the "
+            "same shapes and dtypes"
+        )

@@ -1,0 +1,286 @@
+"""The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
+
+Each rank has a row that it alone writes (but for two words, named below), so nothing here needs an atomic
+read-modify-write: aligned eight-byte loads and stores are enough, in the order x86 and the GIL's barriers keep them.
+
+A row, in 8-byte words, hot words on cache lines of their own:
+
+    0   flag        the phase this rank has reached; only ever grows
+    8   asleep      1 while this rank sleeps on its doorbell
+    16  doorbell    (written by peers) changes to wake this rank; a futex
+    24  state       ALIVE, CLOSED or ABORTED
+    25  note        length of the text that says why
+    32  table       2 parities x (signature, then an (address, nbytes) pair for each rank)
+    ..  note text, point-to-point channels, 2 slots (one a parity)
+
+Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
+millisecond. A wake-up lost to the race between `asleep` and `flag` costs that millisecond, no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+
+LINE = 8
+FLAG, ASLEEP, DOORBELL, STATE, NOTE = 0, 8, 16, 24, 25
+TABLE = 32
+ALIVE, CLOSED, ABORTED = 0, 1, 2
+NOTE_BYTES = 1024
+SLOT_BYTES = 64 * 1024
+
+CHANNEL_ENTRIES = 8
+INLINE_BYTES = 1024
+ENTRY_WORDS = 8 + INLINE_BYTES // 8
+SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
+
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+_libc = ctypes.CDLL(None, use_errno=True)
+_sched_yield = _libc.sched_yield
+_SLEEP_SECONDS = 0.001
+_LIVENESS_SECONDS = 0.002
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_SLEEP = _Timespec(0, int(_SLEEP_SECONDS * 1e9))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are on a board of `size` ranks; all in words unless the name says bytes."""
+
+    size: int
+
+    @property
+    def table_words(self) -> int:
+        return _round_up(1 + 2 * self.size, LINE)
+
+    @property
+    def note_text(self) -> int:
+        return TABLE + 2 * self.table_words
+
+    @property
+    def channels(self) -> int:
+        return self.note_text + NOTE_BYTES // 8
+
+    @property
+    def slots(self) -> int:
+        return _round_up(self.channels + self.size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
+
+    @property
+    def row_words(self) -> int:
+        return self.slots + 2 * SLOT_BYTES // 8
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.row_words * 8
+
+
+def _round_up(value: int, unit: int) -> int:
+    return (value + unit - 1) // unit * unit
+
+
+class Board:
+    """One rank's hands on the board that lies in `memory` (a writable buffer of `Layout(size).nbytes` bytes).
+
+    `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `looks` is how often
+    a wait looks before it gives way.
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        rank: int,
+        size: int,
+        epoch: int,
+        dead: Callable[[], Sequence[int]],
+        looks: int = 400,
+    ) -> None:
+        self.layout = Layout(size)
+        self.rank, self.size, self.epoch = rank, size, epoch
+        self.bytes = memoryview(memory).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.rows = [r * self.layout.row_words for r in range(size)]
+        self._mine = self.rows[rank]
+        self._others = [row for r, row in enumerate(self.rows) if r != rank]
+        self._dead = dead
+        self._error: HoldfastError | None = None
+        crowded = size > (len(os.sched_getaffinity(0)) or 1)
+        self._looks = min(looks, 20) if crowded else looks
+        self._yields = 40 if crowded else 400
+
+    # -- what this rank says
+
+    def raise_flag(self, phase: int) -> None:
+        """Say that this rank has reached `phase`, and wake those who sleep."""
+        words = self.words
+        words[self._mine + FLAG] = phase
+        for row in self._others:
+            if words[row + ASLEEP]:
+                self._ring(row)
+
+    def _ring(self, row: int) -> None:
+        self.words[row + DOORBELL] = (self.words[row + DOORBELL] + 1) & 0xFFFFFFFF
+        _libc.syscall(
+            _SYS_FUTEX, ctypes.c_void_p(self.base + 8 * (row + DOORBELL)), _FUTEX_WAKE, 1 << 30, None, None, 0
+        )
+
+    def wake(self, rank: int) -> None:
+        """Wake `rank` if it sleeps: something other than a flag has changed for it."""
+        if self.words[self.rows[rank] + ASLEEP]:
+            self._ring(self.rows[rank])
+
+    def ring_all(self) -> None:
+        """Wake everybody, this rank's own sleeping thread too."""
+        for row in self.rows:
+            self._ring(row)
+
+    def leave(self, state: int, note: str) -> None:
+        """Tell the others that this rank has closed or aborted, and why."""
+        text = note.encode()[: NOTE_BYTES - 8]
+        start = 8 * (self._mine + self.layout.note_text)
+        if self.words[self._mine + STATE] == ALIVE:
+            self.bytes[start : start + len(text)] = text
+            self.words[self._mine + NOTE] = len(text)
+            self.words[self._mine + STATE] = state
+        self.ring_all()
+
+    def fail(self, error: HoldfastError) -> None:
+        """End this rank's wait, and all later ones, with `error`. From any thread."""
+        if self._error is None:
+            self._error = error
+        self._ring(self._mine)
+
+    # -- what this rank waits for
+
+    def reached(self, rank: int, phase: int) -> bool:
+        return self.words[self.rows[rank] + FLAG] >= phase
+
+    def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
+        """Return once every rank has reached `phase`."""
+        words = self.words
+        for _ in range(self._looks):
+            for row in self._others:
+                if words[row + FLAG] < phase:
+                    break
+            else:
+                return
+        self.wait_until(
+            lambda: all(words[row + FLAG] >= phase for row in self._others),
+            lambda: [r for r, row in enumerate(self.rows) if words[row + FLAG] < phase],
+            deadline,
+            op,
+            seq,
+        )
+
+    def wait_for(self, rank: int, phase: int, deadline: float, op: str, seq: int) -> None:
+        """Return once `rank` has reached `phase`."""
+        words, at = self.words, self.rows[rank] + FLAG
+        for _ in range(self._looks):
+            if words[at] >= phase:
+                return
+        self.wait_until(lambda: words[at] >= phase, lambda: [rank], deadline, op, seq)
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        deadline: float,
+        op: str,
+        seq: int,
+    ) -> None:
+        """Return once `ready()`; give way, then sleep. `missing` names the ranks that are waited for.
+
+        Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
+        """
+        began = time.monotonic()
+        words, mine = self.words, self._mine
+        for _ in range(self._yields):
+            if ready():
+                return
+            if self._error is not None:
+                raise self._error
+            _sched_yield()
+        look_at_peers = 0.0
+        while True:
+            words[mine + ASLEEP] = 1
+            bell = words[mine + DOORBELL] & 0xFFFFFFFF
+            if not ready() and self._error is None:
+                _libc.syscall(
+                    _SYS_FUTEX,
+                    ctypes.c_void_p(self.base + 8 * (mine + DOORBELL)),
+                    _FUTEX_WAIT,
+                    ctypes.c_uint32(bell),
+                    ctypes.byref(_SLEEP),
+                    None,
+                    0,
+                )
+            words[mine + ASLEEP] = 0
+            if ready():
+                return
+            if self._error is not None:
+                raise self._error
+            now = time.monotonic()
+            if now >= look_at_peers:
+                look_at_peers = now + _LIVENESS_SECONDS
+                self.check_peers(missing(), ready)
+            if now >= deadline:
+                raise OpTimeout(op, seq, now - began, missing())
+
+    def check(self) -> None:
+        """Raise what `fail` was given, if anything."""
+        if self._error is not None:
+            raise self._error
+
+    def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
+        """Raise if a rank that is waited for can never come, or if any rank aborted."""
+        gone = tuple(self._dead())
+        left = [r for r in range(self.size) if r != self.rank and self.words[self.rows[r] + STATE] != ALIVE]
+        if ready():
+            return
+        if gone:
+            raise PeerFailed(gone, "the kernel says that the process is gone")
+        for r in left:
+            aborted = self.words[self.rows[r] + STATE] == ABORTED
+            if aborted or r in missing:
+                why = self._note(r)
+                if aborted:
+                    raise Revoked(self.epoch, f"rank {r} aborted: {why}")
+                raise PeerFailed((r,), f"it left the communicator: {why}")
+
+    def _note(self, rank: int) -> str:
+        start = 8 * (self.rows[rank] + self.layout.note_text)
+        length = min(self.words[self.rows[rank] + NOTE], NOTE_BYTES)
+        return bytes(self.bytes[start : start + length]).decode(errors="replace")
+
+    # -- where things are
+
+    def slot(self, rank: int, parity: int) -> int:
+        """Byte offset of a rank's slot."""
+        return 8 * (self.rows[rank] + self.layout.slots) + parity * SLOT_BYTES
+
+    def table(self, rank: int, parity: int) -> int:
+        """Word index of a rank's table: the signature, then (address, nbytes) for each rank."""
+        return self.rows[rank] + TABLE + parity * self.layout.table_words
+
+    def entry(self, src: int, dst: int, number: int) -> int:
+        """Word index of entry `number` of the channel from `src` to `dst`."""
+        index = dst * CHANNEL_ENTRIES + number
+        return self.rows[src] + self.layout.channels + index * ENTRY_WORDS
+
+    def release(self) -> None:
+        """Let go of the memory. Nothing of this board may be used afterwards."""
+        self.words.release()
+        self.bytes.release()

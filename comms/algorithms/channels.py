@@ -1,0 +1,137 @@
+"""Point to point over a board: each ordered pair of ranks has a channel of eight entries.
+
+A sender fills a free entry with (tag, size, address), and the payload itself when it is small; the receiver takes the
+oldest entry with the tag it wants, reads the payload, and marks the entry taken. Small sends return at once; larger
+ones when the receiver has read. Sends and receives of a batch progress together, so their order cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from holdfast.comms.algorithms.board import (
+    ADDRESS,
+    CHANNEL_ENTRIES,
+    DTYPE,
+    INLINE_BYTES,
+    NBYTES,
+    SENT,
+    TAG,
+    TAKEN,
+    Board,
+)
+from holdfast.comms.errors import Mismatch
+
+Message = tuple[torch.Tensor, int, int]
+"""(tensor, peer, tag)"""
+
+_REFUSED = 1 << 63
+_TAG_BITS = (1 << 64) - 1
+
+
+class Channels:
+    """This rank's ends of all channels of a board. `read_memory(rank, address, into, nbytes)` moves large payloads."""
+
+    def __init__(self, board: Board, read_memory: Callable[[int, int, int, int], None]) -> None:
+        self._board = board
+        self._read_memory = read_memory
+        self._sent = [0] * board.size
+        self._ops = 0
+
+    def run(self, sends: Sequence[Message], recvs: Sequence[Message], deadline: float, op: str) -> None:
+        """Do all of `sends` and `recvs`. Each list's messages between one pair keep their order, tag by tag."""
+        board = self._board
+        board.check()
+        self._ops += 1
+        to_post, to_take = list(sends), list(recvs)
+        unread: list[tuple[int, int, int]] = []
+
+        def progress() -> bool:
+            blocked: set[int] = set()
+            for message in list(to_post):
+                if message[1] in blocked:
+                    continue
+                posted = self._post(message)
+                if posted is None:
+                    blocked.add(message[1])
+                    continue
+                to_post.remove(message)
+                entry, number = posted
+                if message[0].nbytes > INLINE_BYTES:
+                    unread.append((message[1], entry, number))
+            for message in list(to_take):
+                if self._take(message):
+                    to_take.remove(message)
+            for waiting in list(unread):
+                if self._was_taken(*waiting):
+                    unread.remove(waiting)
+            return not (to_post or to_take or unread)
+
+        def missing() -> list[int]:
+            return sorted({m[1] for m in [*to_post, *to_take]} | {w[0] for w in unread})
+
+        if not progress():
+            board.wait_until(progress, missing, deadline, op, self._ops)
+
+    def _post(self, message: Message) -> tuple[int, int] | None:
+        """Put a message into a free entry; None if there is none."""
+        tensor, dst, tag = message
+        board, words = self._board, self._board.words
+        for slot in range(CHANNEL_ENTRIES):
+            entry = board.entry(board.rank, dst, slot)
+            taken = words[entry + TAKEN]
+            if words[entry + SENT] == taken & ~_REFUSED:
+                break
+        else:
+            return None
+        nbytes = tensor.nbytes
+        words[entry + TAG] = tag & _TAG_BITS
+        words[entry + NBYTES] = nbytes
+        words[entry + DTYPE] = tensor.dtype.itemsize
+        if nbytes > INLINE_BYTES:
+            words[entry + ADDRESS] = tensor.data_ptr()
+        elif nbytes:
+            ctypes.memmove(board.base + 8 * (entry + 8), tensor.data_ptr(), nbytes)
+        self._sent[dst] += 1
+        number = self._sent[dst]
+        words[entry + SENT] = number
+        board.wake(dst)
+        return entry, number
+
+    def _take(self, message: Message) -> bool:
+        """Receive the oldest waiting message of the tag; False if there is none yet."""
+        tensor, src, tag = message
+        board, words = self._board, self._board.words
+        oldest, found = 0, -1
+        for slot in range(CHANNEL_ENTRIES):
+            entry = board.entry(src, board.rank, slot)
+            number = words[entry + SENT]
+            waiting = number != words[entry + TAKEN] & ~_REFUSED
+            if waiting and words[entry + TAG] == tag & _TAG_BITS and (found < 0 or number < oldest):
+                oldest, found = number, entry
+        if found < 0:
+            return False
+        nbytes = words[found + NBYTES]
+        if nbytes != tensor.nbytes:
+            words[found + TAKEN] = oldest | _REFUSED
+            board.wake(src)
+            raise Mismatch(
+                f"rank {src} sent {nbytes} bytes under tag {tag}, rank {board.rank} receives {tensor.nbytes}; "
+                "both sides must pass the same shape and dtype"
+            )
+        if nbytes > INLINE_BYTES:
+            self._read_memory(src, words[found + ADDRESS], tensor.data_ptr(), nbytes)
+        elif nbytes:
+            ctypes.memmove(tensor.data_ptr(), board.base + 8 * (found + 8), nbytes)
+        words[found + TAKEN] = oldest
+        board.wake(src)
+        return True
+
+    def _was_taken(self, dst: int, entry: int, number: int) -> bool:
+        taken = self._board.words[entry + TAKEN]
+        if taken == number | _REFUSED:
+            raise Mismatch(f"rank {dst} refused the message: it expects another size")
+        return taken >= number and not taken & _REFUSED

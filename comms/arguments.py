@@ -1,0 +1,102 @@
+"""Checks of what users pass to a communicator. All of them run before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.comms.algorithms.arithmetic import check_reducible
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins import BackendInfo
+
+Tensor = torch.Tensor
+
+
+class Arguments:
+    """The checks of one communicator: its rank, size, device, and what its backend can do."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:
+        self._rank, self._size, self._device = rank, size, device
+        self._backend = info.name
+        self._reduces = info.capabilities.reduces.get(device.type, frozenset())
+        self._moves = info.capabilities.moves.get(device.type, frozenset())
+        self._allowed: set[tuple[torch.dtype, str]] = set()
+
+    def tensor(self, tensor: Any) -> None:
+        """TypeError, ValueError or `Unsupported` unless it is a dense tensor on this communicator's device."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
+        if tensor.device.type != self._device.type:
+            raise ValueError(f"a tensor on {tensor.device} cannot be used by a communicator on {self._device}")
+        if tensor.layout != torch.strided:
+            raise Unsupported(f"{tensor.layout} tensors", "pass a dense tensor: tensor.to_dense()")
+
+    def movable(self, tensor: Any) -> None:
+        """As `tensor`, and of a dtype that the backend moves."""
+        self.tensor(tensor)
+        if (tensor.dtype, "") not in self._allowed:
+            name = str(tensor.dtype).removeprefix("torch.")
+            if name not in self._moves:
+                raise Unsupported(f"moving {name} over {self._backend!r}", "view it as uint8")
+            self._allowed.add((tensor.dtype, ""))
+
+    def reducible(self, tensor: Any, op: Any) -> None:
+        """As `tensor`, and of a dtype that the backend reduces by `op`."""
+        self.tensor(tensor)
+        if not isinstance(op, ReduceOp):
+            raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
+        if (tensor.dtype, op.name) not in self._allowed:
+            name = str(tensor.dtype).removeprefix("torch.")
+            if name not in self._reduces:
+                raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
+            check_reducible(tensor.dtype, op)
+            self._allowed.add((tensor.dtype, op.name))
+
+    def rank(self, rank: Any, what: str) -> None:
+        """ValueError unless it is a rank of this communicator."""
+        if not isinstance(rank, int) or not 0 <= rank < self._size:
+            raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
+
+    def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
+        """ValueError unless there is one tensor for each rank, all of `dtype`."""
+        if len(items) != self._size:
+            raise ValueError(f"{what} has {len(items)} tensors; it needs one for each of {self._size} ranks")
+        for item in items:
+            self.tensor(item)
+            if item.dtype != dtype:
+                raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; they must be alike")
+
+    def of_root(self, items: Sequence[Tensor] | None, what: str, root: int, tensor: Tensor) -> None:
+        """ValueError unless the root, and it alone, gives one tensor for each rank."""
+        if self._rank != root:
+            if items:
+                raise ValueError(f"{what} belongs to rank {root} alone; pass None on rank {self._rank}")
+            return
+        if items is None:
+            raise ValueError(f"rank {root} must pass {what}, one tensor for each rank")
+        self.one_for_each(items, what, tensor.dtype)
+        self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
+
+    def same_dtype(self, output: Any, tensor: Any) -> None:
+        self.tensor(output)
+        self.tensor(tensor)
+        if output.dtype != tensor.dtype:
+            raise ValueError(f"output is {output.dtype}, tensor {tensor.dtype}; they must be alike")
+
+    def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
+        if tensor.numel() != count:
+            raise ValueError(f"{what} has {tensor.numel()} elements; it needs {count}: {meaning}")
+
+    def split_rows(self, tensor: Tensor, counts: Sequence[int] | None, what: str) -> list[int]:
+        """The rows of dimension 0 for each rank: `counts`, or an even division."""
+        total = tensor.shape[0] if tensor.dim() else 1
+        if counts is None:
+            if total % self._size:
+                raise ValueError(f"{what} has {total} rows, not a multiple of {self._size}; pass split sizes")
+            return [total // self._size] * self._size
+        if len(counts) != self._size or sum(counts) != total or min(counts) < 0:
+            raise ValueError(f"{what}: split sizes {list(counts)} do not divide {total} rows over {self._size} ranks")
+        return list(counts)

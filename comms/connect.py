@@ -1,0 +1,252 @@
+"""How ranks become a communicator: meet, say what each can run, take the first backend that all can, connect.
+
+Nothing falls back silently: the choice and the reasons are logged once, by rank 0; a preference that no backend
+satisfies on every rank is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import rendezvous as places
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import BackendUnavailable, Mismatch, OpTimeout, Unsupported
+from holdfast.comms.liveness import this_process
+from holdfast.comms.plugins import BackendInfo, Unavailable
+from holdfast.comms.registry import registry
+from holdfast.comms.transport import Context, Peer
+
+log = logging.getLogger("holdfast.comms")
+
+_counts: dict[tuple[str, str, int], itertools.count[int]] = {}
+_open: set[tuple[str, str, int]] = set()
+_lock = threading.Lock()
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What one rank says to the others: who it is, what it was asked for, why each backend it cannot run fails."""
+
+    peer: Peer
+    size: int
+    preference: list[str]
+    unavailable: dict[str, str]
+    check: bool
+
+
+def checks_are_on() -> bool:
+    """Whether HOLDFAST_CHECK asks for agreement checks."""
+    return os.environ.get("HOLDFAST_CHECK", "0") not in ("", "0")
+
+
+def connect(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    rendezvous: str | dist.Store = "env://",
+    name: str = "default",
+    device: str | torch.device | None = None,
+    timeout: float = 30.0,
+) -> Communicator:
+    """Connect this process, as one rank, with the others; collective.
+
+    `backend` is a name, a preference list ("ucx,gloo"), or "auto". `rank` and `size` default to RANK and
+    WORLD_SIZE. `name` tells apart communicators that meet at the same place. `timeout` (seconds) bounds this call,
+    and is the default for every op.
+
+    Raises `BackendUnavailable`, `Mismatch` (ranks disagree, or this rank is taken), `OpTimeout` (naming the ranks
+    that did not come), ValueError.
+    """
+    deadline = time.monotonic() + timeout
+    where = torch.device("cpu" if device is None else device)
+    preference = _preference(backend, where)
+    unavailable = _unavailable(preference)
+    if backend != "auto" and len(unavailable) == len(preference):
+        raise _none_available(backend, unavailable)
+    place = places.meet(rendezvous, rank, size, timeout)
+    identity = (place.key, name, place.rank)
+    with _lock:
+        if identity in _open:
+            raise Mismatch(
+                f"rank {place.rank} of {name!r} is connected in this process already; close it first, or pass "
+                "another name"
+            )
+        _open.add(identity)
+        generation = next(_counts.setdefault(identity, itertools.count()))
+    try:
+        store = dist.PrefixStore(f"holdfast/{name}/{generation}", place.store)
+        offer = _Offer(this_process(), place.size, preference, unavailable, checks_are_on())
+        offers = _exchange(store, place, offer, deadline, timeout)
+        info = _choose(offers, place.rank, name)
+        return _build(
+            info,
+            Context(
+                rank=place.rank,
+                size=place.size,
+                name=name,
+                epoch=0,
+                device=where,
+                store=dist.PrefixStore("transport", store),
+                peers=tuple(o.peer for o in offers),
+                deadline=deadline,
+            ),
+            timeout,
+            check=any(o.check for o in offers),
+            on_close=lambda: _forget(identity),
+        )
+    except BaseException:
+        _forget(identity)
+        raise
+
+
+def connect_members(
+    backend: str,
+    *,
+    rank: int,
+    size: int,
+    store: dist.Store,
+    peers: Sequence[Peer],
+    epoch: int,
+    name: str = "default",
+    device: str | torch.device | None = None,
+    timeout: float = 30.0,
+    op_timeout: float | None = None,
+) -> Communicator:
+    """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
+
+    `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
+    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op.
+    """
+    info = registry().backend(backend).info
+    context = Context(
+        rank=rank,
+        size=size,
+        name=name,
+        epoch=epoch,
+        device=torch.device("cpu" if device is None else device),
+        store=store,
+        peers=tuple(peers),
+        deadline=time.monotonic() + timeout,
+    )
+    return _build(info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on())
+
+
+def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:
+    """The first backend of a preference that this process can run, given where its peers are."""
+    where = torch.device("cpu" if device is None else device)
+    names = _preference(preference, where)
+    unavailable = _unavailable(names) | _unfit(names, peers)
+    for name in names:
+        if name not in unavailable:
+            return name
+    raise _none_available(preference, unavailable)
+
+
+def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:
+    if info.connect is None:
+        raise Unsupported(f"a communicator over {info.name!r}", "it offers a memory plane only: comms.memory()")
+    transport = info.connect(context)
+    return Communicator(transport, context, info, timeout=timeout, check=check, **more)
+
+
+def _forget(identity: tuple[str, str, int]) -> None:
+    with _lock:
+        _open.discard(identity)
+
+
+def _preference(backend: str, device: torch.device) -> list[str]:
+    """The backends to try, in order. Unknown names are refused here, before anybody is met."""
+    if backend == "auto":
+        order = ["shm", "gloo"] if device.type == "cpu" else ["nccl", "rccl"]
+        return [name for name in order if name in registry().backends]
+    names = [name.strip() for name in backend.split(",") if name.strip()]
+    if not names:
+        raise ValueError("backend is empty: pass a name, a preference list such as 'ucx,gloo', or 'auto'")
+    for name in names:
+        registry().backend(name)
+    return names
+
+
+def _unavailable(names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        status = registry().backend(name).status
+        if isinstance(status, Unavailable):
+            found[name] = status.reason + (f" ({status.install_hint})" if status.install_hint else "")
+    return found
+
+
+def _unfit(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:
+    """Backends that cannot join these peers, wherever each could run."""
+    found = {}
+    for name in names:
+        capabilities = registry().backend(name).info.capabilities
+        if capabilities.one_process and len({(p.host, p.pid) for p in peers}) > 1:
+            found[name] = "the ranks are different processes"
+        elif capabilities.one_host and len({p.host for p in peers}) > 1:
+            found[name] = "the ranks are on different hosts"
+    return found
+
+
+def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable:
+    return BackendUnavailable(backend, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+def _exchange(
+    store: dist.Store, place: places.Place, offer: _Offer, deadline: float, timeout: float
+) -> list[_Offer]:
+    """Give this rank's offer and take everybody's, in rank order."""
+    if store.add(f"taken/{place.rank}", 1) != 1:
+        raise Mismatch(
+            f"rank {place.rank} is taken by another process; every process needs a rank of its own (check RANK), "
+            "or a name of its own"
+        )
+    store.set(f"offer/{place.rank}", msgspec.json.encode(offer).decode())
+    offers: list[_Offer] = []
+    for rank in range(place.size):
+        try:
+            data = places.fetch(store, f"offer/{rank}", deadline)
+        except TimeoutError as error:
+            absent = [r for r in range(place.size) if not store.check([f"offer/{r}"])]
+            raise OpTimeout("connect", 0, timeout, absent) from error
+        offers.append(msgspec.json.decode(data, type=_Offer))
+        if offers[-1].size != place.size:
+            raise Mismatch(
+                f"rank {rank} connects with size {offers[-1].size}, rank {place.rank} with {place.size}; "
+                "all ranks must pass the same size"
+            )
+        if offers[-1].preference != offer.preference:
+            raise Mismatch(
+                f"rank {rank} asks for backend {','.join(offers[-1].preference)}, rank {place.rank} for "
+                f"{','.join(offer.preference)}; all ranks must ask for the same"
+            )
+    return offers
+
+
+def _choose(offers: Sequence[_Offer], rank: int, name: str) -> BackendInfo:
+    """The first backend that all ranks can run: the same on every rank, since all see the same offers."""
+    preference = offers[0].preference
+    reasons = _unfit(preference, [o.peer for o in offers])
+    for r, offer in enumerate(offers):
+        for backend, reason in offer.unavailable.items():
+            reasons.setdefault(backend, f"rank {r}: {reason}")
+    for backend in preference:
+        if backend not in reasons:
+            if rank == 0:
+                passed = "; ".join(f"not {b}: {why}" for b, why in reasons.items())
+                log.info("communicator %r of %d ranks uses %s%s", name, len(offers), backend, passed and f" ({passed})")
+            return registry().backend(backend).info
+    raise _none_available(",".join(preference), reasons)
+
+
+

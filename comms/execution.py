@@ -1,0 +1,177 @@
+"""How ops run: in the order issued, each by its deadline, here or on a worker thread; and how they all end.
+
+An `Executor` knows nothing of what an op does. It holds a communicator's order, its observers, and its end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast.comms.agreement import Agreement
+from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
+from holdfast.comms.plugins import OpEvent
+from holdfast.comms.registry import registry
+from holdfast.comms.transport import Context, Transport
+from holdfast.comms.work import DONE, Work
+
+Body = Callable[[float], None]
+"""One op: called with its deadline (`time.monotonic()` seconds)."""
+
+_CLOSE_SECONDS = 10.0
+
+
+class Executor:
+    """Runs the ops of one communicator over its transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        context: Context,
+        timeout: float,
+        check: bool,
+        on_close: Callable[[], None] | None,
+    ) -> None:
+        self.timeout = timeout
+        self._transport = transport
+        self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
+        self._agreement = Agreement(transport) if check and context.size > 1 else None
+        self._on_close = on_close
+        self._registry = registry()
+        self._entry = threading.Lock()
+        self._ending = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._last: Work = DONE
+        self._seq = 0
+        self._over: HoldfastError | None = None
+        self._closed = False
+
+    @property
+    def over(self) -> HoldfastError | None:
+        """Why no more ops can run; None while they can."""
+        return self._over
+
+    def issue(
+        self,
+        name: str,
+        nbytes: int,
+        body: Body,
+        async_op: bool,
+        timeout: float | None,
+        agreed: Callable[[], str] | None,
+    ) -> Work:
+        """Put an op in order and run it: here, or behind those that are still running.
+
+        `agreed()` says in words what all ranks must agree on; None for point-to-point ops.
+        """
+        if not self._entry.acquire(blocking=False):
+            if self._over is not None:
+                self._refuse()
+            raise Mismatch(
+                f"{name} was called while another thread is inside an op of communicator {self._name!r}: their "
+                "order could differ from rank to rank; use one thread, a lock, or a communicator each (split)"
+            )
+        try:
+            if self._over is not None:
+                self._refuse()
+            self._seq += 1
+            deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+            if self._agreement is not None and agreed is not None:
+                body = self._agreement.checked(body, name, self._seq, agreed)
+            if self._registry.observed:
+                body = self._observed(body, name, self._seq, nbytes)
+            if not async_op and self._last.done():
+                self._run(body, deadline)
+                return DONE
+            work = self._enqueue(name, body, deadline)
+            if not async_op:
+                work.wait()
+            return work
+        finally:
+            self._entry.release()
+
+    def _run(self, body: Body, deadline: float) -> None:
+        try:
+            body(deadline)
+        except BaseException as error:
+            self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
+            raise
+
+    def _refuse(self) -> None:
+        over = self._over
+        raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
+
+    def _enqueue(self, name: str, body: Body, deadline: float) -> Work:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
+            self._worker.start()
+
+        def task() -> None:
+            if self._over is not None:
+                self._refuse()
+            self._run(body, deadline)
+
+        self._last = work = Work(name)
+        self._queue.put((work, task))
+        return work
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, task = item
+            work.run(task)
+
+    def _observed(self, body: Body, name: str, seq: int, nbytes: int) -> Body:
+        def observed(deadline: float) -> None:
+            event = OpEvent(self._name, self._epoch, self._rank, seq, name, nbytes)
+            self._registry.before_op(event)
+            began = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                body(deadline)
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                seconds = time.perf_counter() - began
+                self._registry.after_op(replace(event, seconds=seconds, error=error))
+
+        return observed
+
+    def abort(self, reason: str | HoldfastError) -> None:
+        """End the op that is running, and all later ones. The first reason stays."""
+        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
+
+    def _end(self, error: HoldfastError) -> None:
+        with self._ending:
+            if self._over is None:
+                self._over = error
+                self._transport.abort(error)
+
+    def close(self) -> None:
+        """Abort what is pending and release the transport. Idempotent."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._last.done() and self._entry.acquire(blocking=False)
+            if self._over is None:
+                self._over = Revoked(self._epoch, "closed")
+                if not idle:
+                    self._transport.abort(self._over)
+        if not idle:
+            idle = self._entry.acquire(timeout=_CLOSE_SECONDS)
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join(_CLOSE_SECONDS)
+        if not idle or (self._worker is not None and self._worker.is_alive()):
+            raise HoldfastError(
+                f"communicator {self._name!r} cannot be closed: its backend did not end a pending op within "
+                f"{_CLOSE_SECONDS:.0f} s of its abort; its resources are kept until the process ends"
+            )
+        self._transport.close()
+        if self._on_close is not None:
+            self._on_close()

@@ -1,0 +1,92 @@
+"""Which processes are gone, as the kernel tells it: pidfds of the peers on this host."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.comms.transport import Peer
+
+
+@functools.cache
+def this_host() -> str:
+    """This boot of this machine and this pid namespace: within it, a (pid, start time) names one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def started(pid: int) -> int:
+    """A process's start time in clock ticks since boot. Raises ProcessLookupError if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError as error:
+        raise ProcessLookupError(pid) from error
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def this_process() -> Peer:
+    """How this process names itself to its peers."""
+    return Peer(this_host(), os.getpid(), started(os.getpid()))
+
+
+def open_pidfd(peer: Peer) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if it is gone already.
+
+    Only for peers of this host; the caller closes it.
+    """
+    try:
+        fd = os.pidfd_open(peer.pid)
+    except ProcessLookupError:
+        return None
+    try:
+        if started(peer.pid) == peer.started:
+            return fd
+    except ProcessLookupError:
+        pass
+    os.close(fd)
+    return None
+
+
+class Liveness:
+    """Watches the processes behind the ranks that are on this host; says nothing about those elsewhere."""
+
+    def __init__(self, peers: Sequence[Peer], rank: int) -> None:
+        self._ranks: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._poll = select.poll()
+        for peer_rank, peer in enumerate(peers):
+            if peer_rank == rank or peer.host != this_host() or peer.pid == os.getpid():
+                continue
+            fd = open_pidfd(peer)
+            if fd is None:
+                self._dead.add(peer_rank)
+            else:
+                self._ranks[fd] = peer_rank
+                self._poll.register(fd, select.POLLIN)
+
+    def dead(self) -> tuple[int, ...]:
+        """The ranks whose process is gone, in order."""
+        if self._ranks:
+            self._note(self._poll.poll(0))
+        return tuple(sorted(self._dead))
+
+    def wait(self, wake_fd: int) -> bool:
+        """Block until a watched process ends or `wake_fd` is readable; False in the latter case."""
+        self._poll.register(wake_fd, select.POLLIN)
+        ready = self._poll.poll()
+        self._poll.unregister(wake_fd)
+        self._note([event for event in ready if event[0] != wake_fd])
+        return all(fd != wake_fd for fd, _ in ready)
+
+    def _note(self, ready: Sequence[tuple[int, int]]) -> None:
+        for fd, _ in ready:
+            self._dead.add(self._ranks[fd])
+            self._poll.unregister(fd)
+
+    def close(self) -> None:
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks.clear()

@@ -1,0 +1,55 @@
+"""Python objects between ranks, as msgpack: nothing that arrives is ever run, as pickle would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import torch
+
+if TYPE_CHECKING:
+    from holdfast.comms.communicator import Communicator
+
+T = TypeVar("T")
+
+
+def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None) -> T:
+    """Rank `src`'s object on every rank; two broadcasts, of the length and of the bytes."""
+    data = _encode(obj) if comm.rank == src else b""
+    length = torch.tensor([len(data)], device=comm.device)
+    comm.broadcast(length, src, timeout=timeout)
+    buffer = _tensor(data.ljust(int(length.item()), b"\0"), comm)
+    comm.broadcast(buffer, src, timeout=timeout)
+    decoded: T = _decode(buffer)
+    return decoded
+
+
+def all_gather(comm: Communicator, obj: T, timeout: float | None) -> list[T]:
+    """Every rank's object, in rank order; two all-gathers, of the lengths and of the bytes."""
+    data = _encode(obj)
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(lengths, torch.tensor([len(data)], device=comm.device), timeout=timeout)
+    outputs = [_tensor(b"\0" * length, comm) for length in lengths.tolist()]
+    comm.all_gather(outputs, _tensor(data, comm), timeout=timeout)
+    return [_decode(output) for output in outputs]
+
+
+def _encode(obj: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(obj)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}: objects travel as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle; "
+            "send tensors with broadcast or all_gather, and your own types as msgspec structs or dataclasses"
+        ) from error
+
+
+def _decode(buffer: torch.Tensor) -> T:
+    decoded: T = msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), strict=True)
+    return decoded
+
+
+def _tensor(data: bytes, comm: Communicator) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device=comm.device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)

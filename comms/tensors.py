@@ -1,0 +1,54 @@
+"""Between what users pass (any strides, views, gradients) and what transports take (contiguous memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+"""Every dtype of this torch, in an order that all ranks share."""
+
+
+def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
+    """Their names without "torch.", as capability tables have them."""
+    return frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
+    if tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def unpack(flat: Tensor, target: Tensor) -> None:
+    """Bring what came into `flat = packed(target)` back into `target`."""
+    if flat is not target and flat.data_ptr() != target.data_ptr():
+        target.detach().copy_(flat.view(target.shape))
+
+
+def unpack_all(flats: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for flat, target in zip(flats, targets, strict=True):
+        unpack(flat, target)
+
+
+def parts(flat: Tensor, count: int) -> list[Tensor]:
+    """Contiguous memory in `count` equal parts."""
+    line = flat.view(-1)
+    length = line.numel() // count
+    return [line[i * length : (i + 1) * length] for i in range(count)]
+
+
+def rows(flat: Tensor, like: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Contiguous memory shaped like `like`, divided along dimension 0 into `counts` rows each."""
+    line = flat.view(-1)
+    total = like.shape[0] if like.dim() else 1
+    width = line.numel() // total if total else 0
+    result, start = [], 0
+    for count in counts:
+        result.append(line[start : start + count * width])
+        start += count * width
+    return result
