@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.comms.errors import HoldfastError, PeerFailed
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 
 
 class ControlError(HoldfastError):
@@ -64,6 +64,10 @@ class ConnectionLost(ControlError, PeerFailed):
         self.args = (f"no connection to {peer}: {evidence}",)
 
 
+class Dropped(ConnectionLost):
+    """The other side closed the connection during the handshake without a word, as it may under a flood."""
+
+
 class RemoteError(ControlError):
     """The call arrived, and its handler failed there. `kind` is the name of the error's type on the other
     side.
@@ -72,3 +76,14 @@ class RemoteError(ControlError):
     def __init__(self, peer: str, method: str, kind: str, message: str) -> None:
         self.peer, self.method, self.kind, self.message = peer, method, kind, message
         super().__init__(f"{method} failed on {peer}: {kind}: {message}")
+
+
+class CallTimeout(ControlError, OpTimeout):
+    """No answer from `peer` in time: `op` says what was asked, `waited` how many seconds. The connection
+    stands.
+    """
+
+    def __init__(self, op: str, peer: str, waited: float) -> None:
+        OpTimeout.__init__(self, op, 0, waited)
+        self.peer = peer
+        self.args = (f"{op} was not answered by {peer} within {waited:.3g} s; is it stopped or overloaded?",)
