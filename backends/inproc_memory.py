@@ -1,0 +1,128 @@
+"""The memory plane inside one process: for ranks that are threads, tests and notebooks.
+
+The same shape as the plane between processes, and the same promises; a handle is worth something only in
+the process that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from holdfast.backends.block_copy import BlockCopyPlane, Reach, contiguous_address
+from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.liveness import this_process
+from holdfast.comms.plane import Handle, Region
+from holdfast.comms.transport import Peer
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What a handle of the inproc plane says: the process, and the number of the region in it (never used
+    again).
+    """
+
+    owner: Peer
+    number: int
+
+
+@functools.cache
+def _process(pid: int) -> Peer:
+    """This process, whose id is `pid`: another one after a fork."""
+    return this_process()
+
+
+_numbers = itertools.count(1)
+_regions: dict[int, InprocRegion] = {}
+
+
+def open_plane() -> InprocPlane:
+    """A memory plane for this process alone. What it exposes is open until it is closed."""
+    return InprocPlane()
+
+
+class InprocRegion(Region):
+    """An entry in this process's list of regions."""
+
+    def __init__(self, plane: InprocPlane, tensor: torch.Tensor, writable: bool) -> None:
+        self.number, self.tensor, self.writable = next(_numbers), tensor, writable
+        address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
+        self.handle = Handle(plane.name, address, tensor.nbytes)
+        self.writing = threading.Lock()
+        self.open, self._pid = True, os.getpid()
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            with self.writing:
+                self.open = False
+            _regions.pop(self.number, None)
+
+
+class InprocPlane(BlockCopyPlane):
+    """See `MemoryPlane`."""
+
+    name = "inproc"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exposed: list[InprocRegion] = []
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> InprocRegion:
+        self._check_open()
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        region = InprocRegion(self, tensor, writable)
+        _regions[region.number] = region
+        self._exposed = [each for each in self._exposed if each.open] + [region]
+        return region
+
+    @contextmanager
+    def _reach(self, handle: Handle, writing: bool) -> Iterator[Reach]:
+        try:
+            address = msgspec.msgpack.decode(handle.address, type=Address)
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+        if address.owner != _process(os.getpid()):
+            raise Unsupported(
+                f"the inproc plane cannot reach process {address.owner.pid}",
+                "between processes use plane 'shm'",
+            )
+        region = _regions.get(address.number)
+        if region is None:
+            raise RegionGone("the region is closed")
+        if writing and not region.writable:
+            raise Unsupported("writing to a read-only region", "expose it with writable=True")
+        yield _Here(region)
+
+    def close(self) -> None:
+        self._closed = True
+        for region in self._exposed:
+            region.close()
+        self._exposed.clear()
+
+
+class _Here(Reach):
+    """A region of this process; keeps its tensor alive for the length of a copy."""
+
+    def __init__(self, region: InprocRegion) -> None:
+        self._region, self._memory = region, region.tensor.data_ptr()
+        self.nbytes = region.tensor.nbytes
+
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        ctypes.memmove(address, self._memory + offset, nbytes)
+        self._check()
+
+    def push(self, address: int, offset: int, nbytes: int) -> None:
+        with self._region.writing:
+            self._check()
+            ctypes.memmove(self._memory + offset, address, nbytes)
+
+    def _check(self) -> None:
+        if not self._region.open:
+            raise RegionGone("the region was closed; what was read of it must not be used")

@@ -1,0 +1,97 @@
+"""Child processes for tests that need their own to kill or stop: forked from the test, with a pipe to talk
+over.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+
+class Child:
+    """A process running `body(connection, *args)`. It dies with the test."""
+
+    def __init__(self, body: Callable[..., None], *args: Any) -> None:
+        self.pipe, theirs = Pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.pipe.close()
+            _live(body, theirs, args)
+        theirs.close()
+        self._gone = False
+
+    def tell(self, message: Any) -> None:
+        self.pipe.send(message)
+
+    def hear(self, timeout: float = 20.0) -> Any:
+        """The next message from the child; fails the test if none comes."""
+        assert self.pipe.poll(timeout), f"child {self.pid} said nothing for {timeout} s"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        if not self._gone:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._gone = True
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until the process has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Wait for the body to return; fails the test if it does not, or raised."""
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._gone = True
+                assert status == 0, f"child {self.pid} failed: wait status {status}"
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"child {self.pid} does not end")
+
+
+def _live(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        body(pipe, *args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@contextmanager
+def children() -> Iterator[Callable[..., Child]]:
+    """A function that starts children, all of them killed on leaving."""
+    started: list[Child] = []
+
+    def start(body: Callable[..., None], *args: Any) -> Child:
+        started.append(Child(body, *args))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for child in started:
+            child.kill()
+            child.pipe.close()
