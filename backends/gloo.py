@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
@@ -37,7 +38,15 @@ from holdfast.comms.transport import Context, Transport
 
 Tensor = torch.Tensor
 
-_NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+_NATIVE_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
 _NATIVE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -76,18 +85,19 @@ class GlooTransport(Transport):
         self._watcher.start()
 
     def _make_group(self, context: Context) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         if len({peer.host for peer in context.peers}) == 1:
-            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            options._devices = [gloo.create_device(interface="lo")]
         else:
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+            options._devices = [gloo.create_default_device()]
         limit = context.deadline - time.monotonic()
         options._timeout = timedelta(seconds=max(limit, 0.001))
         options._threads = 2
         with _making:
             before = _connected_sockets()
             try:
-                group = dist.ProcessGroupGloo(context.store, self.rank, self.size, options)
+                group = gloo(context.store, self.rank, self.size, options)
             except RuntimeError as error:
                 if dead := self._liveness.dead():
                     raise PeerFailed(dead, "its process ended while the ranks connected") from error
@@ -164,7 +174,7 @@ class GlooTransport(Transport):
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, limit: timedelta) -> Any:
         options = dist.AllreduceOptions()
-        options.reduceOp = _NATIVE_OPS[op.name]
+        options.reduceOp = _NATIVE_OPS[op.name]  # type: ignore[assignment]
         options.timeout = limit
         return self._group.allreduce([tensor], options)
 
@@ -206,7 +216,7 @@ class GlooTransport(Transport):
             return
 
         def start(limit: timedelta) -> Any:
-            options = dist.AllgatherOptions()
+            options = AllgatherOptions()
             options.timeout = limit
             return self._group.allgather([[_bytes(output) for output in outputs]], [_bytes(tensor)], options)
 
@@ -215,16 +225,12 @@ class GlooTransport(Transport):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         self._exchange("all_to_all", outputs, inputs, deadline)
 
-    def gather(
-        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float
-    ) -> None:
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
         nothing = tensor.view(-1)[:0]
         given = [tensor if r == dst else nothing for r in range(self.size)]
         self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
 
-    def scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float
-    ) -> None:
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
         nothing = tensor.view(-1)[:0]
         taken = [tensor if r == src else nothing for r in range(self.size)]
         self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
@@ -241,8 +247,10 @@ class GlooTransport(Transport):
             return self._group.alltoall_base(taken, given, out_sizes, in_sizes, options)
 
         self._run(op, start, deadline)
-        for output, part in zip(outputs, taken.split([t.nbytes for t in outputs]), strict=True):
-            _bytes(output).copy_(part)
+        start_of = 0
+        for output in outputs:
+            _bytes(output).copy_(taken[start_of : start_of + output.nbytes])
+            start_of += output.nbytes
 
     def barrier(self, deadline: float) -> None:
         def start(limit: timedelta) -> Any:

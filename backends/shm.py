@@ -28,6 +28,7 @@ from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context
 
+
 class ShmTransport(DirectTransport):
     """Ranks as processes of one host."""
 

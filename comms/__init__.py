@@ -1,8 +1,8 @@
 """What a user calls: communicators, memory planes, errors, and the plugin registry behind them.
 
-    from holdfast import comms
-    comm = comms.connect("shm")
-    comm.all_reduce(tensor)
+from holdfast import comms
+comm = comms.connect("shm")
+comm.all_reduce(tensor)
 """
 
 from holdfast.comms.communicator import Communicator

@@ -163,9 +163,7 @@ class Communicator:
 
     # -- moves
 
-    def broadcast(
-        self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None
-    ) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None) -> Work:
         """Copy rank `src`'s `tensor` into every rank's."""
         self._check.movable(tensor)
         self._check.rank(src, "src")
@@ -191,9 +189,7 @@ class Communicator:
             self._transport.all_gather(flats, packed(tensor), deadline)
             unpack_all(flats, outputs)
 
-        return self._executor.issue(
-            "all_gather", tensor.nbytes, body, async_op, timeout, lambda: _alike_list(outputs)
-        )
+        return self._executor.issue("all_gather", tensor.nbytes, body, async_op, timeout, lambda: _alike_list(outputs))
 
     def all_gather_single(
         self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
@@ -441,9 +437,7 @@ class Communicator:
     def _issue(
         self, name: str, tensor: Tensor, body: Body, async_op: bool, timeout: float | None, *details: str
     ) -> Work:
-        return self._executor.issue(
-            name, tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *details)
-        )
+        return self._executor.issue(name, tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *details))
 
     def _check_peer(self, tensor: Tensor, peer: int, what: str) -> None:
         self._check.movable(tensor)

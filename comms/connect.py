@@ -202,9 +202,7 @@ def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable
     return BackendUnavailable(backend, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
-def _exchange(
-    store: dist.Store, place: places.Place, offer: _Offer, deadline: float, timeout: float
-) -> list[_Offer]:
+def _exchange(store: dist.Store, place: places.Place, offer: _Offer, deadline: float, timeout: float) -> list[_Offer]:
     """Give this rank's offer and take everybody's, in rank order."""
     if store.add(f"taken/{place.rank}", 1) != 1:
         raise Mismatch(
@@ -244,9 +242,12 @@ def _choose(offers: Sequence[_Offer], rank: int, name: str) -> BackendInfo:
         if backend not in reasons:
             if rank == 0:
                 passed = "; ".join(f"not {b}: {why}" for b, why in reasons.items())
-                log.info("communicator %r of %d ranks uses %s%s", name, len(offers), backend, passed and f" ({passed})")
+                log.info(
+                    "communicator %r of %d ranks uses %s%s",
+                    name,
+                    len(offers),
+                    backend,
+                    passed and f" ({passed})",
+                )
             return registry().backend(backend).info
     raise _none_available(",".join(preference), reasons)
-
-
-

@@ -39,9 +39,7 @@ class BackendUnavailable(HoldfastError):
 
     def __init__(self, name: str, reason: str, install_hint: str = "") -> None:
         self.name, self.reason, self.install_hint = name, reason, install_hint
-        super().__init__(
-            f"backend {name!r} is not available: {reason}" + (f"; {install_hint}" * bool(install_hint))
-        )
+        super().__init__(f"backend {name!r} is not available: {reason}" + (f"; {install_hint}" * bool(install_hint)))
 
 
 class Unsupported(HoldfastError):

@@ -15,7 +15,7 @@ from holdfast.comms.transport import Peer
 def this_host() -> str:
     """This boot of this machine and this pid namespace: within it, a (pid, start time) names one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def started(pid: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -44,9 +44,8 @@ def _encode(obj: object) -> bytes:
         ) from error
 
 
-def _decode(buffer: torch.Tensor) -> T:
-    decoded: T = msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), strict=True)
-    return decoded
+def _decode(buffer: torch.Tensor) -> Any:
+    return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), strict=True)
 
 
 def _tensor(data: bytes, comm: Communicator) -> torch.Tensor:

@@ -40,7 +40,19 @@ class Unavailable:
 
 
 COLLECTIVES = frozenset(
-    "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter barrier send recv".split()
+    [
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "gather",
+        "scatter",
+        "barrier",
+        "send",
+        "recv",
+    ]
 )
 
 

@@ -82,7 +82,11 @@ def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline:
 
 
 def _sum(
-    transport: Transport, contributions: Sequence[Tensor], counts: Sequence[int], output: Tensor, deadline: float
+    transport: Transport,
+    contributions: Sequence[Tensor],
+    counts: Sequence[int],
+    output: Tensor,
+    deadline: float,
 ) -> None:
     """`counts[i]` is the number of rank i's contributions."""
     if sum(counts) > MOST_CONTRIBUTIONS:

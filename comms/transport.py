@@ -79,21 +79,15 @@ class Transport(ABC):
         """The reduction of every rank's `inputs[rank]` into `output`; sizes may differ from rank to rank."""
 
     @abstractmethod
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
-    ) -> None:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         """`inputs[j]` of rank i into `outputs[i]` of rank j."""
 
     @abstractmethod
-    def gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float
-    ) -> None:
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
         """Rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None elsewhere."""
 
     @abstractmethod
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
         """`inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None elsewhere."""
 
     @abstractmethod

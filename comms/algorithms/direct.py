@@ -37,9 +37,17 @@ COPY_BYTES = 4 * 1024 * 1024
 _INLINE = 1 << 63
 _MAPPED = 3
 
-_OPS = (
-    "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter barrier".split()
-)
+_OPS = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+]
 _REDUCTIONS = ("", "sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum")
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -59,7 +67,11 @@ def _signature(op: str, tensor: torch.Tensor | None, root: int, reduction: str, 
 def _words(signature: int) -> str:
     """A signature, for people."""
     op = _OPS[(signature & 15) - 1] if 0 < signature & 15 <= len(_OPS) else "nothing"
-    details = [str(DTYPES[signature >> 8 & 127]), f"{signature >> 27} elements", f"root {signature >> 15 & 0xFFF}"]
+    details = [
+        str(DTYPES[signature >> 8 & 127]),
+        f"{signature >> 27} elements",
+        f"root {signature >> 15 & 0xFFF}",
+    ]
     if reduction := _REDUCTIONS[signature >> 4 & 15]:
         details.append(reduction)
     return f"{op}({', '.join(details)})"
@@ -119,7 +131,13 @@ class DirectTransport(Transport):
         if self._op > 2 and self._all_finished < finished:
             board.wait_all(finished, deadline, op, self._op)
             self._all_finished = finished
-        key = (op, of.dtype if of is not None else None, root, reduction, of.numel() if of is not None and same_count else 0)
+        key = (
+            op,
+            of.dtype if of is not None else None,
+            root,
+            reduction,
+            of.numel() if of is not None and same_count else 0,
+        )
         signature = self._signatures.get(key)
         if signature is None:
             signature = _signature(op, of, root, reduction, key[4])
@@ -243,9 +261,7 @@ class DirectTransport(Transport):
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
-        inline = self._publish(
-            "all_reduce", [given], deadline, of=tensor, reduction=op.name, same_count=True
-        )
+        inline = self._publish("all_reduce", [given], deadline, of=tensor, reduction=op.name, same_count=True)
         self._meet_all("all_reduce", deadline)
         if inline:
             if tensor.numel():
@@ -276,9 +292,7 @@ class DirectTransport(Transport):
         for block in blocks[2:]:
             combine(out, block, out)
 
-    def _reduce_chunks(
-        self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float
-    ) -> None:
+    def _reduce_chunks(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         """Large: each rank reduces the chunk it owns, reading the others' inputs, then reads the others' chunks.
 
         The addresses in the table are those of `given`; results are read from `tensor`, whose address each rank
@@ -309,9 +323,7 @@ class DirectTransport(Transport):
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
-        inline = self._publish(
-            "reduce", [given], deadline, of=tensor, root=dst, reduction=op.name, same_count=True
-        )
+        inline = self._publish("reduce", [given], deadline, of=tensor, root=dst, reduction=op.name, same_count=True)
         if self.rank == dst:
             self._meet_all("reduce", deadline)
             if given is not tensor:
@@ -383,28 +395,20 @@ class DirectTransport(Transport):
             self._fetch(r, self._meet(r, "all_gather", deadline), 0, outputs[r])
         self._finish("all_gather", deadline, wait=not inline)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
-    ) -> None:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         self._run(lambda: self._all_to_all(outputs, inputs, deadline))
 
-    def _all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
-    ) -> None:
+    def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         inline = self._publish("all_to_all", inputs, deadline, of=inputs[self.rank])
         _copy_own(outputs[self.rank], inputs[self.rank])
         for r in self._around():
             self._fetch(r, self._meet(r, "all_to_all", deadline), self.rank, outputs[r])
         self._finish("all_to_all", deadline, wait=not inline)
 
-    def gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float
-    ) -> None:
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
         self._run(lambda: self._gather(tensor, outputs, dst, deadline))
 
-    def _gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float
-    ) -> None:
+    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
         inline = self._publish("gather", [tensor], deadline, of=tensor, root=dst)
         if outputs is not None:
             _copy_own(outputs[dst], tensor)
@@ -417,14 +421,10 @@ class DirectTransport(Transport):
             if not inline:
                 self._board.wait_for(dst, 4 * self._op + 3, deadline, "gather", self._op)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
         self._run(lambda: self._scatter(tensor, inputs, src, deadline))
 
-    def _scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float
-    ) -> None:
+    def _scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
         inline = self._publish("scatter", inputs or [], deadline, of=tensor, root=src)
         if inputs is not None:
             _copy_own(tensor, inputs[src])
@@ -473,8 +473,6 @@ class DirectTransport(Transport):
 def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
     """A rank's own share, which does not travel."""
     if target.nbytes != source.nbytes:
-        raise Mismatch(
-            f"a rank gives itself {source.nbytes} bytes and expects {target.nbytes}; both sizes must agree"
-        )
+        raise Mismatch(f"a rank gives itself {source.nbytes} bytes and expects {target.nbytes}; both sizes must agree")
     if target.data_ptr() != source.data_ptr():
         target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
