@@ -295,8 +295,9 @@ def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:
     combine = arithmetic.combiner(output.dtype, op)
     output.view(-1).copy_(inputs[0].view(-1))
     block = arithmetic.block_of(output)
-    for each in inputs[1:]:
-        combine(block, arithmetic.block_of(each), block)
+    with arithmetic.silent():
+        for each in inputs[1:]:
+            combine(block, arithmetic.block_of(each), block)
 
 
 def _connected_sockets() -> set[tuple[int, int]]:

@@ -76,6 +76,11 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         raise Unsupported(f"premul_sum of {name}", "premul_sum needs a floating-point dtype")
 
 
+def silent() -> Any:
+    """Overflow gives infinity, as in torch, and no warning: wrap what calls a `Combine`."""
+    return np.errstate(over="ignore", invalid="ignore", under="ignore")
+
+
 def combiner(dtype: torch.dtype, op: ReduceOp) -> Combine:
     """The function that combines two blocks of `dtype` under `op` (the sum, for avg and premul_sum)."""
     return (_WITH_NUMPY if dtype in _NUMPY else _WITH_TORCH)[_BASE.get(op.name, op.name)]

@@ -246,8 +246,8 @@ class Board:
 
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
-        gone = tuple(self._dead())
         left = [r for r in range(self.size) if r != self.rank and self.words[self.rows[r] + STATE] != ALIVE]
+        gone = tuple(r for r in self._dead() if r not in left)
         if ready():
             return
         if gone:

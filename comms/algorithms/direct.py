@@ -240,7 +240,8 @@ class DirectTransport(Transport):
                 else:
                     self._read_memory(rank, address + start * itemsize, self._scratch_at, length * itemsize)
                     theirs = scratch[:length]
-                combine(mine, theirs, mine)
+                with arithmetic.silent():
+                    combine(mine, theirs, mine)
 
     def _around(self) -> list[int]:
         """The other ranks, starting after this one, so that not all read from the same rank at once."""
@@ -288,9 +289,10 @@ class DirectTransport(Transport):
         if self.size == 1:
             return
         combine = arithmetic.combiner(dtype, op)
-        combine(blocks[0], blocks[1], out)
-        for block in blocks[2:]:
-            combine(out, block, out)
+        with arithmetic.silent():
+            combine(blocks[0], blocks[1], out)
+            for block in blocks[2:]:
+                combine(out, block, out)
 
     def _reduce_chunks(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         """Large: each rank reduces the chunk it owns, reading the others' inputs, then reads the others' chunks.
