@@ -21,9 +21,7 @@ app = typer.Typer(
 MEMCPY = "memcpy"
 
 
-def _contestants(
-    op: str, backends: str, peers: bool, only: str | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _contestants(op: str, backends: str, peers: bool, only: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All that take part, and those of them that are ours."""
     from holdfast.harness.bench.contestants import PEERS
     from holdfast.harness.bench.launch import HOLDFAST
@@ -58,9 +56,7 @@ def _bench(
     try:
         everyone, ours = _contestants(ops[0], backends, peers, only)
         if dtype not in DTYPES:
-            raise ValueError(
-                f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}"
-            )
+            raise ValueError(f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
         plan = Plan(
             operations=ops,
             contestants=everyone,
@@ -106,13 +102,9 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
         peers: Annotated[
             bool, typer.Option("--peers", help="Run other libraries interleaved, and print ratios.")
         ] = False,
-        only: Annotated[
-            str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")
-        ] = None,
+        only: Annotated[str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")] = None,
         rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5,
-        seconds: Annotated[
-            float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")
-        ] = 1.0,
+        seconds: Annotated[float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")] = 1.0,
         iterations: Annotated[
             int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")
         ] = None,
@@ -132,3 +124,23 @@ for _operation in OPERATIONS.values():
         else f"Measure {_operation.name}.",
     )(_command((_operation.name,)))
 app.command("all", help="Measure every op.")(_command(tuple(name for name in OPERATIONS if name != "copy")))
+
+
+@app.command("imports")
+def imports(
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes to import in.")] = 11,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what importing holdfast.comms costs beyond importing torch."""
+    import msgspec
+
+    from holdfast.harness.bench.imports import measure
+
+    cost = measure(processes)
+    if json:
+        typer.echo(msgspec.json.encode(cost).decode())
+    else:
+        typer.echo(
+            f"import holdfast.comms after torch: {cost.extra:.1f} ms (median of {cost.processes} processes, "
+            f"{cost.extra_min:.1f} to {cost.extra_max:.1f}); import torch: {cost.torch:.0f} ms"
+        )

@@ -144,9 +144,7 @@ class Group:
                 member.line.send(order)
             answers = [member.line.receive(timeout) for member in self._members]
         except (EOFError, TimeoutError, OSError) as error:
-            raise ContestantFailed(
-                f"{self.contestant} in {order.op}: {error}: {self._last_words()}"
-            ) from error
+            raise ContestantFailed(f"{self.contestant} in {order.op}: {error}: {self._last_words()}") from error
         failures = [answer.text for answer in answers if isinstance(answer, Failed)]
         if len(failures) == self.ranks:
             raise NotImplementedError(failures[0])

@@ -70,9 +70,7 @@ OPERATIONS = {
         Operation("all_gather", "(n-1)/n", "gather", "the whole output of a rank"),
         Operation("broadcast", "1", "in_place", "the tensor of a rank; rank 0 is the source"),
         Operation("all_to_all", "(n-1)/n", "exchange", "the whole input of a rank"),
-        Operation(
-            "send_recv", "1", "shift", "what a rank sends to the next while it receives from the one before"
-        ),
+        Operation("send_recv", "1", "shift", "what a rank sends to the next while it receives from the one before"),
         Operation("barrier", "1", "none", "nothing: only its time counts"),
         Operation(
             "copy",
@@ -112,9 +110,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             sizes.add(parse_size(part))
             continue
         if len(ends) > 3 or (len(ends) == 3 and (not ends[2].isdigit() or int(ends[2]) < 2)):
-            raise ValueError(
-                f"{part!r} is not a range of sizes: write first:last or first:last:factor, factor >= 2"
-            )
+            raise ValueError(f"{part!r} is not a range of sizes: write first:last or first:last:factor, factor >= 2")
         size, last = parse_size(ends[0]), parse_size(ends[1])
         factor = int(ends[2]) if len(ends) == 3 else 8
         if size > last:

@@ -64,13 +64,13 @@ class HoldfastDriver(Driver):
     """A holdfast communicator, on whatever backend it has."""
 
     def __init__(self, comm: Communicator) -> None:
-        from holdfast import comms
-
-        self._comm, self._send, self._recv = comm, comms.Send, comms.Recv
+        self._comm = comm
         self.rank, self.ranks, self.detail = comm.rank, comm.size, f"holdfast {comm.backend}"
 
     def bind(self, operation: Operation, source: Array, target: Array) -> Call:
         import torch
+
+        from holdfast.comms import Recv, Send
 
         comm = self._comm
         if operation.name == "barrier":
@@ -89,7 +89,7 @@ class HoldfastDriver(Driver):
                 return lambda: comm.all_to_all_single(out, given)
             case "send_recv":
                 to, back = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-                pair = [self._send(given, to), self._recv(out, back)]
+                pair: list[Send | Recv] = [Send(given, to), Recv(out, back)]
                 return lambda: comm.batch_send_recv(pair)
             case _:
                 return self.refuse(operation)
@@ -105,7 +105,7 @@ class GlooDriver(Driver):
         import torch
         import torch.distributed as dist
 
-        store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(meeting), ranks)
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=TIMEOUT))
         self.rank, self.ranks, self.detail = rank, ranks, f"torch {torch.__version__} ProcessGroupGloo"
 

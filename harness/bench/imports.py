@@ -1,7 +1,8 @@
 """What `import holdfast.comms` costs beyond `import torch`, measured in fresh processes.
 
-Each round runs one process that imports torch, and one that imports holdfast.comms (which imports torch), in turn;
-and torch once more; the figure is the median of the differences, and two imports of torch say how large noise is.
+Each process imports torch first and then holdfast.comms, and times both: whatever ours takes, whichever
+other modules it pulls in, comes on top of torch. Noise of torch's own import, which is far larger, does not
+come in.
 """
 
 from __future__ import annotations
@@ -15,39 +16,34 @@ import msgspec
 _PROGRAM = """
 import time
 start = time.perf_counter_ns()
+import torch
+between = time.perf_counter_ns()
 import {module}
-print(time.perf_counter_ns() - start)
+print(between - start, time.perf_counter_ns() - between)
 """
 
 
 class ImportCost(msgspec.Struct, frozen=True):
-    """Medians in milliseconds. `extra` is that of the differences within a round, `noise` of two torch imports."""
+    """Milliseconds: the medians of importing torch and of importing ours after it, and ours' least and most."""
 
     torch: float
-    holdfast: float
     extra: float
-    noise: float
-    rounds: int
+    extra_min: float
+    extra_max: float
+    processes: int
 
 
-def _seconds(module: str) -> float:
-    run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(module=module)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return int(run.stdout.split()[-1]) / 1e9
-
-
-def measure(rounds: int = 11, module: str = "holdfast.comms") -> ImportCost:
-    """Import each in `rounds` fresh processes, after one round that only warms the file cache."""
-    samples = [(_seconds("torch"), _seconds(module), _seconds("torch")) for _ in range(rounds + 1)][1:]
-    return ImportCost(
-        torch=statistics.median(1e3 * torch for torch, _, _ in samples),
-        holdfast=statistics.median(1e3 * ours for _, ours, _ in samples),
-        extra=statistics.median(1e3 * (ours - (torch + again) / 2) for torch, ours, again in samples),
-        noise=statistics.median(1e3 * abs(again - torch) for torch, _, again in samples),
-        rounds=rounds,
-    )
+def measure(processes: int = 11, module: str = "holdfast.comms") -> ImportCost:
+    """Import in `processes` fresh processes, after one that only warms the file cache."""
+    samples = []
+    for _ in range(processes + 1):
+        run = subprocess.run(
+            [sys.executable, "-c", _PROGRAM.format(module=module)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        samples.append([int(word) / 1e6 for word in run.stdout.split()])
+    torch, extra = zip(*samples[1:], strict=True)
+    return ImportCost(statistics.median(torch), statistics.median(extra), min(extra), max(extra), processes)

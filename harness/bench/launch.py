@@ -32,16 +32,12 @@ def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -
 
         backend = contestant.removeprefix(HOLDFAST)
         return HoldfastDriver(
-            comms.connect(
-                backend, rank=rank, size=ranks, rendezvous=f"file://{meeting}", name=key, timeout=TIMEOUT
-            )
+            comms.connect(backend, rank=rank, size=ranks, rendezvous=f"file://{meeting}", name=key, timeout=TIMEOUT)
         )
     raise ValueError(f"no such contestant: {contestant}")
 
 
-def _rank(
-    contestant: str, key: str, directory: Path, rank: int, ranks: int, give_way: Callable[[], object]
-) -> bool:
+def _rank(contestant: str, key: str, directory: Path, rank: int, ranks: int, give_way: Callable[[], object]) -> bool:
     """Be one rank until the bench is done with it; says whether that went well."""
     try:
         serve(key, directory, _driver(contestant, key, directory, rank, ranks), give_way)
@@ -57,9 +53,7 @@ def _in_threads(contestant: str, key: str, directory: Path, ranks: int) -> bool:
     def body(rank: int) -> None:
         outcomes.append(_rank(contestant, key, directory, rank, ranks, lambda: time.sleep(0)))
 
-    threads = [
-        threading.Thread(target=body, args=(rank,), name=f"holdfast-bench-{rank}") for rank in range(ranks)
-    ]
+    threads = [threading.Thread(target=body, args=(rank,), name=f"holdfast-bench-{rank}") for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -142,9 +142,7 @@ def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list
             body(entry)
         except (NotImplementedError, ContestantFailed) as error:
             failures.append(
-                Failure(
-                    contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error)
-                )
+                Failure(contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error))
             )
             entries.remove(entry)
             if isinstance(error, ContestantFailed):
@@ -155,9 +153,7 @@ def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list
         singles, blocks = contest.turn(entry)
         entry.single_seconds += singles
         entry.block_seconds += blocks
-        entry.turns.append(
-            1e6 * (statistics.median(blocks) / entry.block if blocks else statistics.median(singles))
-        )
+        entry.turns.append(1e6 * (statistics.median(blocks) / entry.block if blocks else statistics.median(singles)))
 
     for entry in tuple(entries):
         attempt(entry, contest.calibrate)

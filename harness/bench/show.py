@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.harness.bench.definitions import OPERATIONS, show_size
+from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench, Ratio, Row
 
 if TYPE_CHECKING:
@@ -29,13 +30,18 @@ def console(stderr: bool = False) -> Console:
     return plain if plain.is_terminal else Console(stderr=stderr, width=140)
 
 
+def _short(contestant: str) -> str:
+    return contestant.removeprefix(HOLDFAST)
+
+
 def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio]) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     table = Table(
         title=f"{op}, {ranks} ranks",
         title_justify="left",
-        caption=f"size: {operation.size}; busbw = algbw x {operation.factor}",
+        caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
+        + ("; speed-up: how many times as fast, median over the rounds" if ours else ""),
         caption_justify="left",
     )
     for name in ("size", "library"):
@@ -43,7 +49,7 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
     for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ours:
-        table.add_column(f"{name} is", justify="right", no_wrap=True)
+        table.add_column(f"{_short(name)} speed-up", justify="right", no_wrap=True)
     before = None
     for row in sorted(rows, key=lambda row: row.nbytes):
         if before not in (None, row.nbytes):
@@ -51,14 +57,14 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
         against = [ratios.get((row.nbytes, name, row.contestant)) for name in ours]
         table.add_row(
             "" if row.nbytes == before else show_size(row.nbytes),
-            row.contestant,
+            _short(row.contestant),
             show_time(row.timing.p50),
             show_time(row.timing.p99),
             show_time(row.timing.min),
             f"{row.algbw:.3g}" if row.nbytes else "",
             f"{row.busbw:.3g}" if row.nbytes else "",
             str(row.wrong) if row.wrong == 0 else f"[bold red]{row.wrong}[/]",
-            *("" if ratio is None else f"{ratio.median:.3g}x as fast" for ratio in against),
+            *("" if ratio is None else f"{ratio.median:.3g}x" for ratio in against),
         )
         before = row.nbytes
     return table
@@ -91,12 +97,12 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
     for name in dict.fromkeys(row.contestant for row in rows):
         mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
         sizes = [row.nbytes for row in mine]
-        width = 2.2 if name.startswith("holdfast") else 1.4
+        width = 2.2 if name.startswith(HOLDFAST) else 1.4
         if bandwidth:
-            axes.plot(sizes, [row.busbw for row in mine], "o-", label=name, linewidth=width, markersize=4)
+            axes.plot(sizes, [row.busbw for row in mine], "o-", label=_short(name), linewidth=width, markersize=4)
         else:
             (line,) = axes.plot(
-                sizes, [r.timing.p50 for r in mine], "o-", label=name, linewidth=width, markersize=4
+                sizes, [r.timing.p50 for r in mine], "o-", label=_short(name), linewidth=width, markersize=4
             )
             axes.fill_between(
                 sizes,
@@ -114,7 +120,7 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
 
 
 def plot(bench: Bench, path: Path) -> None:
-    """Write a picture: a line of panels an op and number of ranks, time on the left, bus bandwidth on the right.
+    """Write a picture: for each op and number of ranks the time on the left, bus bandwidth on the right.
 
     Raises ModuleNotFoundError with what to install if matplotlib is not there.
     """

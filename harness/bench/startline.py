@@ -20,9 +20,7 @@ class StartLine:
     waits.
     """
 
-    def __init__(
-        self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield
-    ) -> None:
+    def __init__(self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield) -> None:
         with path.open("r+b") as file:
             self._pages = mmap.mmap(file.fileno(), StartLine.nbytes(ranks))
         self._counters = memoryview(self._pages).cast("Q")

@@ -81,9 +81,7 @@ def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], obje
     line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
     bound: Bound | None = None
     with Line.dial(str(directory / "socket")) as bench:
-        bench.send(
-            Hello(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail)
-        )
+        bench.send(Hello(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail))
         while True:
             try:
                 order = bench.receive()

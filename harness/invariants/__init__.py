@@ -1,0 +1,65 @@
+"""The invariants of a job, one checker a file, over the merged event stream of all its processes.
+
+events = read_directory(log_directory)
+for violation in check(events): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.harness.invariants.checker import Bounds, Checker, Finding, Violation
+from holdfast.harness.invariants.commits import Commits
+from holdfast.harness.invariants.deadlines import Deadlines
+from holdfast.harness.invariants.epochs_forward import EpochsForward
+from holdfast.harness.invariants.equal_bits import EqualBits
+from holdfast.harness.invariants.events import Event, event_of, merge, read_directory, read_log
+from holdfast.harness.invariants.evicted import Evicted
+from holdfast.harness.invariants.one_membership import OneMembership
+from holdfast.harness.invariants.progress import Progress
+from holdfast.harness.invariants.revoked_effects import RevokedEffects
+from holdfast.harness.invariants.store_versions import StoreVersions
+
+CHECKERS: tuple[type[Checker], ...] = (
+    OneMembership,
+    EpochsForward,
+    RevokedEffects,
+    Deadlines,
+    EqualBits,
+    Evicted,
+    Commits,
+    Progress,
+    StoreVersions,
+)
+
+__all__ = [
+    "CHECKERS",
+    "Bounds",
+    "Checker",
+    "Event",
+    "Finding",
+    "Violation",
+    "check",
+    "event_of",
+    "examine",
+    "merge",
+    "read_directory",
+    "read_log",
+]
+
+
+def examine(events: Iterable[Event], bounds: Bounds | None = None) -> list[Finding]:
+    """What every checker finds in `events`, which are in the order of time."""
+    checkers = [checker(bounds or Bounds()) for checker in CHECKERS]
+    for event in events:
+        for checker in checkers:
+            checker.observe(event)
+    for checker in checkers:
+        checker.finish()
+    return [checker.finding() for checker in checkers]
+
+
+def check(events: Iterable[Event], bounds: Bounds | None = None) -> list[Violation]:
+    """Every violation in `events`, in the order of time."""
+    found = [violation for finding in examine(events, bounds) for violation in finding.violations]
+    return sorted(found, key=lambda violation: violation.time)

@@ -1,0 +1,64 @@
+"""A committed step is never lost or done twice."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class Commits(Checker):
+    name: ClassVar[str] = "committed steps are kept"
+    meaning: ClassVar[str] = (
+        "On each process committed steps follow each other without a gap or a repeat, from the first or from the "
+        "state taken over, and all who finish have committed the same last step."
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._newest: dict[str, int] = {}
+        self._finished: dict[str, Event] = {}
+        self._most: Event | None = None
+        self._first: int | None = None
+
+    def observe(self, event: Event) -> None:
+        match event.kind:
+            case "synced":
+                self._synced(event)
+            case "committed":
+                self._committed(event)
+            case "finished" if event.process in self._newest:
+                self._finished[event.process] = event
+
+    def finish(self) -> None:
+        if self._most is None:
+            return
+        for process, event in self._finished.items():
+            if self._newest[process] != self._most.integer("step"):
+                self.violated(
+                    event,
+                    f"finished after step {self._newest[process]}, but {self._most.process} committed step "
+                    f"{self._most.integer('step')}",
+                )
+
+    def _synced(self, event: Event) -> None:
+        step, newest = event.integer("step"), self._newest.get(event.process)
+        self.looked += 1
+        if newest is not None and step < newest:
+            self.violated(event, f"took over the state after step {step}, having committed step {newest}")
+        self._newest[event.process] = step
+
+    def _committed(self, event: Event) -> None:
+        step = event.integer("step")
+        self.looked += 1
+        if self._first is None:
+            self._first = step
+        newest = self._newest.get(event.process, self._first - 1)
+        if step <= newest:
+            self.violated(event, f"committed step {step} again: its newest was {newest}")
+        elif step != newest + 1:
+            self.violated(event, f"committed step {step} after step {newest}: those between are lost")
+        self._newest[event.process] = max(step, newest)
+        if self._most is None or step > self._most.integer("step"):
+            self._most = event

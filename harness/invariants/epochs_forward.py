@@ -1,0 +1,29 @@
+"""Epochs never go back: each one a process installs or works in is newer than those before."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class EpochsForward(Checker):
+    name: ClassVar[str] = "epochs never go back"
+    meaning: ClassVar[str] = "A process installs ever newer epochs, and begins no step in one that it has left."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._installed: dict[str, int] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.kind not in ("installed", "attempt", "prepared"):
+            return
+        self.looked += 1
+        epoch, newest = event.integer("epoch"), self._installed.get(event.process, 0)
+        if event.kind == "installed":
+            if epoch <= newest:
+                self.violated(event, f"installs epoch {epoch} after {newest}")
+            self._installed[event.process] = max(epoch, newest)
+        elif epoch != newest:
+            self.violated(event, f"{event.kind} of step {event.integer('step')} in epoch {epoch}, while in {newest}")

@@ -1,0 +1,28 @@
+"""All that complete a step hold equal bits: whoever logs a digest of its state logs the same one for a
+step.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class EqualBits(Checker):
+    name: ClassVar[str] = "equal bits"
+    meaning: ClassVar[str] = "All who commit a step, and log a digest of the result, have the same digest."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._digests: dict[int, tuple[str, str]] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.kind != "committed" or "digest" not in event.fields:
+            return
+        self.looked += 1
+        step, digest = event.integer("step"), event.text("digest")
+        first, agreed = self._digests.setdefault(step, (event.process, digest))
+        if digest != agreed:
+            self.violated(event, f"step {step} has digest {digest} here, and {agreed} on {first}")

@@ -1,0 +1,114 @@
+"""The merged event stream of a run: what all its processes wrote down, in the order of the host's clock.
+
+Each process writes JSON lines to a file of its own in the log directory. A line is an object with `time`
+(seconds on CLOCK_MONOTONIC), `process`, `pid`, `kind`, and the fields of its kind. The kinds that checkers
+look at:
+
+    installed(epoch, members, rank)     this process is in the view of the epoch; members in rank order
+    proposed(epoch)                     it asks the register to begin the epoch
+    revoked(epoch)                      it ends what it does in the epoch
+    attempt(step, epoch)                it begins a step
+    prepared(step, epoch)               its part of the step is done
+    committed(step, epoch, how)         the step is done for good
+    aborted_step(step, epoch)           the attempt is undone
+    synced(step, epoch)                 it took over the state after the step from others
+    finished, error                     the process ended, well or not
+    op(op, seq, epoch, seconds, ...)    an op ended; `error` says how if not well, `timeout` is its limit
+    (seconds) fault(what, target)                 the harness broke something on purpose published(version),
+    fetched(version), retired(version), lost(version)     what became of a version of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a log. `time` is in seconds on a clock that all processes of the host share."""
+
+    time: float
+    process: str
+    pid: int
+    kind: str
+    fields: Mapping[str, object]
+
+    def integer(self, name: str) -> int:
+        """The field as a whole number. Raises `CorruptData` if it is not there or is another thing."""
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CorruptData(f"{self.kind} of {self.process}: field {name!r} is {value!r}, not a whole number")
+        return value
+
+    def number(self, name: str) -> float:
+        """The field as a number. Raises `CorruptData` if it is not there or is another thing."""
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CorruptData(f"{self.kind} of {self.process}: field {name!r} is {value!r}, not a number")
+        return float(value)
+
+    def text(self, name: str, default: str = "") -> str:
+        """The field as text; `default` if it is not there."""
+        value = self.fields.get(name)
+        return default if value is None else str(value)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The field as a list of names. Raises `CorruptData` if it is not there or is another thing."""
+        value = self.fields.get(name)
+        if not isinstance(value, list | tuple):
+            raise CorruptData(f"{self.kind} of {self.process}: field {name!r} is {value!r}, not a list")
+        return tuple(str(item) for item in value)
+
+
+def event_of(line: Mapping[str, object]) -> Event:
+    """An event of a decoded line. Raises `CorruptData` if one of the fields that all events have is wrong."""
+    fields = dict(line)
+    try:
+        time, process, pid, kind = (fields.pop(name) for name in ("time", "process", "pid", "kind"))
+    except KeyError as error:
+        raise CorruptData(f"an event without {error}: {dict(line)!r}") from None
+    if (
+        isinstance(time, bool)
+        or not isinstance(time, int | float)
+        or not isinstance(process, str)
+        or not isinstance(pid, int)
+        or not isinstance(kind, str)
+    ):
+        raise CorruptData(f"an event whose time, process, pid or kind is of the wrong type: {dict(line)!r}")
+    return Event(float(time), process, pid, kind, fields)
+
+
+def read_log(path: Path) -> list[Event]:
+    """The events of one process.
+
+    A last line that breaks off is left out: its process was killed while it wrote. Raises `CorruptData` for
+    any other line that is not an event.
+    """
+    events = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            events.append(event_of(msgspec.json.decode(line, type=dict[str, object])))
+        except msgspec.DecodeError as error:
+            if number == len(lines):
+                break
+            raise CorruptData(f"{path}:{number} is not an event: {error}") from error
+    return events
+
+
+def merge(logs: Iterable[Iterable[Event]]) -> list[Event]:
+    """All events in the order of time; those of one process stay in their order."""
+    return sorted((event for log in logs for event in log), key=lambda event: event.time)
+
+
+def read_directory(directory: Path) -> list[Event]:
+    """The merged events of every `*.jsonl` in `directory`."""
+    return merge(read_log(path) for path in sorted(directory.glob("*.jsonl")))

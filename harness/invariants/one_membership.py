@@ -1,0 +1,31 @@
+"""One membership an epoch: whoever installs an epoch installs the same members in the same order."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class OneMembership(Checker):
+    name: ClassVar[str] = "one membership an epoch"
+    meaning: ClassVar[str] = (
+        "All who install an epoch have the same members, in the same rank order, and are one of them."
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._first: dict[int, tuple[str, tuple[str, ...]]] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.kind != "installed":
+            return
+        self.looked += 1
+        epoch, members = event.integer("epoch"), event.names("members")
+        first, agreed = self._first.setdefault(epoch, (event.process, members))
+        if members != agreed:
+            self.violated(event, f"epoch {epoch} has members {members} here, and {agreed} on {first}")
+        rank = event.integer("rank")
+        if not (0 <= rank < len(members) and members[rank] == event.process):
+            self.violated(event, f"is rank {rank} of epoch {epoch}, whose members are {members}")

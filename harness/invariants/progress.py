@@ -1,0 +1,42 @@
+"""Progress resumes: after a fault the next step is committed within a bound."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class Progress(Checker):
+    name: ClassVar[str] = "progress resumes"
+    meaning: ClassVar[str] = "After the last of any faults a step is committed, or the job ends, within the bound."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._fault: Event | None = None
+        self._now = 0.0
+
+    def observe(self, event: Event) -> None:
+        self._now = event.time
+        if event.kind in ("fault", "detected"):
+            if event.kind == "fault":
+                self.looked += 1
+            self._overdue()
+            self._fault = event
+        elif event.kind in ("committed", "finished"):
+            self._overdue()
+            self._fault = None
+
+    def finish(self) -> None:
+        self._overdue()
+
+    def _overdue(self) -> None:
+        if self._fault is None or self._now - self._fault.time <= self.bounds.progress:
+            return
+        self.violated(
+            self._fault,
+            f"no step was committed within {self.bounds.progress:.3g} s of this {self._fault.kind}: "
+            f"{self._now - self._fault.time:.3g} s passed",
+        )
+        self._fault = None

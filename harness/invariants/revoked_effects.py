@@ -1,0 +1,36 @@
+"""No effect of a revoked epoch: after revoking it a process prepares and commits nothing more in it.
+
+What recovery decides about a step that was open (`how` is not "normal") is an effect of the next epoch.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+BY_ALL = "normal"
+"""`how` of a step that was committed in the epoch in which it was done."""
+
+
+class RevokedEffects(Checker):
+    name: ClassVar[str] = "no effect of a revoked epoch"
+    meaning: ClassVar[str] = "A process that has revoked an epoch begins, prepares and commits nothing more in it."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._revoked: dict[str, int] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "revoked":
+            newest = self._revoked.get(event.process, 0)
+            self._revoked[event.process] = max(newest, event.integer("epoch"))
+            return
+        if event.kind not in ("attempt", "prepared", "committed"):
+            return
+        self.looked += 1
+        epoch, revoked = event.integer("epoch"), self._revoked.get(event.process, 0)
+        if epoch > revoked or (event.kind == "committed" and event.text("how", BY_ALL) != BY_ALL):
+            return
+        self.violated(event, f"{event.kind} of step {event.integer('step')} in epoch {epoch}, revoked up to {revoked}")

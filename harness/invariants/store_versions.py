@@ -1,0 +1,50 @@
+"""Versions of the weights never go backwards and never vanish."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+
+class StoreVersions(Checker):
+    name: ClassVar[str] = "versions are kept"
+    meaning: ClassVar[str] = (
+        "Published versions grow, a process never fetches an older one than before, only versions that were "
+        "published are fetched, and none is lost."
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._published: set[int] = set()
+        self._retired: set[int] = set()
+        self._fetched: dict[str, int] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.kind not in ("published", "fetched", "retired", "lost"):
+            return
+        self.looked += 1
+        version = event.integer("version")
+        match event.kind:
+            case "published":
+                newest = max(self._published, default=-1)
+                if version < newest and version not in self._published:
+                    self.violated(event, f"published version {version} after {newest}")
+                self._published.add(version)
+            case "fetched":
+                self._check_fetched(event, version)
+            case "retired":
+                self._retired.add(version)
+            case "lost" if version not in self._retired:
+                self.violated(event, f"version {version} is lost: no holder has it any more")
+
+    def _check_fetched(self, event: Event, version: int) -> None:
+        before = self._fetched.get(event.process, -1)
+        if version not in self._published:
+            self.violated(event, f"fetched version {version}, which nobody had published")
+        if version in self._retired:
+            self.violated(event, f"fetched version {version} after it was retired")
+        if version < before:
+            self.violated(event, f"fetched version {version} after {before}")
+        self._fetched[event.process] = max(version, before)
