@@ -178,9 +178,7 @@ class RpcConnection:
     def _fail(self, call: int, error: Exception) -> None:
         if self.lost is None:
             with contextlib.suppress(ControlError):
-                self._connection.post(
-                    encode(Failure(call, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS]))
-                )
+                self._connection.post(encode(Failure(call, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS])))
 
     def _ended(self, reason: ControlError) -> None:
         for _, answer in self._calls.values():

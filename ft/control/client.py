@@ -114,9 +114,7 @@ class RpcClient:
             if self._lost is None:
                 self._lost = reason
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(
-                        socket.SHUT_RDWR
-                    )  # wakes those inside `_using`; the last of them closes
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes those inside `_using`; the last of them closes
             if not self._users:
                 self._socket.close()
             self._state.notify_all()
@@ -199,9 +197,7 @@ class RpcClient:
         with self._state:
             for payload in payloads:
                 message = decode(payload)
-                if isinstance(
-                    message, Reply | Failure
-                ):  # a server's own requests and notices have no handler here
+                if isinstance(message, Reply | Failure):  # a server's own requests and notices have no handler here
                     call = self._calls.get(message.id)
                     if call is not None:
                         call.answer = message
@@ -222,9 +218,7 @@ def _send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
                 raise TimeoutError("it does not read what is sent to it") from None
 
 
-def _connect(
-    address: str, timeout: float, arguments: tuple[bytes, str, str, int]
-) -> tuple[socket.socket, Session]:
+def _connect(address: str, timeout: float, arguments: tuple[bytes, str, str, int]) -> tuple[socket.socket, Session]:
     """A connected non-blocking socket and its session; raises what `channel.dial` raises."""
     started = time.monotonic()
     deadline, drops = started + timeout, 0
@@ -241,9 +235,7 @@ def _connect(
             time.sleep(pause_before_retry(error, drops, deadline))
 
 
-def _connect_once(
-    host: str, port: int, handshake: DiallerHandshake, deadline: float
-) -> tuple[socket.socket, Session]:
+def _connect_once(host: str, port: int, handshake: DiallerHandshake, deadline: float) -> tuple[socket.socket, Session]:
     sock = socket.create_connection((host, port), max(0.001, deadline - time.monotonic()))
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

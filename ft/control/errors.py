@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 
 
@@ -30,9 +32,7 @@ class FrameTooLarge(BadFrame):
 
     def __init__(self, size: int, limit: int) -> None:
         self.size, self.limit = size, limit
-        super().__init__(
-            f"a control frame of {size} bytes is over the limit of {limit}; move bulk data by other means"
-        )
+        super().__init__(f"a control frame of {size} bytes is over the limit of {limit}; move bulk data by other means")
 
 
 class UnknownVersion(BadFrame):
@@ -40,9 +40,7 @@ class UnknownVersion(BadFrame):
 
     def __init__(self, theirs: int, ours: int) -> None:
         self.theirs, self.ours = theirs, ours
-        super().__init__(
-            f"the other side speaks control protocol {theirs}, this one {ours}; install the same holdfast"
-        )
+        super().__init__(f"the other side speaks control protocol {theirs}, this one {ours}; install the same holdfast")
 
 
 class ForgedFrame(BadFrame):
@@ -87,3 +85,15 @@ class CallTimeout(ControlError, OpTimeout):
         OpTimeout.__init__(self, op, 0, waited)
         self.peer = peer
         self.args = (f"{op} was not answered by {peer} within {waited:.3g} s; is it stopped or overloaded?",)
+
+
+class KeyTimeout(ControlError, OpTimeout):
+    """Keys of the rendezvous table that nobody set in time: `missing` names them, `waited` says how many
+    seconds.
+    """
+
+    def __init__(self, missing: Sequence[str], waited: float) -> None:
+        OpTimeout.__init__(self, "wait for keys", 0, waited)
+        self.missing = tuple(missing)
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        self.args = (f"nobody set {', '.join(map(repr, missing[:5]))}{more} within {waited:.3g} s",)

@@ -138,9 +138,7 @@ class Session:
 
     __slots__ = ("_buffer", "_limit", "_receive_key", "_received", "_send_key", "_sent", "peer")
 
-    def __init__(
-        self, peer: str, send_key: bytes, receive_key: bytes, buffer: FrameBuffer, limit: int
-    ) -> None:
+    def __init__(self, peer: str, send_key: bytes, receive_key: bytes, buffer: FrameBuffer, limit: int) -> None:
         self.peer = peer
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
@@ -171,13 +169,9 @@ class Session:
             if size < 0:
                 raise ForgedFrame("a control frame without a MAC")
             header = _HEADER.pack(1 + len(body), VERSION)
-            mac = hmac.digest(
-                self._receive_key, _NUMBER.pack(self._received) + header + body[:size], "sha256"
-            )
+            mac = hmac.digest(self._receive_key, _NUMBER.pack(self._received) + header + body[:size], "sha256")
             if not hmac.compare_digest(mac[:MAC_BYTES], body[size:]):
-                raise ForgedFrame(
-                    f"control frame {self._received} does not verify: forged, altered or replayed"
-                )
+                raise ForgedFrame(f"control frame {self._received} does not verify: forged, altered or replayed")
             self._received += 1
             payloads.append(body[:size])
         return payloads
@@ -240,9 +234,7 @@ class DiallerHandshake:
         if isinstance(message, Welcome) and self._challenge:
             transcript = (self._hello, self._challenge, message.identity.encode())
             if not hmac.compare_digest(_mac(self._key, b"listener", *transcript), message.mac):
-                raise WrongKey(
-                    "the listener could not prove that it has this job's key; nothing was sent to it"
-                )
+                raise WrongKey("the listener could not prove that it has this job's key; nothing was sent to it")
             to_listener, to_dialler = (_mac(self._key, name, *transcript) for name in _DIRECTIONS)
             self.session = Session(message.identity, to_listener, to_dialler, self._buffer, self._limit)
             return b""
@@ -292,9 +284,7 @@ class ListenerHandshake:
             self._challenge = _encode(Challenge(os.urandom(32)))
             return frame(self._challenge)
         if isinstance(message, Proof) and self._claim is not None:
-            if not hmac.compare_digest(
-                _mac(self._key, b"dialler", self._hello, self._challenge), message.mac
-            ):
+            if not hmac.compare_digest(_mac(self._key, b"dialler", self._hello, self._challenge), message.mac):
                 raise WrongKey(f"{self._claim.identity!r} could not prove that it has this job's key")
             if not hmac.compare_digest(
                 _mac(self._key, b"job", self._claim.nonce, self._job.encode()), self._claim.job_tag

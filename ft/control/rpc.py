@@ -59,9 +59,7 @@ class RpcServer:
             identity=identity,
             handlers=handlers,
             on_connect=(lambda rpc: on_connect(rpc.peer)) if on_connect is not None else None,
-            on_disconnect=(lambda rpc, reason: on_disconnect(rpc.peer))
-            if on_disconnect is not None
-            else None,
+            on_disconnect=(lambda rpc, reason: on_disconnect(rpc.peer)) if on_disconnect is not None else None,
             limit=limit,
         )
         self._thread: LoopThread | None = None

@@ -4,18 +4,33 @@ URL.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from holdfast.comms.registry import plugin_manager
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 __all__ = ["Cell", "RegisterAway", "open_cell", "schemes"]
 
+_log = logging.getLogger(__name__)
+
 
 def schemes() -> dict[str, Callable[[str, str], Cell]]:
-    """URL scheme -> factory(url, cell_name), from every plugin. Two plugins for one scheme: ValueError."""
-    from holdfast.ft.registers import plugin
+    """URL scheme -> factory(url, cell_name), from every plugin; a plugin that fails to say is left out and
+    logged.
 
-    found: dict[str, Callable[[str, str], Cell]] = dict(plugin.holdfast_registers())
+    Raises ValueError if two plugins claim one scheme.
+    """
+    found: dict[str, Callable[[str, str], Cell]] = {}
+    for implementation in plugin_manager().hook.holdfast_registers.get_hookimpls():
+        try:
+            offered: dict[str, Callable[[str, str], Cell]] = dict(implementation.function())  # type: ignore[call-overload]
+        except Exception:
+            _log.exception("plugin %s offers no registers: it failed", implementation.plugin_name)
+            continue
+        if twice := found.keys() & offered.keys():
+            raise ValueError(f"two plugins offer registers for {', '.join(sorted(twice))}://; remove one")
+        found.update(offered)
     return found
 
 

@@ -44,9 +44,7 @@ class MemoryCell(Cell):
         if shared is None:
             raise RegisterAway(self._url, "this handle is closed")
         if os.getpid() != self._pid:
-            raise RegisterAway(
-                self._url, "memory registers do not reach across fork; use sqlite:// between processes"
-            )
+            raise RegisterAway(self._url, "memory registers do not reach across fork; use sqlite:// between processes")
         return shared
 
     def read(self) -> tuple[int, bytes]:

@@ -46,13 +46,7 @@ _checked: set[tuple[int, int]] = set()  # (device, inode) of files whose header 
 def path_of(url: str) -> Path:
     """The file that a `sqlite:///absolute/path` URL names."""
     parts = urlsplit(url)
-    if (
-        parts.netloc
-        or not parts.path.startswith("/")
-        or parts.path.endswith("/")
-        or parts.query
-        or parts.fragment
-    ):
+    if parts.netloc or not parts.path.startswith("/") or parts.path.endswith("/") or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is not a sqlite register: write sqlite:///absolute/path/job.sqlite")
     return Path(unquote(parts.path))
 
@@ -113,14 +107,10 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
         with path.open("rb") as file:
             header = file.read(100)
         if not header.startswith(b"SQLite format 3\0") or len(header) < 100:
-            raise CorruptData(
-                f"register {url} is not an sqlite file; name another path, it was left as it is"
-            )
+            raise CorruptData(f"register {url} is not an sqlite file; name another path, it was left as it is")
         schema, application = int.from_bytes(header[60:64], "big"), int.from_bytes(header[68:72], "big")
         if application != APPLICATION_ID:
-            raise CorruptData(
-                f"{url} is an sqlite file but not a register; name another path, it was left as it is"
-            )
+            raise CorruptData(f"{url} is an sqlite file but not a register; name another path, it was left as it is")
         if schema != SCHEMA:
             raise CorruptData(f"register {url} has schema {schema}, this version of holdfast knows {SCHEMA}")
         _checked.add(identity)
