@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import selectors
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from types import TracebackType
 
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.startline import StartLine
-from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Stop
+from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
 
 PEERS = ("torch-gloo", "openmpi")
 
@@ -142,7 +143,7 @@ class Group:
         try:
             for member in self._members:
                 member.line.send(order)
-            answers = [member.line.receive(timeout) for member in self._members]
+            answers = self._answers(time.monotonic() + timeout)
         except (EOFError, TimeoutError, OSError) as error:
             raise ContestantFailed(f"{self.contestant} in {order.op}: {error}: {self._last_words()}") from error
         failures = [answer.text for answer in answers if isinstance(answer, Failed)]
@@ -151,6 +152,21 @@ class Group:
         if failures:
             raise ContestantFailed(f"{self.contestant} in {order.op}: {failures[0]}")
         return [answer for answer in answers if isinstance(answer, Measured)]
+
+    def _answers(self, deadline: float) -> list[Message]:
+        """The next message of every rank, by rank; raises as soon as one of them is gone."""
+        answers: dict[int, Message] = {}
+        with selectors.DefaultSelector() as waiting:
+            for member in self._members:
+                waiting.register(member.line, selectors.EVENT_READ, member)
+            while waiting.get_map():
+                ready = waiting.select(deadline - time.monotonic())
+                if not ready:
+                    raise TimeoutError("no answer in time")
+                for key, _ in ready:
+                    answers[key.data.hello.rank] = key.data.line.receive(5.0)
+                    waiting.unregister(key.fileobj)
+        return [answers[rank] for rank in range(self.ranks)]
 
     def close(self, gently: bool = True) -> None:
         """End all ranks: by asking first, if `gently`, and by SIGKILL if that does not help."""

@@ -181,7 +181,7 @@ def machine() -> Machine:
         cpus=os.cpu_count() or 1,
         kernel=platform.release(),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         load=os.getloadavg()[0],
     )
 

@@ -102,6 +102,9 @@ class Line:
             parts += part
         return bytes(parts)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()

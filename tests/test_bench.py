@@ -1,0 +1,290 @@
+"""`holdfast bench`: definitions, the check of results, interleaving, and whole runs on tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.harness.bench import rounds, show
+from holdfast.harness.bench.cli import app
+from holdfast.harness.bench.contestants import Arena, ContestantFailed, missing
+from holdfast.harness.bench.data import allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.definitions import (
+    OPERATIONS,
+    parse_counts,
+    parse_size,
+    parse_sizes,
+    show_size,
+)
+from holdfast.harness.bench.imports import measure
+from holdfast.harness.bench.results import Row, Timing, ratios
+from holdfast.harness.bench.wire import Measure
+
+needs_mpi = pytest.mark.skipif(missing("openmpi") is not None, reason=f"{missing('openmpi')}")
+
+COLLECTIVES = tuple(name for name in OPERATIONS if name != "copy")
+
+
+# Definitions: those of nccl-tests --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "factor"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("reduce_scatter", 4, 0.75),
+        ("all_gather", 4, 0.75),
+        ("all_to_all", 8, 0.875),
+        ("broadcast", 8, 1.0),
+        ("send_recv", 8, 1.0),
+    ],
+)
+def test_bus_bandwidth_factors(op: str, ranks: int, factor: float) -> None:
+    assert OPERATIONS[op].bus_factor(ranks) == factor
+
+
+def test_size_counts_the_larger_buffer_of_a_rank() -> None:
+    gather = OPERATIONS["all_gather"]
+    assert gather.block(1024, 4, ranks=4) == 64
+    assert gather.lengths(64, ranks=4) == (64, 256)
+    assert gather.nbytes(64, 4, ranks=4) == 1024
+
+
+def test_every_rank_has_at_least_one_element_however_small_the_size() -> None:
+    assert OPERATIONS["all_gather"].block(8, 4, ranks=4) == 1
+    assert OPERATIONS["all_gather"].nbytes(1, 4, ranks=4) == 16
+
+
+def test_sizes_are_lists_and_ranges() -> None:
+    assert parse_size("64K") == 65536
+    assert parse_size("1MiB") == 1 << 20
+    assert parse_sizes("4K,8,8") == (8, 4096)
+    assert parse_sizes("8:1K") == (8, 64, 512, 1024)
+    assert parse_sizes("8:64:2") == (8, 16, 32, 64)
+    assert parse_counts("2,4,2") == (2, 4)
+    assert [show_size(n) for n in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "8Q", "64:8", "8:64:1", "8:64:2:3", "-8"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|empty"):
+        parse_sizes(text)
+
+
+# The check of results --------------------------------------------------------------------------------------------
+
+
+def _reference(op: str, inputs: list[np.ndarray], rank: int, block: int) -> np.ndarray:
+    """What the op must give, written in the plainest way."""
+    match op:
+        case "all_reduce":
+            return np.sum(inputs, axis=0)
+        case "reduce_scatter":
+            return np.sum(inputs, axis=0)[rank * block : (rank + 1) * block]
+        case "all_gather":
+            return np.concatenate(inputs)
+        case "broadcast":
+            return inputs[0]
+        case "all_to_all":
+            return np.concatenate([given[rank * block : (rank + 1) * block] for given in inputs])
+        case "send_recv":
+            return inputs[(rank - 1) % len(inputs)]
+        case _:
+            return inputs[rank]
+
+
+@pytest.mark.parametrize("op", [name for name in OPERATIONS if name != "barrier"])
+@pytest.mark.parametrize("block", [1, 7, 20_000])
+def test_the_expectation_is_what_the_op_gives_and_one_wrong_element_is_seen(op: str, block: int) -> None:
+    operation, ranks = OPERATIONS[op], 3
+    lengths = operation.lengths(block, ranks)
+    inputs = [np.resize(pattern(rank, 4, "float32"), lengths[0]) for rank in range(ranks)]
+    for rank in range(ranks):
+        source = allocate(lengths[0], "float32")
+        target = source if operation.layout == "in_place" else allocate(lengths[1], "float32")
+        fill(operation, rank, 4, source, target)
+        if op != "broadcast" or rank == 0:
+            assert np.array_equal(source, inputs[rank])
+        if op != "copy" and (op != "broadcast" or rank != 0):
+            assert count_wrong(operation, rank, ranks, block, 4, target) > 0, "untouched output must be wrong"
+        target[:] = _reference(op, inputs, rank, block)
+        assert count_wrong(operation, rank, ranks, block, 4, target) == 0
+        target[-1] += 1
+        assert count_wrong(operation, rank, ranks, block, 4, target) == 1
+
+
+def test_blocks_that_changed_places_are_seen() -> None:
+    operation, block = OPERATIONS["all_gather"], 4096
+    target = np.concatenate([np.resize(pattern(rank, 0, "int64"), block) for rank in (1, 0)])
+    assert count_wrong(operation, 0, 2, block, 0, target) > block
+
+
+# Statistics ------------------------------------------------------------------------------------------------------
+
+
+def _row(contestant: str, turns: tuple[float, ...]) -> Row:
+    timing = Timing.of([1e-6], 1)
+    return Row("all_reduce", 2, contestant, 8, "float32", timing, timing, turns, 0.0, 0.0, 0)
+
+
+def test_timing_is_microseconds_an_op() -> None:
+    timing = Timing.of([0.001, 0.002, 0.003], block=10)
+    assert timing.p50 == pytest.approx(200.0)
+    assert timing.min == pytest.approx(100.0)
+    assert (timing.samples, timing.block) == (3, 10)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    (ratio,) = ratios([_row("holdfast:shm", (1, 10, 2)), _row("openmpi", (2, 30, 8))], ["holdfast:shm"])
+    assert (ratio.peer, ratio.median, ratio.least, ratio.most) == ("openmpi", 3.0, 2.0, 4.0)
+
+
+def test_the_slowest_rank_counts() -> None:
+    from holdfast.harness.bench.wire import Measured
+
+    answers = [Measured([(0, 1000), (0, 5000)], [], 0), Measured([(0, 3000), (0, 2000)], [], 0)]
+    assert rounds._slowest(answers, blocks=False) == pytest.approx([3e-6, 5e-6])
+
+
+def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
+    from holdfast.harness.bench.wire import Measured
+
+    good = [Measured([(0, 10)], [], 0), Measured([(5, 11)], [], 0)]
+    bad = [Measured([(0, 4)], [], 0), Measured([(5, 11)], [], 0)]
+    assert (rounds._early(good), rounds._early(bad)) == (0, 1)
+
+
+# Whole runs ------------------------------------------------------------------------------------------------------
+
+
+def _plan(ops: tuple[str, ...], everyone: tuple[str, ...], ranks: int = 2, sizes: str = "8,1K") -> rounds.Plan:
+    ours = tuple(name for name in everyone if name.startswith("holdfast:"))
+    return rounds.Plan(ops, everyone, ours, (ranks,), parse_sizes(sizes), rounds=2, seconds=0.02)
+
+
+def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
+    bench = rounds.run(_plan(COLLECTIVES, ("holdfast:shm", "torch-gloo"), sizes="8,300K"))
+    assert bench.skipped == {}
+    assert bench.failures == ()
+    assert bench.wrong == 0
+    assert {row.op for row in bench.rows} == set(COLLECTIVES)
+    assert {ratio.peer for ratio in bench.ratios} == {"torch-gloo"}
+    assert all(row.timing.min <= row.timing.p50 <= row.timing.p99 for row in bench.rows)
+    small, large = (next(row for row in bench.rows if row.nbytes == size) for size in (8, 300 * 1024))
+    assert small.timing.block > 1, "small ops are timed in blocks"
+    assert large.timing.block == 1, "large ops are timed one by one"
+
+
+@needs_mpi
+def test_every_op_is_right_on_open_mpi() -> None:
+    bench = rounds.run(_plan(COLLECTIVES, ("openmpi",), sizes="8,300K"))
+    assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
+    assert {row.op for row in bench.rows} == set(COLLECTIVES)
+    assert "Open MPI" in bench.contestants["openmpi, 2 ranks"]
+
+
+def test_inproc_ranks_are_threads() -> None:
+    bench = rounds.run(_plan(("all_reduce", "barrier"), ("holdfast:inproc",), ranks=3))
+    assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
+
+
+def test_a_library_that_cannot_run_is_left_out_with_the_reason() -> None:
+    bench = rounds.run(_plan(("copy",), ("holdfast:nosuch", "memcpy"), ranks=1))
+    assert "nosuch" in bench.skipped["holdfast:nosuch"]
+    assert {row.contestant for row in bench.rows} == {"memcpy"}
+
+
+def test_an_op_that_a_library_refuses_is_a_failure_of_that_op_alone() -> None:
+    bench = rounds.run(_plan(("all_reduce", "copy"), ("memcpy",), sizes="8"))
+    assert [(failure.op, failure.contestant) for failure in bench.failures] == [("all_reduce", "memcpy")]
+    assert [row.op for row in bench.rows] == ["copy"]
+
+
+def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
+    with Arena() as arena:
+        group = arena.start("memcpy", 2)
+        pids = [member.hello.pid for member in group._members]
+        group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
+
+        def spent() -> int:
+            fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+            return sum(int(field[11]) + int(field[12]) for field in fields)
+
+        before = spent()
+        time.sleep(0.3)
+        assert spent() - before <= 2, "clock ticks of 10 ms"
+        directory = arena._directory
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not directory.exists()
+
+
+def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:
+    with Arena() as arena:
+        group = arena.start("memcpy", 2)
+        pids = [member.hello.pid for member in group._members]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(ContestantFailed, match="memcpy in copy"):
+            group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
+        arena.drop(group)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
+    picture = tmp_path / "plot.png"
+    asked = ["copy", "-n", "1", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "1", "--json"]
+    result = CliRunner().invoke(app, [*asked, "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    bench = json.loads(result.stdout)
+    assert [row["nbytes"] for row in bench["rows"]] == [8, 1024]
+    assert bench["machine"]["cpus"] >= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_a_table() -> None:
+    result = CliRunner().invoke(app, ["copy", "-n", "1", "--sizes", "1K", "--iters", "3", "--rounds", "1"])
+    assert result.exit_code == 0, result.output
+    assert "1 KiB" in result.stdout
+    assert "#wrong" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["all_reduce", "--sizes", "many"],
+        ["all_reduce", "-n", "1"],
+        ["all_reduce", "--dtype", "float3"],
+        ["all_reduce", "--peer", "nosuch"],
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+
+
+def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
+    result = CliRunner().invoke(app, ["barrier", "--backends", "nosuch"])
+    assert result.exit_code == 1
+    assert "nosuch" in result.stdout
+
+
+def test_nothing_to_plot_is_said(tmp_path: Path) -> None:
+    bench = rounds.run(_plan((), ()))
+    with pytest.raises(ValueError, match="nothing to plot"):
+        show.plot(bench, tmp_path / "plot.png")
+
+
+def test_import_cost_is_measured_in_fresh_processes() -> None:
+    cost = measure(processes=1)
+    assert cost.torch > cost.extra > 0
