@@ -1,0 +1,317 @@
+"""The invariants: a good run breaks none of them, and each is seen failing on a run that breaks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.comms.errors import CorruptData
+from holdfast.harness.invariants import (
+    CHECKERS,
+    Bounds,
+    Event,
+    Violation,
+    check,
+    event_of,
+    examine,
+    merge,
+    read_directory,
+    read_log,
+)
+
+
+class Run:
+    """Writes an event stream: each event a millisecond after the one before."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.now = 100.0
+
+    def add(self, process: str, kind: str, **fields: object) -> Run:
+        self.now += 0.001
+        self.events.append(Event(self.now, process, ord(process[-1]), kind, fields))
+        return self
+
+    def install(self, epoch: int, *members: str) -> Run:
+        for rank, member in enumerate(members):
+            self.add(member, "installed", epoch=epoch, members=list(members), rank=rank, reason="test")
+        return self
+
+    def step(self, step: int, epoch: int, *members: str, digest: str = "d") -> Run:
+        for kind in ("attempt", "prepared", "committed"):
+            for member in members:
+                more = {"how": "normal", "digest": f"{digest}{step}"} if kind == "committed" else {}
+                self.add(member, kind, step=step, epoch=epoch, **more)
+        return self
+
+    def wait(self, seconds: float) -> Run:
+        self.now += seconds
+        return self
+
+
+def good_run() -> Run:
+    """Three ranks; c is killed in step 3 after it was prepared by all, and a spare d takes its place."""
+    run = Run().install(1, "a", "b", "c").step(1, 1, "a", "b", "c").step(2, 1, "a", "b", "c")
+    run.add("a", "published", version=2).add("b", "fetched", version=2)
+    for member in "abc":
+        run.add(member, "attempt", step=3, epoch=1).add(member, "prepared", step=3, epoch=1)
+        run.add(member, "op", op="all_reduce", seq=3, epoch=1, seconds=0.001, timeout=5.0)
+    run.add("harness", "fault", what="kill", target="c")
+    run.add("a", "detected", members=["c"], evidence="exited")
+    run.add("a", "revoked", epoch=1, reason="c is gone").add("b", "revoked", epoch=1, reason="c is gone")
+    run.add("a", "proposed", epoch=2).install(2, "a", "b", "d")
+    run.add("a", "committed", step=3, epoch=1, how="recovered").add("b", "committed", step=3, epoch=1, how="recovered")
+    run.add("d", "synced", step=3, epoch=2, source="a").step(4, 2, "a", "b", "d")
+    run.add("a", "published", version=4).add("d", "fetched", version=4).add("a", "retired", version=2)
+    for member in "abd":
+        run.add(member, "finished", steps=4)
+    return run
+
+
+def names(violations: list[Violation]) -> set[str]:
+    return {violation.invariant for violation in violations}
+
+
+def test_a_good_run_with_a_fault_breaks_nothing() -> None:
+    assert check(good_run().events) == []
+
+
+def test_every_checker_has_looked_at_something_in_a_good_run() -> None:
+    findings = examine(good_run().events)
+    assert len(findings) == len(CHECKERS)
+    assert all(finding.looked > 0 for finding in findings), findings
+    assert len({finding.invariant for finding in findings}) == len(findings)
+
+
+def test_nothing_looked_at_is_told_apart_from_nothing_broken() -> None:
+    assert all(finding.looked == 0 and not finding.violations for finding in examine([]))
+
+
+# Each invariant is seen failing ------------------------------------------------------------------------------------
+
+
+def _two_memberships(run: Run) -> None:
+    run.install(3, "a", "b").add("d", "installed", epoch=3, members=["a", "d"], rank=1)
+
+
+def _other_order(run: Run) -> None:
+    run.install(3, "a", "b", "d").add("b", "installed", epoch=3, members=["b", "a", "d"], rank=0)
+
+
+def _wrong_rank(run: Run) -> None:
+    run.add("a", "installed", epoch=3, members=["b", "a"], rank=0)
+
+
+def _epoch_back(run: Run) -> None:
+    run.install(1, "a", "b", "c")
+
+
+def _same_epoch_again(run: Run) -> None:
+    run.install(2, "a", "b", "d")
+
+
+def _step_in_an_old_epoch(run: Run) -> None:
+    run.install(3, "a", "b", "d").add("a", "attempt", step=5, epoch=2)
+
+
+def _commit_after_revoke(run: Run) -> None:
+    run.add("a", "revoked", epoch=2, reason="test").add("a", "committed", step=5, epoch=2, how="normal")
+
+
+def _prepare_after_revoke(run: Run) -> None:
+    run.add("a", "revoked", epoch=2, reason="test").add("a", "prepared", step=5, epoch=2)
+
+
+def _late_op(run: Run) -> None:
+    run.add("a", "op", op="all_reduce", seq=9, epoch=2, seconds=7.5, timeout=5.0)
+
+
+def _late_op_without_a_timeout(run: Run) -> None:
+    run.add("a", "op", op="barrier", seq=9, epoch=2, seconds=45.0)
+
+
+def _attempt_that_never_ends(run: Run) -> None:
+    run.add("a", "attempt", step=5, epoch=2).wait(60).add("a", "detected", members=["b"], evidence="late")
+
+
+def _other_bits(run: Run) -> None:
+    run.add("a", "committed", step=5, epoch=2, how="normal", digest="x")
+    run.add("b", "committed", step=5, epoch=2, how="normal", digest="y")
+
+
+def _evicted_commits(run: Run) -> None:
+    run.add("c", "committed", step=3, epoch=1, how="normal")
+
+
+def _step_twice(run: Run) -> None:
+    run.add("a", "committed", step=4, epoch=2, how="normal")
+
+
+def _step_lost(run: Run) -> None:
+    run.add("a", "committed", step=6, epoch=2, how="normal")
+
+
+def _behind_at_the_end(run: Run) -> None:
+    run.add("a", "committed", step=5, epoch=2, how="normal").add("a", "finished").add("b", "finished")
+
+
+def _synced_back(run: Run) -> None:
+    run.add("a", "synced", step=2, epoch=2, source="b")
+
+
+def _no_progress(run: Run) -> None:
+    run.events = [event for event in run.events if event.kind != "finished"]
+    run.add("harness", "fault", what="kill", target="b").wait(60).add("a", "detected", members=["b"])
+
+
+def _version_back(run: Run) -> None:
+    run.add("a", "published", version=6).add("d", "fetched", version=6).add("d", "fetched", version=4)
+
+
+def _version_from_nowhere(run: Run) -> None:
+    run.add("b", "fetched", version=9)
+
+
+def _version_lost(run: Run) -> None:
+    run.add("b", "lost", version=4)
+
+
+def _published_late(run: Run) -> None:
+    run.add("a", "published", version=3)
+
+
+def _fetched_after_retirement(run: Run) -> None:
+    run.add("e", "fetched", version=2)
+
+
+@pytest.mark.parametrize(
+    ("breaking", "invariant"),
+    [
+        (_two_memberships, "one membership an epoch"),
+        (_other_order, "one membership an epoch"),
+        (_wrong_rank, "one membership an epoch"),
+        (_epoch_back, "epochs never go back"),
+        (_same_epoch_again, "epochs never go back"),
+        (_step_in_an_old_epoch, "epochs never go back"),
+        (_commit_after_revoke, "no effect of a revoked epoch"),
+        (_prepare_after_revoke, "no effect of a revoked epoch"),
+        (_late_op, "ops end by their deadline"),
+        (_late_op_without_a_timeout, "ops end by their deadline"),
+        (_attempt_that_never_ends, "ops end by their deadline"),
+        (_other_bits, "equal bits"),
+        (_evicted_commits, "no evicted rank commits"),
+        (_step_twice, "committed steps are kept"),
+        (_step_lost, "committed steps are kept"),
+        (_behind_at_the_end, "committed steps are kept"),
+        (_synced_back, "committed steps are kept"),
+        (_no_progress, "progress resumes"),
+        (_version_back, "versions are kept"),
+        (_version_from_nowhere, "versions are kept"),
+        (_version_lost, "versions are kept"),
+        (_published_late, "versions are kept"),
+        (_fetched_after_retirement, "versions are kept"),
+    ],
+)
+def test_a_run_that_breaks_it_is_caught(breaking: Callable[[Run], None], invariant: str) -> None:
+    run = good_run()
+    breaking(run)
+    assert invariant in names(check(run.events))
+
+
+def test_every_checker_is_seen_failing() -> None:
+    marks = test_a_run_that_breaks_it_is_caught.pytestmark  # type: ignore[attr-defined]
+    assert {invariant for _, invariant in marks[0].args[1]} == {checker.name for checker in CHECKERS}
+
+
+# What is not a violation -------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_process_may_miss_its_deadline() -> None:
+    run = good_run().add("a", "attempt", step=5, epoch=2).add("harness", "fault", what="pause", target="a").wait(60)
+    run.add("a", "op", op="all_reduce", seq=9, epoch=2, seconds=60.002, timeout=5.0)
+    run.add("a", "aborted_step", step=5, epoch=2)
+    assert "ops end by their deadline" not in names(check(run.events))
+
+
+def test_a_deadline_may_be_overrun_by_the_slack() -> None:
+    run = good_run().add("a", "op", op="barrier", seq=9, epoch=2, seconds=5.4, timeout=5.0)
+    assert check(run.events, Bounds(slack=0.5)) == []
+    assert names(check(run.events, Bounds(slack=0.1))) == {"ops end by their deadline"}
+
+
+def test_a_log_that_ends_before_the_bound_says_nothing_about_progress() -> None:
+    run = good_run().add("harness", "fault", what="kill", target="b").wait(5).add("a", "revoked", epoch=2)
+    assert check(run.events, Bounds(progress=10.0)) == []
+
+
+def test_a_job_that_starts_from_a_checkpoint_need_not_begin_with_step_one() -> None:
+    run = Run().install(7, "a", "b").step(51, 7, "a", "b").step(52, 7, "a", "b")
+    assert check(run.events) == []
+
+
+def test_violations_are_there_as_soon_as_the_event_is() -> None:
+    """A simulator looks after every event."""
+    run = good_run()
+    _step_twice(run)
+    commits = next(checker for checker in CHECKERS if checker.name == "committed steps are kept")(Bounds())
+    for event in run.events[:-1]:
+        commits.observe(event)
+    assert commits.violations == []
+    commits.observe(run.events[-1])
+    (violation,) = commits.violations
+    assert (violation.process, violation.time) == ("a", run.events[-1].time)
+    assert "step 4 again" in violation.message
+
+
+# Logs --------------------------------------------------------------------------------------------------------------
+
+
+def _line(time: float, process: str, kind: str, **fields: object) -> str:
+    return json.dumps({"time": time, "process": process, "pid": 1, "kind": kind, **fields}) + "\n"
+
+
+def test_logs_of_all_processes_are_merged_by_time(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(_line(1.0, "a", "joined") + _line(3.0, "a", "finished"))
+    (tmp_path / "b.jsonl").write_text(_line(2.0, "b", "joined", host="h"))
+    events = read_directory(tmp_path)
+    assert [(event.process, event.kind) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "finished")]
+    assert events[1].text("host") == "h"
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(_line(1.0, "a", "joined") + _line(2.0, "a", "attempt", step=1)[:-20])
+    assert [event.kind for event in read_log(path)] == ["joined"]
+
+
+def test_a_broken_line_in_the_middle_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
+    with pytest.raises(CorruptData, match=r"a\.jsonl:1"):
+        read_log(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"time": 1.0, "process": "a", "pid": 1},
+        {"time": "now", "process": "a", "pid": 1, "kind": "joined"},
+        {"time": 1.0, "process": 7, "pid": 1, "kind": "joined"},
+    ],
+)
+def test_what_is_not_an_event_is_refused(line: dict[str, object]) -> None:
+    with pytest.raises(CorruptData):
+        event_of(line)
+
+
+def test_a_field_of_the_wrong_type_is_refused() -> None:
+    with pytest.raises(CorruptData, match="step"):
+        check([Event(1.0, "a", 1, "committed", {"step": "one"})])
+
+
+def test_events_of_one_process_keep_their_order_at_equal_times() -> None:
+    first, second = Event(1.0, "a", 1, "attempt", {}), Event(1.0, "a", 1, "prepared", {})
+    assert merge([[first, second], []]) == [first, second]
