@@ -309,7 +309,7 @@ def test_what_is_not_an_event_is_refused(line: dict[str, object]) -> None:
 
 def test_a_field_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(CorruptData, match="step"):
-        check([Event(1.0, "a", 1, "committed", {"step": "one"})])
+        check([Event(1.0, "a", 1, "committed", {"epoch": 1, "step": "one"})])
 
 
 def test_events_of_one_process_keep_their_order_at_equal_times() -> None:
