@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 class Timeouts:
     """Seconds.
 
-    `heartbeat`: how often a process says that it lives. `suspect`: how long it may be silent before somebody looks.
-    `operation`: the longest that one collective may take. `rebuild`: the longest from a failure to the next
-    communicator. `join`: how long a job waits for members that it cannot do without.
+    `heartbeat`: how often a process says that it lives. `suspect`: how long it may be silent before somebody
+    looks. `operation`: the longest that one collective may take. `rebuild`: the longest from a failure to the
+    next communicator. `join`: how long a job waits for members that it cannot do without.
 
     Raises ValueError, saying why, for times that cannot work together.
     """
@@ -46,4 +46,5 @@ class Timeouts:
                 "operations would time out before a stopped peer is found"
             )
         if self.join <= self.heartbeat:
-            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in time")
+            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in
+            time")

@@ -26,10 +26,10 @@ class Member(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """What all members of a job have in common; it does not change from the first running epoch on.
 
-    `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of shards of
-    a step, whatever the size. `backends` are the names that every candidate so far can run, in order of preference,
-    and `backend` the one chosen when the job was formed ("" before). `key_check` tells a wrong key apart from the
-    right one and is of no other use.
+    `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of
+    shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
+    order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` tells a
+    wrong key apart from the right one and is of no other use.
     """
 
     name: str

@@ -1,0 +1,204 @@
+"""The words of the membership core: what can happen to it (events) and what it asks for (effects)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.ft.view import Member, View
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A member that is gone for certain, and how that is known."""
+
+    id: str
+    evidence: str
+
+
+# Events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """This process wants to take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewRead:
+    """The register, or a member, shows this view (None: the register is empty)."""
+
+    view: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class CasWon:
+    """The register took the view that was proposed."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class CasLost:
+    """Somebody else was first; `view` is what the register holds now."""
+
+    view: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class CasFailed:
+    """The register could not be reached. Whether the view was written is not known."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Processes that are gone: the kernel says so, or they said good-bye."""
+
+    deaths: tuple[Death, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A member of this host that was looked at and did not run at all for the whole suspect time."""
+
+    member: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """`observer`, on another host than `member`, does not hear from it any more."""
+
+    member: str
+    observer: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """`observer` hears from `member` again."""
+
+    member: str
+    observer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpareAnnounced:
+    """A process outside the view is ready to be taken into it."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class SpareGone:
+    """A spare that cannot be promoted any more."""
+
+    member: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: `wake_at` is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFinished:
+    """This process has committed the last step of the job."""
+
+
+Event = (
+    Started
+    | ViewRead
+    | CasWon
+    | CasLost
+    | CasFailed
+    | Proof
+    | Stalled
+    | Suspicion
+    | Cleared
+    | SpareAnnounced
+    | SpareGone
+    | Tick
+    | LocalFinished
+)
+
+
+# Effects ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """End every pending op of `epoch`. `dead` are the members of it that are gone: none if it is just
+    replaced.
+    """
+
+    epoch: int
+    dead: tuple[Death, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Compare-and-set the register from `expected` (0: empty) to `view`; answer with CasWon, CasLost or
+    CasFailed.
+    """
+
+    expected: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the members of `view`, and the spares, that it is the view now."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell `to` of deaths that they cannot see themselves."""
+
+    deaths: tuple[Death, ...]
+    to: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceSelf:
+    """Tell every member of `view` that this process is a spare."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """`view` holds from here on: build its communicator, or end if its phase says so."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """This process is not in `view` though it was in one before: it can do nothing more in this job."""
+
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This process cannot take part, and has changed nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End the member's process for certain (SIGKILL), so that its silence becomes a proof."""
+
+    member: Member
+    reason: str
+
+
+Effect = Revoke | Propose | Announce | Report | AnnounceSelf | Install | Evicted | Refused | Fence

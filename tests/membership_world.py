@@ -1,0 +1,291 @@
+"""A tiny world for the membership core: a register, a network and processes, all as one immutable value.
+
+Nothing moves by itself. `actions(world)` lists everything that could happen next and `apply(world, action)` makes it
+happen, checking every invariant on the way; an explorer tries all orders, a fuzzer random ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast.comms.transport import Peer
+from holdfast.ft import vocabulary as v
+from holdfast.ft.membership import Membership
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.view import Job, Member, View
+
+Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish"]
+
+
+class InvariantBroken(AssertionError):
+    """What must never happen has happened."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process: its core, what it asked for and what it has seen."""
+
+    core: Membership
+    alive: bool = True
+    proposal: v.Propose | None = None
+    installed: tuple[int, ...] = ()
+    revoked: frozenset[int] = frozenset()
+    evicted: bool = False
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that can happen: to process `who`, about `what`."""
+
+    kind: Kind
+    who: int
+    what: v.Event | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.who}" + (f" {self.what}" if self.what else "")
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything there is. `history` holds each view that the register ever held, in order."""
+
+    processes: tuple[Process, ...]
+    history: tuple[View, ...] = ()
+    mail: frozenset[tuple[int, v.Event]] = frozenset()
+    now: float = 0.0
+    kills: int = 0
+    ticks: int = 0
+    outages: int = 0
+    finishing: bool = False
+
+    @property
+    def register(self) -> View | None:
+        return self.history[-1] if self.history else None
+
+    def running(self) -> list[int]:
+        return [i for i, process in enumerate(self.processes) if process.alive and not process.evicted]
+
+
+def member(index: int, host: str = "h") -> Member:
+    return Member(f"p{index}", f"{host}:{1000 + index}", Peer(host, 100 + index, index))
+
+
+def new_world(
+    count: int,
+    *,
+    size: int,
+    min_size: int = 1,
+    kills: int = 0,
+    ticks: int = 0,
+    outages: int = 0,
+    finishing: bool = False,
+) -> World:
+    """`count` processes that have not started yet, of a job that wants `size` members."""
+    job = Job("job", size, min_size, size, ("shm", "gloo"))
+    cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}))) for i in range(count))
+    return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+
+
+def started(world: World) -> World:
+    """The world once everything that needs neither a fault nor a tick has happened, in one order."""
+    budget = (world.kills, world.ticks, world.outages, world.finishing)
+    world = replace(world, kills=0, ticks=0, outages=0, finishing=False)
+    while True:
+        action = next(actions(world), None)
+        if action is None:
+            kills, ticks, outages, finishing = budget
+            return replace(world, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+        world = apply(world, action)
+
+
+def actions(world: World) -> Iterator[Action]:
+    """All that can happen now. Polls of the register, the safety net, only when nothing else can."""
+    quiet = True
+    for i, process in enumerate(world.processes):
+        if not process.alive or process.evicted:
+            continue
+        core = process.core
+        if core.started_at is None:
+            quiet = False
+            yield Action("start", i)
+            continue
+        if process.proposal is not None:
+            quiet = False
+            yield Action("cas", i)
+            if world.outages:
+                yield Action("away", i)
+        known = {death.id for death in core.gone}
+        for other in core.watched():
+            j = int(other.id[1:])
+            if not world.processes[j].alive and other.id not in known:
+                quiet = False
+                yield Action("proof", i, v.Proof((v.Death(other.id, "its process ended"),)))
+        if world.kills:
+            yield Action("kill", i)
+        if world.ticks and core.wake_at is not None:
+            yield Action("tick", i)
+        if world.finishing and core.rank() is not None and not core.finished:
+            yield Action("finish", i)
+    for i, event in world.mail:
+        if world.processes[i].alive:
+            quiet = False
+            yield Action("deliver", i, event)
+    if quiet:
+        for i in world.running():
+            seen = world.processes[i].core.view
+            if world.register is not None and (seen is None or seen.epoch < world.register.epoch):
+                yield Action("poll", i)
+
+
+def apply(world: World, action: Action) -> World:
+    """The world after `action`. Raises `InvariantBroken`."""
+    i = action.who
+    process = world.processes[i]
+    match action.kind:
+        case "kill":
+            dead = replace(process, alive=False, proposal=None)
+            mail = frozenset((j, event) for j, event in world.mail if j != i)
+            return _with(replace(world, kills=world.kills - 1, mail=mail), i, dead)
+        case "start":
+            return _feed(world, i, v.Started())
+        case "poll":
+            return _feed(world, i, v.ViewRead(world.register))
+        case "finish":
+            return _feed(world, i, v.LocalFinished())
+        case "tick":
+            assert process.core.wake_at is not None
+            world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)
+            return _feed(world, i, v.Tick())
+        case "proof":
+            assert action.what is not None
+            return _feed(world, i, action.what)
+        case "deliver":
+            assert action.what is not None
+            return _feed(replace(world, mail=world.mail - {(i, action.what)}), i, action.what)
+        case "away":
+            world = _with(replace(world, outages=world.outages - 1), i, replace(process, proposal=None))
+            return _mail(world, i, v.CasFailed("away"))
+        case "cas":
+            assert process.proposal is not None
+            expected, view = process.proposal.expected, process.proposal.view
+            world = _with(world, i, replace(process, proposal=None))
+            if expected == (world.register.epoch if world.register else 0):
+                _check_succession(world, view)
+                return _mail(replace(world, history=(*world.history, view)), i, v.CasWon(view))
+            return _mail(world, i, v.CasLost(world.register))
+
+
+def _with(world: World, i: int, process: Process) -> World:
+    return replace(world, processes=(*world.processes[:i], process, *world.processes[i + 1 :]))
+
+
+def _mail(world: World, i: int, event: v.Event) -> World:
+    return replace(world, mail=world.mail | {(i, event)})
+
+
+def _feed(world: World, i: int, event: v.Event) -> World:
+    process = world.processes[i]
+    core, effects = process.core.on(event, world.now)
+    world = _with(world, i, replace(process, core=core))
+    for effect in effects:
+        world = _perform(world, i, effect)
+    return world
+
+
+def _perform(world: World, i: int, effect: v.Effect) -> World:
+    process = world.processes[i]
+    me = process.core.me
+    match effect:
+        case v.Propose():
+            check(process.proposal is None, f"{me.id} proposes twice at once")
+            check(bool(effect.view.reason), "a decision without a reason")
+            return _with(world, i, replace(process, proposal=effect))
+        case v.Announce(view):
+            others = {m.id for m in (*view.members, *process.core.spares)} - {me.id}
+            for other_id in sorted(others):
+                world = _mail(world, int(other_id[1:]), v.ViewRead(view))
+            return world
+        case v.AnnounceSelf(view):
+            for other in view.members:
+                world = _mail(world, int(other.id[1:]), v.SpareAnnounced(me))
+            return world
+        case v.Install(view):
+            _check_install(world, i, view)
+            return _with(world, i, replace(process, installed=(*process.installed, view.epoch)))
+        case v.Revoke(epoch):
+            check(epoch in process.installed, f"{me.id} revokes epoch {epoch} that it never had")
+            return _with(world, i, replace(process, revoked=process.revoked | {epoch}))
+        case v.Evicted(view):
+            check(me.id not in {m.id for m in view.members}, f"{me.id} is told of an eviction that is none")
+            return _with(world, i, replace(process, evicted=True))
+        case _:
+            raise InvariantBroken(f"unexpected here: {effect}")
+
+
+# Invariants ---------------------------------------------------------------------------------------------------
+
+
+def check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InvariantBroken(otherwise)
+
+
+def _check_install(world: World, i: int, view: View) -> None:
+    process = world.processes[i]
+    me = process.core.me.id
+    check(not process.evicted, f"{me} was evicted and installs epoch {view.epoch}")
+    check(view == world.history[view.epoch - 1], f"two memberships of epoch {view.epoch}")
+    check(view.phase != "forming", "a job that is being formed was installed")
+    if view.phase == "running":
+        check(view.rank_of(me) is not None, f"{me} installs a view that it is not in")
+    if process.installed:
+        last = process.installed[-1]
+        check(last < view.epoch, f"{me} goes back from epoch {last} to {view.epoch}")
+        check(last in process.revoked, f"{me} installs epoch {view.epoch} while {last} is still in use")
+
+
+def _check_succession(world: World, view: View) -> None:
+    """The register takes `view`: it must be a lawful successor of the one before."""
+    old = world.register
+    check(view.epoch == (old.epoch if old else 0) + 1, "an epoch was left out")
+    if old is None:
+        return
+    check(old.phase in ("forming", "running"), f"a {old.phase} job was changed")
+    check(len(view.members) <= view.job.size, "more members than the job wants")
+    if old.phase == "running":
+        check(view.phase != "forming", "a running job is being formed again")
+        kept = [m.id for m in old.members if m in view.members]
+        check(kept == [m.id for m in view.members if m in old.members], "survivors changed their order")
+        for rank, m in enumerate(old.members):
+            alive = world.processes[int(m.id[1:])].alive
+            check(not alive or m in view.members, f"rank {rank} lives and was evicted")
+        if len(view.members) == len(old.members):
+            moved = [m.id for rank, m in enumerate(old.members) if m in view.members and view.members[rank] != m]
+            check(not moved, f"{moved} have other ranks though every dead rank was replaced")
+    if view.phase == "running":
+        check(len(view.members) >= view.job.min_size, "fewer members than the job can run with")
+        check(view.job.backend == "shm", "no backend was chosen")
+
+
+def check_settled(world: World) -> None:
+    """Nothing is left to happen: all that live agree, and the job goes on if it can."""
+    living = world.running()
+    view = world.register
+    for i in living:
+        core = world.processes[i].core
+        if core.wake_at is not None and not core.ended:
+            return  # somebody still waits for its turn: only time is missing
+    for i in living:
+        check(world.processes[i].core.view == view, f"p{i} does not know the newest view")
+    if view is None or view.phase != "running" or not living:
+        return
+    for m in view.members:
+        check(world.processes[int(m.id[1:])].alive, f"{m.id} is dead and still a member")
+    for i in living:
+        installed = world.processes[i].installed
+        if view.rank_of(f"p{i}") is not None:
+            check(bool(installed) and installed[-1] == view.epoch, f"p{i} has not installed epoch {view.epoch}")
+    wanted = min(view.job.size, len(living))
+    check(len(view.members) == wanted, f"{len(view.members)} members though {wanted} could be")

@@ -1,0 +1,380 @@
+"""The membership core: its rules one by one, every interleaving of a small world, random ones of larger worlds."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from membership_world import (
+    Action,
+    InvariantBroken,
+    World,
+    actions,
+    apply,
+    check_settled,
+    member,
+    new_world,
+    started,
+)
+from msgspec import structs
+
+from holdfast.ft import membership
+from holdfast.ft import vocabulary as v
+from holdfast.ft.composition import runnable, successors
+from holdfast.ft.membership import Membership
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.view import Job, Member, View
+
+CHANCE = frozenset({"kill", "tick", "finish", "away"})
+
+
+def explore(world: World) -> int:
+    """Take every order of everything that can happen from `world` on; the number of different worlds seen."""
+    seen, todo = {world}, [world]
+    while todo:
+        here = todo.pop()
+        settled = True
+        for action in actions(here):
+            settled = settled and action.kind in CHANCE
+            there = apply(here, action)
+            if there not in seen:
+                seen.add(there)
+                todo.append(there)
+        if settled:
+            check_settled(here)
+    return len(seen)
+
+
+# One rule a test ----------------------------------------------------------------------------------------------
+
+JOB = Job("job", 3, 1, 6, ("shm", "gloo"), "shm")
+RUNNING = View(3, "running", (member(0), member(1), member(2)), JOB, "all 3 members are here")
+
+
+def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = ()) -> Membership:
+    """The core of process `index`, started, with `view` known and installed."""
+    fresh = Membership(member(index), JOB, Timeouts(), frozenset({"shm"}), spares=spares)
+    state, _ = fresh.on(v.ViewRead(view), 0.0)
+    return state.on(v.Started(), 0.0)[0]
+
+
+def dead(*indices: int) -> v.Proof:
+    return v.Proof(tuple(v.Death(f"p{i}", "its process ended") for i in indices))
+
+
+def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
+    state, effects = core(1).on(dead(0), 10.0)
+    assert effects[0] == v.Revoke(3, (v.Death("p0", "its process ended"),), "rank 0: its process ended")
+    assert isinstance(effects[1], v.Propose)
+    assert effects[1].expected == 3
+    assert effects[1].view.members == (member(1), member(2))
+    assert effects[1].view.reason == "rank 0 (p0) is gone: its process ended; no spare"
+    assert state.in_flight == effects[1].view
+
+
+def test_the_others_take_over_in_rank_order_if_nothing_comes_of_it() -> None:
+    state, effects = core(2).on(dead(0), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert state.wake_at == pytest.approx(10.1)
+    assert state.on(v.Tick(), 10.05)[1] == ()
+    assert isinstance(state.on(v.Tick(), 10.1)[1][0], v.Propose)
+
+
+def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
+    state, _ = core(2).on(dead(0), 10.0)
+    _, effects = state.on(dead(1), 10.001)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(2),)
+
+
+def test_deaths_seen_together_are_one_epoch() -> None:
+    _, effects = core(0).on(dead(1, 2), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(0),)
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
+    small = structs.replace(RUNNING, members=(member(0), member(1)))
+    state, effects = core(1, small).on(v.SpareAnnounced(member(7)), 10.0)
+    assert effects == () and state.wake_at == pytest.approx(10.2)  # its turn is after rank 0's, growing can wait
+    _, effects = state.on(dead(0), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(7), member(1))
+    both = successors(small, {"p0": "gone"}, (member(7), member(8), member(9)))
+    assert both.members == (member(7), member(1), member(8))
+    assert both.reason == "rank 0 (p0) is gone: gone; spare p7 takes its place; p8 joins as rank 2"
+
+
+def test_a_dead_spare_is_not_promoted() -> None:
+    state = core(1, spares=(member(7), member(8)))
+    state, effects = state.on(v.SpareGone("p7", "its process ended"), 1.0)
+    assert effects == ()
+    _, effects = state.on(dead(0), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(8), member(1), member(2))
+
+
+def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
+    state, effects = core(0).on(dead(1), 10.0)
+    proposal = effects[-1]
+    assert isinstance(proposal, v.Propose)
+    state, effects = state.on(dead(2), 10.001)
+    assert [type(effect) for effect in effects] == [v.Revoke]  # one proposal at a time
+    state, effects = state.on(v.CasWon(proposal.view), 10.002)
+    assert [type(effect) for effect in effects] == [v.Revoke, v.Install, v.Announce, v.Revoke, v.Propose]
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.epoch == 5 and effects[-1].view.members == (member(0),)
+
+
+def test_below_min_size_it_waits_for_joiners_and_then_ends_clearly() -> None:
+    needy = structs.replace(RUNNING, job=structs.replace(JOB, min_size=3))
+    state, effects = core(0, needy).on(dead(1), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert state.wake_at == pytest.approx(70.0)
+    _, effects = state.on(v.SpareAnnounced(member(7)), 20.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(0), member(7), member(2))
+    _, effects = state.on(v.Tick(), 70.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.phase == "failed"
+    assert "2 are left of the 3 needed, and nobody came within 60 s" in effects[-1].view.reason
+
+
+def test_who_is_not_in_the_newest_view_is_evicted_and_does_nothing_more() -> None:
+    later = View(5, "running", (member(1), member(2)), JOB, "p0 was fenced")
+    state, effects = core(0).on(v.ViewRead(later), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke, v.Evicted]
+    assert state.on(dead(1, 2), 11.0) == (state, ())
+    assert state.wake_at is None
+
+
+def test_an_older_view_changes_nothing() -> None:
+    state = core(0)
+    assert state.on(v.ViewRead(View(2, "running", (member(0),), JOB, "old")), 1.0)[1] == ()
+
+
+def test_the_register_being_away_delays_and_breaks_nothing() -> None:
+    state, effects = core(0).on(dead(1), 10.0)
+    state, effects = state.on(v.CasFailed("disk is gone"), 10.0)
+    assert effects == () and state.wake_at == pytest.approx(10.1)
+    _, effects = state.on(v.Tick(), 10.1)
+    assert isinstance(effects[0], v.Propose)
+
+
+def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
+    state, effects = core(7).on(dead(0, 1), 10.0)
+    assert effects == ()
+    _, effects = state.on(dead(2), 11.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.phase == "failed"
+    assert effects[-1].view.reason == "every member died, and the state of the job with them"
+
+
+def test_a_finished_job_releases_its_spares() -> None:
+    _, effects = core(0).on(v.LocalFinished(), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    done = effects[-1].view
+    assert done.phase == "finished"
+    state, effects = core(7).on(v.ViewRead(done), 10.1)
+    assert effects == (v.Install(done),) and state.ended == "finished"
+
+
+def test_a_stalled_process_is_fenced_once_by_those_who_share_its_host() -> None:
+    state, effects = core(0).on(v.Stalled("p1", "stopped for 0.5 s"), 10.0)
+    assert effects == (v.Fence(member(1), "stopped for 0.5 s"),)
+    assert state.on(v.Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
+
+
+def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
+    away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
+    view = structs.replace(RUNNING, members=(member(0), member(1), away))
+    state, effects = core(0, view).on(v.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    assert effects == ()  # one of two is not most
+    cleared, _ = state.on(v.Cleared("p2", "p0"), 10.1)
+    assert cleared.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
+    _, effects = state.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
+    assert isinstance(effects[0], v.Revoke)
+    assert effects[0].dead == (v.Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
+    assert isinstance(effects[1], v.Propose)
+
+
+def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
+    away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
+    view = structs.replace(RUNNING, members=(member(0), member(1), away))
+    _, effects = core(0, view).on(dead(1), 10.0)
+    assert effects[0] == v.Report((v.Death("p1", "its process ended"),), (away,))
+
+
+def test_the_backend_is_the_first_that_everybody_can_run_where_they_are() -> None:
+    here, there = (member(0), member(1)), (member(0), member(1, "other"))
+    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
+    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), there) == ("gloo",)
+
+
+def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_nothing() -> None:
+    forming = View(1, "forming", (member(0),), structs.replace(JOB, backends=("shm",)), "p0 founds the job")
+    stranger = Membership(member(1), structs.replace(JOB, backends=("gloo",)), Timeouts())
+    state, _ = stranger.on(v.ViewRead(forming), 0.0)
+    state, effects = state.on(v.Started(), 0.0)
+    assert effects == (v.Refused("no backend suits all: the members so far can run shm, this process gloo"),)
+    assert state.ended == "refused"
+
+
+def test_too_few_candidates_end_the_formation_clearly() -> None:
+    forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
+    state = core(0, forming)
+    assert state.wake_at == pytest.approx(60.0)
+    _, effects = state.on(v.Tick(), 60.0)
+    assert isinstance(effects[0], v.Propose)
+    assert effects[0].view.phase == "failed"
+    assert effects[0].view.reason == "1 of 3 members came within 60 s, 2 are needed"
+
+
+def test_the_core_imports_nothing_that_does_io() -> None:
+    forbidden = {"socket", "threading", "asyncio", "time", "random", "os", "torch", "subprocess", "sqlite3"}
+    package = Path(membership.__file__).parent
+    todo, seen = ["membership"], set[str]()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        tree = ast.parse((package / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                modules = [node.module]
+            else:
+                continue
+            for module in modules:
+                assert module.split(".")[0] not in forbidden, f"{name}.py imports {module}"
+                if module.startswith("holdfast.ft."):
+                    todo.append(module.removeprefix("holdfast.ft."))
+    assert {"membership", "composition", "vocabulary", "view", "timeouts"} <= seen
+
+
+# Every interleaving ---------------------------------------------------------------------------------------------
+
+
+def test_every_order_of_forming_a_job_of_three_with_a_death() -> None:
+    assert explore(new_world(3, size=3, kills=1)) > 10_000
+
+
+def test_every_order_of_forming_a_job_while_the_register_fails_once() -> None:
+    assert explore(new_world(3, size=3, outages=1)) > 500
+
+
+def test_every_order_of_forming_a_job_with_a_spare_and_a_death() -> None:
+    assert explore(new_world(3, size=2, kills=1)) > 5_000
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "min_size", "kills", "ticks", "outages", "finishing"),
+    [
+        pytest.param(3, 3, 1, 2, 3, 1, False, id="shrink"),
+        pytest.param(3, 2, 1, 2, 3, 1, False, id="spare"),
+        pytest.param(4, 3, 1, 2, 1, 0, False, id="two deaths, one spare"),
+        pytest.param(4, 3, 3, 2, 2, 0, False, id="below min_size"),
+        pytest.param(4, 2, 1, 3, 1, 0, False, id="two spares"),
+        pytest.param(3, 3, 1, 1, 1, 0, True, id="finishing"),
+        pytest.param(3, 2, 1, 2, 1, 0, True, id="finishing with a spare"),
+    ],
+)
+def test_every_order_of_deaths_in_a_running_job(
+    count: int, size: int, min_size: int, kills: int, ticks: int, outages: int, finishing: bool
+) -> None:
+    world = started(
+        new_world(count, size=size, min_size=min_size, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+    )
+    assert world.register is not None and world.register.phase == "running"
+    assert explore(world) > 500
+
+
+# Are the checks worth anything? A core with a known bug must be caught -----------------------------------------
+
+
+class GoesBack(Membership):
+    """Takes over any view, older ones too."""
+
+    __slots__ = ()
+
+    def _adopt(self, view: View | None) -> membership.Step:
+        if self.view is not None and view is not None and view.epoch < self.view.epoch:
+            return Membership._adopt(replace(self, view=None), view)
+        return Membership._adopt(self, view)
+
+
+class NeverMissed(Membership):
+    """Proposes views with the dead still in them."""
+
+    __slots__ = ()
+
+    def lost(self) -> dict[str, str]:
+        return {}
+
+
+class Impatient(Membership):
+    """Takes a member that is late for a dead one."""
+
+    __slots__ = ()
+
+    def on(self, event: v.Event, now: float) -> membership.Step:
+        if isinstance(event, v.Tick) and self.view is not None:
+            event = v.Proof(tuple(v.Death(m.id, "late") for m in self.view.members[:1]))
+        return Membership.on(self, event, now)
+
+
+@pytest.mark.parametrize("broken", [GoesBack, NeverMissed, Impatient])
+def test_the_explorer_catches_a_broken_core(broken: type[Membership]) -> None:
+    world = new_world(3, size=3, kills=1, ticks=1)
+    cores = tuple(
+        replace(p, core=broken(p.core.me, p.core.job, p.core.timeouts, p.core.one_host)) for p in world.processes
+    )
+    with pytest.raises(InvariantBroken):
+        explore(started(replace(world, processes=cores)))
+        explore(replace(world, processes=cores))
+
+
+# Random orders of larger worlds ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    size=st.integers(1, 5),
+    spares=st.integers(0, 3),
+    faults=st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 2), st.booleans()),
+    choices=st.lists(st.integers(0, 1_000_000), min_size=20, max_size=150),
+)
+def test_random_orders_break_nothing_and_settle(
+    size: int, spares: int, faults: tuple[int, int, int, bool], choices: list[int]
+) -> None:
+    kills, ticks, outages, finishing = faults
+    world = new_world(size + spares, size=size, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+    for choice in choices:
+        possible = sorted(actions(world), key=str)
+        if not possible:
+            break
+        world = apply(world, possible[choice % len(possible)])
+    world = replace(world, kills=0, outages=0, ticks=0, finishing=False)
+    for _ in range(2_000):
+        action = next(actions(world), None) or _waiting(world)
+        if action is None:
+            break
+        world = apply(replace(world, ticks=1), action)
+        world = replace(world, ticks=0)
+    check_settled(world)
+
+
+def _waiting(world: World) -> Action | None:
+    """The tick that is due first, if anybody waits for one."""
+    waits = [
+        (process.core.wake_at, i)
+        for i, process in enumerate(world.processes)
+        if process.alive and not process.evicted and process.core.wake_at is not None
+    ]
+    return Action("tick", min(waits)[1]) if waits else None
