@@ -208,9 +208,9 @@ class Membership:
         ids = {death.id for death in new}
         hosts = {m.peer.host for m in self.watched() if m.id in ids}
         blind = tuple(m for m in self.watched() if m.id not in ids | known and m.peer.host not in hosts)
-        state = replace(self, gone=self.gone + new, spares=tuple(spare for spare in self.spares if spare.id not in
-        ids)) seen_here = self.me.peer.host in hosts return state, (Report(new, blind),) if blind and seen_here else
-        ()
+        state = replace(self, gone=self.gone + new, spares=tuple(spare for spare in self.spares if spare.id not in ids))
+        seen_here = self.me.peer.host in hosts
+        return state, (Report(new, blind),) if blind and seen_here else ()
 
     def _fence(self, member_id: str, evidence: str) -> Step:
         target = next((m for m in self.watched() if m.id == member_id), None)

@@ -46,5 +46,4 @@ class Timeouts:
                 "operations would time out before a stopped peer is found"
             )
         if self.join <= self.heartbeat:
-            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in
-            time")
+            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in time")
