@@ -1,0 +1,150 @@
+"""The data of a finished demo run: frozen, serialisable, all that a report needs.
+
+All times are seconds since the run began (when the first process was started); durations are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.harness.invariants import Finding
+from holdfast.rl.crew import Crew
+from holdfast.rl.recipe import Recipe
+
+Victim = Literal["trainer", "generator", "holder"]
+Activity = Literal["generate", "evaluate", "fetch", "train", "reduce", "update", "publish", "rebuild"]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A committed step: when that was known, the mean reward of its samples, and the trainers' view at that time.
+
+    `tokens` were generated for it; `ranks` trained on it.
+    """
+
+    step: int
+    time: float
+    reward: float
+    tokens: int
+    epoch: int
+    ranks: int
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The held-out exact match of the weights after `version` steps."""
+
+    version: int
+    time: float
+    exact_match: float
+
+
+class Life(msgspec.Struct, frozen=True):
+    """A process, from its start to its end. `ended` is None if it lived to the end of the run; `how` says how it ended
+    if it was lost. `replaces` names the dead process in whose place it was started.
+    """
+
+    name: str
+    role: str
+    pid: int
+    started: float
+    ended: float | None = None
+    how: str = ""
+    replaces: str = ""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What a process did from `start` to `end`, for which step (or, for weights, which version)."""
+
+    process: str
+    activity: Activity
+    start: float
+    end: float
+    step: int
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A stage of a recovery, and how many seconds after the blow it was reached."""
+
+    name: str
+    seconds: float
+
+
+class Blow(msgspec.Struct, frozen=True):
+    """A fault that was struck: which process, where it was, at which step, and when. `stages` in order of time: for a
+    trainer detected, rebuilt, next step committed; for the others detected, replaced, and then what was lost made good.
+    """
+
+    victim: Victim
+    process: str
+    pid: int
+    where: str
+    step: int
+    time: float
+    stages: tuple[Stage, ...]
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A line of the run's log, as it was shown."""
+
+    time: float
+    process: str
+    text: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The verdict. Rates are held-out exact match: of random weights, after the warm-up, and at the end (the mean of
+    the last evaluations). `digest` is that of the final weights, `verified` that of a run without faults, if there was
+    one. `too_short` runs are not asked to have learned. `failures` says why the run did not pass.
+    """
+
+    untrained: float
+    before: float
+    after: float
+    digest: str
+    verified: str | None
+    steps_lost: int
+    versions_lost: int
+    too_short: bool
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is as it should be."""
+        return not self.failures
+
+
+class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run."""
+
+    backend: str
+    began: str
+    """Date and time of the start, ISO 8601."""
+    seconds: float
+    setup_seconds: float
+    """From the command's start to the run's, mostly imports."""
+    recipe: Recipe
+    crew: Crew
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluation, ...]
+    lives: tuple[Life, ...]
+    spans: tuple[Span, ...]
+    blows: tuple[Blow, ...]
+    notes: tuple[Note, ...]
+    findings: tuple[Finding, ...]
+    """What each invariant's checker found in the event logs."""
+    outcome: Outcome
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens that were trained on, by the time from the first step's end to the last's."""
+        if len(self.steps) < 2:
+            return 0.0
+        first, last = self.steps[0], self.steps[-1]
+        return sum(step.tokens for step in self.steps[1:]) / max(last.time - first.time, 1e-9)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time from a step's commit to the next."""
+        gaps = sorted(b.time - a.time for a, b in zip(self.steps, self.steps[1:], strict=False))
+        return gaps[len(gaps) // 2] if gaps else 0.0

@@ -1,0 +1,45 @@
+"""Who takes part in a run, and what a worker is told when it is started."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["trainer", "generator", "holder"]
+Fault = tuple[str, int]
+"""A point of the program, and the step in which a fault is planned there."""
+
+INSIDE_REDUCTION = "inside the reduction"
+"""A trainer has entered the reduction of the gradients."""
+
+INSIDE_GENERATION = "inside a generation"
+"""A generator has drawn the first token of each sample of a unit."""
+
+
+class Crew(msgspec.Struct, frozen=True, kw_only=True):
+    """How many processes of each role. `spares` are trainers that wait for another to die."""
+
+    trainers: int = 2
+    spares: int = 1
+    generators: int = 2
+    holders: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("trainers", 1), ("spares", 0), ("generators", 1), ("holders", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run takes place: the driver's control address, the job's name and key, and its register's URL.
+
+    `replicas` holders keep a copy of each version; `faults` may break workers.
+    """
+
+    address: str
+    job: str
+    key: bytes
+    register: str
+    replicas: int
+    faults: tuple[Fault, ...] = ()

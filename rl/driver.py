@@ -1,0 +1,183 @@
+"""The driver: starts the workers of a run, replaces those that die, and says when the run is done.
+
+It does no arithmetic and holds no weights. Trainers recover by themselves (`ft`), so all it does for them is to start
+another spare; what a dead generator had in hand goes back to the queue, and a new generator or holder takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.control.rpc import AsyncRpcServer
+from holdfast.rl import wire
+from holdfast.rl.crew import Crew, Role, Site
+from holdfast.rl.engine import Engine, Worker
+from holdfast.rl.generator import generate_units
+from holdfast.rl.happenings import WorkerLost, WorkerStarted
+from holdfast.rl.holder import hold_weights
+from holdfast.rl.recipe import Recipe
+from holdfast.rl.service import Audience, Service
+from holdfast.rl.trainer import train
+
+LEASE_SECONDS = 30.0
+"""A generator that has had a unit for so long is taken for stuck, and ended."""
+
+_STOP_SECONDS = 10.0
+_RESTARTS = 10
+"""More workers lost than this are not bad luck: the run fails, and says how the last one ended."""
+
+
+class RunFailed(HoldfastError):
+    """The run cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker and its role."""
+
+    worker: Worker
+    role: Role
+
+
+class Driver:
+    """One run of `recipe` by `crew`. `site` says where; its `address` is filled in.
+
+    `audience` hears of everything that happens; `pause` may hold up or break workers at points where faults are
+    planned (see `Service`).
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        crew: Crew,
+        site: Site,
+        engine: Engine,
+        audience: Audience,
+        pause: Callable[[str, wire.Reached], Awaitable[None]] | None = None,
+    ) -> None:
+        self.recipe, self.crew, self.site = recipe, crew, site
+        self._engine, self._audience = engine, audience
+        self.service = Service(recipe, audience, pause) if pause else Service(recipe, audience)
+        self._places: dict[str, Place] = {}
+        self._numbers: dict[Role, itertools.count[int]] = {
+            "trainer": itertools.count(),
+            "generator": itertools.count(),
+            "holder": itertools.count(),
+        }
+        self._lost = 0
+        self._ending = False
+        self._left = asyncio.Event()
+
+    def worker(self, name: str) -> Worker | None:
+        """The living worker of this name."""
+        place = self._places.get(name)
+        return place.worker if place else None
+
+    def named(self, pid: int) -> str | None:
+        """The name of the living worker with this pid."""
+        return next((name for name, place in self._places.items() if place.worker.pid == pid), None)
+
+    def alive(self, role: Role) -> tuple[str, ...]:
+        """The names of the living workers of a role."""
+        return tuple(name for name, place in self._places.items() if place.role == role)
+
+    async def run(self, timeout: float, before_end: Callable[[], None] = lambda: None) -> str:
+        """Do the whole run; the digest of the final weights. `before_end` is called while all workers still live.
+
+        Raises `RunFailed`, also after `timeout` seconds, and whatever the service met. No worker is left behind.
+        """
+        server = AsyncRpcServer(key=self.site.key, job=self.site.job, identity="driver", handlers=self.service.handlers)
+        watch = None
+        try:
+            await server.start()
+            self.site = msgspec.structs.replace(self.site, address=server.address)
+            self._start_all()
+            watch = asyncio.create_task(self._watch())
+            try:
+                async with asyncio.timeout(timeout):
+                    await self.service.until_done()
+            except TimeoutError:
+                raise RunFailed(
+                    f"{self.service.buffer.committed} of {self.recipe.steps} steps are committed after {timeout:.0f} s"
+                ) from None
+            before_end()
+            await self._stop()
+            return next(iter(self.service.digests.values()))
+        finally:
+            self._ending = True
+            if watch is not None:
+                watch.cancel()
+            await server.close()
+            for place in tuple(self._places.values()):
+                place.worker.close()
+
+    def _start_all(self) -> None:
+        for _ in range(self.crew.holders):
+            self._start("holder")
+        for _ in range(self.crew.trainers + self.crew.spares):
+            self._start("trainer")
+        for _ in range(self.crew.generators):
+            self._start("generator")
+
+    def _start(self, role: Role, replaces: str = "") -> None:
+        name = f"{role}-{next(self._numbers[role])}"
+        bodies = {"trainer": train, "generator": generate_units, "holder": hold_weights}
+        arguments: list[object] = [self.site, name]
+        if role != "holder":
+            arguments.append(self.recipe)
+        if role == "trainer":
+            arguments.append(not replaces)
+        worker = self._engine.start(name, bodies[role], *arguments, on_exit=lambda how: self._exited(name, how))
+        self._places[name] = Place(worker, role)
+        self._audience(WorkerStarted(time=time.monotonic(), name=name, role=role, pid=worker.pid, replaces=replaces))
+
+    def _exited(self, name: str, how: str) -> None:
+        now = time.monotonic()
+        place = self._places.pop(name)
+        place.worker.close()
+        self._left.set()
+        if self._ending or (place.role == "trainer" and not how and self.service.digests):
+            return
+        requeued = self.service.lose(name)
+        self._audience(
+            WorkerLost(
+                time=now,
+                name=name,
+                role=place.role,
+                pid=place.worker.pid,
+                how=how or "returned before the run was over",
+                requeued=requeued,
+            )
+        )
+        self._lost += 1
+        if self._lost > _RESTARTS:
+            self.service.fail(RunFailed(f"{self._lost} workers were lost, the last of them {name}, which {how}"))
+        else:
+            self._start(place.role, replaces=name)
+
+    async def _watch(self) -> None:
+        """End generators that are stuck."""
+        while True:
+            await asyncio.sleep(1.0)
+            for lease in self.service.ledger.overdue(time.monotonic() - LEASE_SECONDS):
+                if worker := self.worker(lease.worker):
+                    worker.kill()
+
+    async def _stop(self) -> None:
+        """Let all workers return by themselves."""
+        self._ending = True
+        self.service.end()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                while self._places:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            raise RunFailed(f"{', '.join(self._places)} did not return after the end of the run") from None
