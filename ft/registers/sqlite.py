@@ -16,6 +16,7 @@ import sqlite3
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -41,7 +42,7 @@ _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _opening = threading.Lock()
-_checked: set[tuple[int, int]] = set()  # (device, inode) of files whose header this process has looked at
+_open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by device and inode
 
 
 def path_of(url: str) -> Path:
@@ -92,9 +93,7 @@ def _create(path: Path) -> None:
 
 
 def _check_file(path: Path, url: str) -> tuple[int, int]:
-    """Refuse a file that is not an owner-only register of ours, without opening it as a database (which may
-    write).
-    """
+    """Refuse what is not an owner-only register, without opening it as a database, which may write. Its identity."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CorruptData(f"register {url} is not a regular file; name another path")
@@ -104,7 +103,7 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
             f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}: it must be yours alone (0600)",
         )
     identity = (found.st_dev, found.st_ino)
-    if identity not in _checked:
+    if not _open_files[identity]:  # to open and close it again would undo the locks of a handle that is open
         with path.open("rb") as file:
             header = file.read(100)
         if not header.startswith(b"SQLite format 3\0") or len(header) < 100:
@@ -114,17 +113,26 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
             raise CorruptData(f"{url} is an sqlite file but not a register; name another path, it was left as it is")
         if schema != SCHEMA:
             raise CorruptData(f"register {url} has schema {schema}, this version of holdfast knows {SCHEMA}")
-        _checked.add(identity)
     return identity
+
+
+def _begin_child() -> None:
+    """A forked child has no handle of its own yet, and no thread that could release the lock."""
+    global _opening
+    _opening = threading.Lock()
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class SqliteCell(Cell):
     """One cell of the register file. Costs one connection (3 file descriptors); not for use across fork.
 
     `wait` sleeps in the kernel until somebody writes to the WAL, and so learns of a change in well under a
-    millisecond. It looks every 50 ms all the same, at some 0.5% of a core, and notices within that time that the
-    file is gone or the cell closed. A second thread that waits on the same cell, or any where the kernel has
-    no watch left to give, looks every 2 ms instead, at some 3% of a core.
+    millisecond. It looks every 50 ms all the same, at some 0.5% of a core, and notices within that time that
+    the file is gone or the cell closed. A second thread that waits on the same cell, or any where the kernel
+    has no watch left to give, looks every 2 ms instead, at some 3% of a core.
     """
 
     def __init__(self, url: str, name: str) -> None:
@@ -140,6 +148,7 @@ class SqliteCell(Cell):
                     _create(self._path)
                 self._file = _check_file(self._path, url)
                 self._db = self._connect()
+                _open_files[self._file] += 1
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
 
@@ -260,9 +269,10 @@ class SqliteCell(Cell):
                 watch.close()
 
     def close(self) -> None:
-        with self._lock:
+        with _opening, self._lock:
             if not self._closed:
                 self._closed = True
                 if os.getpid() == self._pid:
                     self._db.close()
+                    _open_files[self._file] -= 1
         self._close_watch()

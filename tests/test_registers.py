@@ -1,0 +1,572 @@
+"""Registers: one suite for all of them, then what only a file can suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import children
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.plugins import hookimpl
+from holdfast.comms.registry import register, unregister
+from holdfast.comms.transport import Peer
+from holdfast.ft.register import Register
+from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes
+from holdfast.ft.registers import sqlite as sqlite_register
+from holdfast.ft.view import Job, Member, View
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return register_url(request.param, tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "job.sqlite"
+
+
+def register_url(scheme: str, folder: Path) -> str:
+    return f"memory://{folder.name}" if scheme == "memory" else f"sqlite://{folder}/job.sqlite"
+
+
+@contextlib.contextmanager
+def cells(url: str, *names: str) -> Iterator[list[Cell]]:
+    """Open cells, all closed on leaving."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(open_cell(url, name))) for name in names]
+
+
+# What every register does.
+
+
+def test_a_cell_starts_empty_and_is_replaced_version_by_version(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        assert cell.read() == (0, b"")
+        assert cell.compare_and_set(0, b"first")
+        assert cell.compare_and_set(1, b"second")
+        assert cell.read() == (2, b"second")
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3, 10**6])
+def test_a_write_that_expects_another_version_changes_nothing(url: str, expected: int) -> None:
+    with cells(url, "view") as [cell]:
+        cell.compare_and_set(0, b"first")
+        cell.compare_and_set(1, b"second")
+        assert not cell.compare_and_set(expected, b"late")
+        assert cell.read() == (2, b"second")
+
+
+def test_a_cell_that_was_never_written_has_only_version_0_to_expect(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        assert not cell.compare_and_set(1, b"early")
+        assert cell.read() == (0, b"")
+
+
+def test_handles_of_one_cell_share_it_and_other_cells_are_apart(url: str) -> None:
+    with cells(url, "view", "view", "store") as [mine, yours, other]:
+        mine.compare_and_set(0, b"hello")
+        assert yours.read() == (1, b"hello")
+        assert other.read() == (0, b"")
+
+
+@pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256)), bytes(3 << 20)], ids=["none", "nul", "all", "3MiB"])
+def test_any_bytes_can_be_a_value(url: str, value: bytes) -> None:
+    with cells(url, "view", "view") as [mine, yours]:
+        assert mine.compare_and_set(0, value)
+        assert yours.read() == (1, value)
+
+
+def test_a_value_outlives_the_handle_that_wrote_it(url: str) -> None:
+    with cells(url, "view") as [keeps_it_alive]:
+        with cells(url, "view") as [cell]:
+            cell.compare_and_set(0, b"kept")
+        assert keeps_it_alive.read() == (1, b"kept")
+
+
+def test_wait_returns_at_once_what_is_already_newer(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        cell.compare_and_set(0, b"here")
+        assert cell.wait(0, timeout=5.0) == (1, b"here")
+
+
+def test_wait_gives_up_after_its_timeout(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        started = time.monotonic()
+        assert cell.wait(0, timeout=0.2) is None
+        assert 0.2 <= time.monotonic() - started < 2.0
+        assert cell.wait(0, timeout=0.0) is None
+
+
+def test_wait_is_woken_by_a_write_through_another_handle(url: str) -> None:
+    delays = []
+    with cells(url, "view", "view") as [mine, yours]:
+        for version in range(20):
+            writer = threading.Timer(0.005, mine.compare_and_set, (version, b"%d" % version))
+            writer.start()
+            assert yours.wait(version, timeout=5.0) == (version + 1, b"%d" % version)
+            delays.append(time.monotonic())
+            writer.join()
+    assert len(delays) == 20
+
+
+def test_several_threads_may_wait_on_one_handle(url: str) -> None:
+    found: list[tuple[int, bytes] | None] = []
+    with cells(url, "view", "view") as [mine, yours]:
+        waiters = [threading.Thread(target=lambda: found.append(yours.wait(0, 5.0))) for _ in range(4)]
+        for waiter in waiters:
+            waiter.start()
+        time.sleep(0.05)
+        mine.compare_and_set(0, b"all")
+        for waiter in waiters:
+            waiter.join()
+    assert found == [(1, b"all")] * 4
+
+
+def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
+    cell = open_cell(url, "view")
+    errors: list[RegisterAway] = []
+
+    def wait() -> None:
+        try:
+            cell.wait(0, timeout=30.0)
+        except RegisterAway as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    cell.close()
+    cell.close()
+    waiter.join(5.0)
+    assert len(errors) == 1
+    for use in (cell.read, lambda: cell.compare_and_set(0, b""), lambda: cell.wait(0, 1.0)):
+        with pytest.raises(RegisterAway, match="closed"):
+            use()
+
+
+def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
+    def body(pipe: Connection, cell: Cell) -> None:
+        try:
+            cell.read()
+        except RegisterAway as error:
+            pipe.send(str(error))
+
+    with cells(url, "view") as [cell], children() as start:
+        child = start(body, cell)
+        assert "fork" in child.hear()
+        child.end()
+
+
+# Linearizability: what each operation saw, with the times between which it happened.
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One operation: a read that found `version`, or a write of `version` that succeeded or was refused."""
+
+    kind: str
+    version: int
+    value: bytes
+    began: float
+    ended: float
+
+
+def work(cell: Cell, name: str, writes: int) -> list[Seen]:
+    """Read and try to write the next version, until `writes` tries have been made."""
+    seen = []
+    for attempt in range(writes):
+        began = time.monotonic()
+        version, value = cell.read()
+        seen.append(Seen("read", version, value, began, time.monotonic()))
+        value, began = f"{name}.{attempt}".encode(), time.monotonic()
+        kind = "write" if cell.compare_and_set(version, value) else "refused"
+        seen.append(Seen(kind, version + 1, value, began, time.monotonic()))
+    return seen
+
+
+def check_linearizable(histories: list[list[Seen]], last: int) -> None:
+    """The cell only moves from each version to the next, so a history is linearizable exactly if this holds."""
+    seen = [each for history in histories for each in history]
+    written = {each.version: each for each in seen if each.kind == "write"}
+    assert len(written) == sum(each.kind == "write" for each in seen), "a version was written twice"
+    assert sorted(written) == list(range(1, last + 1)), "a version is missing"
+    for version, write in written.items():
+        if version > 1:
+            assert written[version - 1].began <= write.ended, "a version was written before the one it follows"
+    for each in seen:
+        if each.kind == "read" and each.version:
+            assert each.value == written[each.version].value, "a read saw what was never written"
+            assert written[each.version].began <= each.ended, "a read saw the future"
+        if each.kind == "read" and each.version < last:
+            assert each.began <= written[each.version + 1].ended, "a read saw what had been replaced"
+        if each.kind == "refused":
+            assert written[each.version].began <= each.ended, "a write was refused without a reason"
+
+
+@pytest.mark.parametrize("own_handles", [True, False], ids=["own handles", "one handle"])
+def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> None:
+    histories: list[list[Seen]] = []
+
+    with cells(url, *["view"] * 4) as handles:
+
+        def body(number: int) -> None:
+            histories.append(work(handles[number if own_handles else 0], f"thread{number}", 150))
+
+        threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(histories) == 4
+        check_linearizable(histories, handles[0].read()[0])
+
+
+def test_writers_in_processes_are_linearizable(file: Path) -> None:
+    def body(pipe: Connection, number: int) -> None:
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            pipe.send("ready")
+            pipe.recv()
+            pipe.send(work(cell, f"process{number}", 300))
+
+    with cells(f"sqlite://{file}", "view") as [cell], children() as start:
+        writers = [start(body, number) for number in range(4)]
+        for writer in writers:
+            assert writer.hear() == "ready"
+        for writer in writers:
+            writer.tell("go")
+        histories = [writer.hear() for writer in writers]
+        for writer in writers:
+            writer.end()
+        check_linearizable(histories, cell.read()[0])
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """Handles come and go and do anything in any order; a version and a value say what must be seen."""
+
+    scheme: str
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.url = register_url(self.scheme, Path(self.folder.name))
+        self.handles = [open_cell(self.url, "view")]
+        self.version, self.value = 0, b""
+
+    @rule()
+    def open(self) -> None:
+        self.handles.append(open_cell(self.url, "view"))
+
+    @rule(which=st.integers(0))
+    def close(self, which: int) -> None:
+        if len(self.handles) > 1:
+            self.handles.pop(which % len(self.handles)).close()
+
+    @rule(which=st.integers(0), off=st.sampled_from([-1, 0, 0, 0, 1]), value=st.binary(max_size=5))
+    def write(self, which: int, off: int, value: bytes) -> None:
+        expected = max(0, self.version + off)
+        written = self.handles[which % len(self.handles)].compare_and_set(expected, value)
+        assert written == (expected == self.version)
+        if written:
+            self.version, self.value = self.version + 1, value
+
+    @rule(which=st.integers(0), behind=st.integers(0, 2))
+    def wait(self, which: int, behind: int) -> None:
+        newer_than = max(0, self.version - behind)
+        found = self.handles[which % len(self.handles)].wait(newer_than, timeout=0.0)
+        assert found == ((self.version, self.value) if self.version > newer_than else None)
+
+    @invariant()
+    def all_read_the_same(self) -> None:
+        for handle in getattr(self, "handles", []):
+            assert handle.read() == (self.version, self.value)
+
+    def teardown(self) -> None:
+        for handle in getattr(self, "handles", []):
+            handle.close()
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+class MemoryAgainstModel(AgainstModel):
+    scheme = "memory"
+
+
+class SqliteAgainstModel(AgainstModel):
+    scheme = "sqlite"
+
+
+FEW = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestMemoryAgainstModel = MemoryAgainstModel.TestCase
+TestMemoryAgainstModel.settings = FEW
+TestSqliteAgainstModel = SqliteAgainstModel.TestCase
+TestSqliteAgainstModel.settings = FEW
+
+
+# Which register a URL means.
+
+
+@pytest.mark.parametrize("bad", ["", "job.sqlite", "/tmp/job.sqlite", "nosuch://x", "sqlite:relative"])
+def test_a_url_nobody_knows_is_refused_naming_the_known(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"memory://.*sqlite://"):
+        open_cell(bad, "view")
+
+
+@pytest.mark.parametrize("bad", ["sqlite://host/x", "sqlite://", "sqlite:///", "sqlite:///x/", "sqlite:///x?mode=ro"])
+def test_a_sqlite_url_needs_an_absolute_path(bad: str) -> None:
+    with pytest.raises(ValueError, match="sqlite:///absolute/path"):
+        open_cell(bad, "view")
+
+
+def test_a_cell_needs_a_name(url: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        open_cell(url, "")
+
+
+def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
+    with cells(f"sqlite://{tmp_path}/a%20job%3f%23.sqlite", "view") as [cell]:
+        assert cell.compare_and_set(0, b"x")
+        assert (tmp_path / "a job?#.sqlite").exists()
+
+
+class Postcards:
+    """A register plugin as anybody may write one."""
+
+    @hookimpl
+    def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Cell]]:
+        return {"postcard": lambda url, name: open_cell(url.replace("postcard", "memory"), name)}
+
+
+class Broken:
+    @hookimpl
+    def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Cell]]:
+        raise RuntimeError("no stamps")
+
+
+def test_a_plugin_adds_a_scheme_and_a_broken_one_harms_nobody() -> None:
+    plugins: list[Any] = [Postcards(), Broken()]
+    for plugin in plugins:
+        register(plugin)
+    try:
+        assert {"memory", "sqlite", "postcard"} <= set(schemes())
+        with cells("postcard://home", "view") as [cell]:
+            assert cell.compare_and_set(0, b"wish you were here")
+    finally:
+        for plugin in plugins:
+            unregister(plugin)
+    assert "postcard" not in schemes()
+
+
+# What only a file can suffer.
+
+
+def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None:
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        cell.compare_and_set(0, b"x")
+        assert {path.stat().st_mode & 0o777 for path in file.parent.iterdir()} == {0o600}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
+    def body(pipe: Connection) -> None:
+        pipe.send("ready")
+        pipe.recv()
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            pipe.send(cell.compare_and_set(0, str(os.getpid()).encode()))
+            pipe.recv()
+
+    with children() as start:
+        for _ in range(3):
+            openers = [start(body) for _ in range(8)]
+            for opener in openers:
+                assert opener.hear() == "ready"
+            for opener in openers:
+                opener.tell("go")
+            assert sorted(opener.hear() for opener in openers) == [False] * 7 + [True]
+            for opener in openers:
+                opener.tell("done")
+                opener.end()
+            assert list(file.parent.iterdir()) == [file]
+            file.unlink()
+
+
+def test_what_a_killed_creator_left_is_swept_away(file: Path) -> None:
+    draft = file.with_name(f".{file.name}.12345.67.new")
+    draft.write_bytes(b"half a templ")
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        assert cell.read() == (0, b"")
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_killing_writers_at_any_moment_loses_no_write_and_leaves_a_good_file(file: Path) -> None:
+    def body(pipe: Connection) -> None:
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            while True:
+                version, _ = cell.read()
+                if cell.compare_and_set(version, b"%d" % (version + 1)):
+                    pipe.send(version + 1)
+
+    survived = 0
+    for round_ in range(20):
+        with children() as start:
+            writers = [start(body), start(body)]
+            for writer in writers:
+                writer.hear()
+            time.sleep(0.001 * (round_ % 7))
+            for writer in writers:
+                writer.kill()
+            reported = survived
+            for writer in writers:
+                while writer.pipe.poll():
+                    try:
+                        reported = max(reported, writer.pipe.recv())
+                    except EOFError:
+                        break
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            survived, value = cell.read()
+            assert survived >= reported, "a write that was confirmed is lost"
+            assert value == b"%d" % survived
+            assert cell.compare_and_set(survived, b"%d" % (survived + 1))
+            survived += 1
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def other_database(path: Path, journal: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(f"PRAGMA journal_mode={journal}")
+        database.execute("CREATE TABLE cell(somebody, elses)")
+
+
+def newer_register(path: Path) -> None:
+    open_cell(f"sqlite://{path}", "view").close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version=99")
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "text": (lambda path: path.write_text("steps: 17\n" * 50), CorruptData, "not an sqlite file"),
+    "empty": (lambda path: path.write_bytes(b""), CorruptData, "not an sqlite file"),
+    "other database": (lambda path: other_database(path, "delete"), CorruptData, "not a register"),
+    "other database in WAL mode": (lambda path: other_database(path, "wal"), CorruptData, "not a register"),
+    "newer": (newer_register, CorruptData, "schema 99"),
+    "folder": (Path.mkdir, CorruptData, "regular file"),
+    "shorn": (lambda path: path.write_bytes(sqlite_register._template()[:300]), CorruptData, "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_file_that_is_no_register_is_refused_at_once_and_left_as_it_is(file: Path, kind: str) -> None:
+    make, error, words = BAD_FILES[kind]
+    make(file)
+    if file.is_file():
+        file.chmod(0o600)
+    before = state_of(file.parent)
+    started = time.monotonic()
+    with pytest.raises(error, match=words):
+        open_cell(f"sqlite://{file}", "view")
+    assert time.monotonic() - started < 2.0
+    assert state_of(file.parent) == before
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        path.name: (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns) for path in folder.iterdir()
+    }
+
+
+def test_a_file_that_others_can_open_is_refused(file: Path) -> None:
+    open_cell(f"sqlite://{file}", "view").close()
+    file.chmod(0o644)
+    with pytest.raises(RegisterAway, match="0644"):
+        open_cell(f"sqlite://{file}", "view")
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RegisterAway, match="No such file"):
+        open_cell(f"sqlite://{tmp_path}/none/job.sqlite", "view")
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_file_taken_from_under_a_job_never_makes_two_registers(file: Path, replaced: bool) -> None:
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        cell.compare_and_set(0, b"ours")
+        for path in file.parent.iterdir():
+            path.unlink()
+        if replaced:
+            open_cell(f"sqlite://{file}", "view").close()
+        for use in (cell.read, lambda: cell.compare_and_set(1, b"alone"), lambda: cell.wait(1, 1.0)):
+            with pytest.raises(RegisterAway, match=r"gone|replaced"):
+                use()
+
+
+def test_a_writer_stopped_inside_its_write_delays_writes_only_and_not_for_ever(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(pipe: Connection) -> None:
+        database = sqlite3.connect(file, isolation_level=None)
+        database.execute("BEGIN IMMEDIATE")
+        pipe.send("holding the lock")
+        time.sleep(60)
+
+    monkeypatch.setattr(sqlite_register, "BUSY_SECONDS", 0.3)
+    with cells(f"sqlite://{file}", "view") as [cell], children() as start:
+        cell.compare_and_set(0, b"x")
+        child = start(body)
+        child.hear()
+        child.stop()
+        assert cell.read() == (1, b"x")
+        with pytest.raises(RegisterAway, match="lock"):
+            cell.compare_and_set(1, b"y")
+        child.kill()
+        assert cell.compare_and_set(1, b"y")
+
+
+# The register of views.
+
+
+def view(epoch: int, reason: str = "test") -> View:
+    member = Member("a", "127.0.0.1:4000", Peer("host", 1, 1))
+    return View(epoch, "running", (member,), Job("job", 1, 1, 1, ("shm",)), reason)
+
+
+def test_views_follow_each_other_epoch_by_epoch(url: str) -> None:
+    with Register.open(url) as mine, Register.open(url) as yours:
+        assert mine.read() is None
+        assert mine.compare_and_set(0, view(1))
+        assert not yours.compare_and_set(0, view(1, "too late"))
+        assert yours.compare_and_set(1, view(2))
+        assert mine.read() == view(2)
+        assert mine.watch(1, timeout=5.0) == view(2)
+        assert mine.watch(2, timeout=0.05) is None
+
+
+def test_a_view_must_have_the_epoch_it_is_written_as(url: str) -> None:
+    with Register.open(url) as views:
+        with pytest.raises(ValueError, match="epoch 1"):
+            views.compare_and_set(0, view(2))
+        assert views.read() is None
+
+
+@pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more"])
+def test_what_is_no_view_is_reported_as_such(url: str, value: bytes) -> None:
+    with cells(url, "view") as [cell], Register.open(url) as views:
+        cell.compare_and_set(0, value)
+        with pytest.raises(CorruptData):
+            views.read()
+        with pytest.raises(CorruptData):
+            views.watch(0, timeout=1.0)
