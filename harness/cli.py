@@ -1,0 +1,110 @@
+"""The `holdfast` command. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json as json_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.harness.bench.cli import app as bench_app
+
+app = typer.Typer(
+    name="holdfast",
+    help="Communications that hold when ranks die.",
+    epilog="Start with: holdfast backends, then holdfast demo. Each command has examples: holdfast COMMAND --help.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"holdfast {version('holdfast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def backends(
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """List the backends: which can run here, which cannot and what to install, what each can do.
+
+    [bold]Examples[/bold]
+
+        holdfast backends
+
+        holdfast backends --json | jq '.backends | map_values(.available)'
+
+    A plugin that does not load is listed as broken, with the reason, and harms no other.
+    """
+    from holdfast.harness.backends_table import describe, table
+
+    described = describe()
+    if json:
+        typer.echo(json_module.dumps(described, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(table(described))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The Python script to run; it joins by holdfast.ft.Session.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    size: Annotated[int, typer.Option("-n", "--size", min=1, help="How many ranks the job has.")] = 2,
+    spares: Annotated[int, typer.Option(min=0, help="Further processes that wait for a rank to die.")] = 0,
+    backend: Annotated[str, typer.Option(help="A backend, or several in order of preference: ucx,gloo.")] = "shm",
+    job: Annotated[str, typer.Option(help="The name of the job.")] = "job",
+    logs: Annotated[Path | None, typer.Option(help="Keep the event logs (JSON lines) in this folder.")] = None,
+) -> None:
+    """Run a script as one job: size + spares processes on this machine, each of which joins by ft.Session().
+
+    [bold]Examples[/bold]
+
+        holdfast run -n 4 train.py --lr 0.1
+
+        holdfast run -n 4 --spares 1 --backend shm --logs events train.py
+
+    The script needs no rank and no size: [bold]with holdfast.ft.Session() as session:[/bold] finds the job by the
+    environment that this command sets (HOLDFAST_JOB, HOLDFAST_REGISTER, HOLDFAST_KEY_FILE, HOLDFAST_BACKEND,
+    HOLDFAST_SIZE). Output is shown with the number of the process in front. When a process dies the sessions put a
+    spare in its place or go on without it; nothing is restarted. All processes end when this command ends.
+
+    Exit status: 0 only if the job finished.
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.launch import Plan, launch, python_command
+
+    if not Path(script).is_file():
+        raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
+    try:
+        status = launch(Plan(python_command(script, arguments or ()), size, spares, backend, job), logs)
+    except (HoldfastError, ValueError) as error:
+        typer.echo(f"holdfast run: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="holdfast")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What a process needs to join a job: the environment contract, and the files behind it for a job on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.ft.keys import create_key
+from holdfast.ft.register import Register
+
+
+@dataclass(frozen=True, slots=True)
+class LocalContract:
+    """A job of this machine. Everything of it lies in `directory`: key, register, event logs."""
+
+    name: str
+    directory: Path
+    backend: str
+    size: int
+
+    @staticmethod
+    def create(name: str, directory: Path, backend: str, size: int) -> LocalContract:
+        """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`."""
+        contract = LocalContract(name, directory.absolute(), backend, size)
+        create_key(contract.key_file)
+        contract.events_directory.mkdir(mode=0o700)
+        return contract
+
+    @property
+    def key_file(self) -> Path:
+        return self.directory / "key"
+
+    @property
+    def register_url(self) -> str:
+        return f"sqlite://{self.directory / 'register.sqlite'}"
+
+    @property
+    def events_directory(self) -> Path:
+        return self.directory / "events"
+
+    def environ(self) -> dict[str, str]:
+        """What to add to the environment of each process of the job."""
+        return {
+            "HOLDFAST_JOB": self.name,
+            "HOLDFAST_REGISTER": self.register_url,
+            "HOLDFAST_KEY_FILE": str(self.key_file),
+            "HOLDFAST_BACKEND": self.backend,
+            "HOLDFAST_SIZE": str(self.size),
+            "HOLDFAST_LOG_DIR": str(self.events_directory),
+        }
+
+    def register(self) -> Register:
+        """The job's register; close it after use."""
+        return Register.open(self.register_url)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What all processes have written to their event logs so far, by time."""
+        return read_events(self.events_directory)
+
+
+def read_events(directory: Path) -> list[dict[str, Any]]:
+    """The JSON lines of all logs in `directory`, by their `time`; a line that was not finished is left out."""
+    events: list[dict[str, Any]] = []
+    for path in sorted(directory.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+    return sorted(events, key=lambda event: float(event["time"]))

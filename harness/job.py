@@ -1,0 +1,242 @@
+"""A job on this machine: processes that each run a function under an `ft.Session`, and the means to break them.
+
+Made by `LocalCluster.start`. Ranks are those of the newest view in the job's register, so `kill(2)` hits whichever
+process is rank 2 now.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.ft.view import View
+from holdfast.harness import portable
+from holdfast.harness.channel import ChannelClosed
+from holdfast.harness.contract import LocalContract
+from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.outcomes import Outcome, values
+from holdfast.harness.output import Echo, last_stack
+from holdfast.harness.processes import Process, zygote
+from holdfast.harness.ranks import Settings
+from holdfast.harness.session_worker import WHERE_ARE_YOU, Ended, session_target
+
+
+class Job:
+    """A running job. A context manager; `close` (or that of its cluster) ends what still runs.
+
+    `processes` are all that were started, spares included, in no particular order of rank.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        count: int,
+        directory: Path,
+        options: Mapping[str, Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._contract = LocalContract.create(directory.name, directory, settings.backend, settings.size)
+        self._register = self._contract.register()
+        self._ended: dict[int, Ended | None] = {}
+        self._echo = Echo(settings.echo)
+        self.closed = False
+        self.processes: tuple[Process, ...] = ()
+        target = session_target(portable.dumps((fn, args, kwargs)), options)
+        environ = {**settings.environ, **self._contract.environ()}
+        try:
+            for number in range(count):
+                name, output = f"process {number}", directory / f"process-{number}.log"
+                process = zygote().spawn(target, name=name, output=output, threads=settings.threads, environ=environ)
+                self.processes += (process,)
+                self._echo.follow(name, output)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Job {self._contract.name!r} of {len(self.processes)} processes{', closed' * self.closed}>"
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what it is doing
+
+    def view(self, timeout: float = 30.0) -> View:
+        """The newest view of a job that runs, or has run; waits for the job to form.
+
+        Raises `RunTimeout` after `timeout` seconds without one, and the failure if a process fails before.
+        """
+        deadline = time.monotonic() + timeout
+        epoch = 0
+        while True:
+            view = self._register.watch(epoch, min(0.1, max(0.0, deadline - time.monotonic())))
+            if view is not None and view.phase != "forming":
+                return view
+            epoch = view.epoch if view is not None else epoch
+            self._collect(0.0)
+            if len(self._running()) < self._settings.size:
+                self._raise_failures()
+            if time.monotonic() >= deadline:
+                raise RunTimeout(range(self._settings.size), timeout, "the job has not formed\n" + self._where())
+
+    def pid(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self._holder(rank).pid
+
+    def events(self) -> list[dict[str, Any]]:
+        """The event logs of all processes so far, by time: dicts with `time`, `process`, `pid`, `kind` and more."""
+        return self._contract.events()
+
+    def wait_for(self, kind: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
+        """The first event of this kind with these fields, waited for. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for event in self.events():
+                if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items()):
+                    return event
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no event {kind!r} with {fields} within {timeout:.3g} s")
+            self._collect(0.01)
+
+    def results(self, timeout: float = 60.0) -> list[Any]:
+        """What the function returned on each rank of the final view, by rank.
+
+        Raises the first failure of a member of that view, as `LocalCluster.run` does (members that died and were
+        replaced, or done without, are no failure), and `RunTimeout` after `timeout` seconds; the job then goes on.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._is_over():
+            if time.monotonic() >= deadline:
+                raise RunTimeout(self._late(), timeout, self._where())
+            self._collect(min(0.1, max(0.0, deadline - time.monotonic())))
+        view = self._register.read()
+        if view is None or view.phase in ("forming", "failed"):
+            self._raise_failures()
+            raise HoldfastError(f"the job did not run: {view.reason if view else 'no process joined it'}")
+        return values([self._outcome(rank, self._process(view, rank)) for rank in range(len(view.members))])
+
+    # -- breaking it
+
+    def kill(self, rank: int) -> int:
+        """SIGKILL the process that holds `rank` in the newest view; its pid."""
+        return self._signal(rank, signal.SIGKILL)
+
+    def pause(self, rank: int) -> int:
+        """SIGSTOP the process that holds `rank` in the newest view; its pid."""
+        return self._signal(rank, signal.SIGSTOP)
+
+    def resume(self, rank: int) -> int:
+        """SIGCONT the process that holds `rank` in the newest view; its pid."""
+        return self._signal(rank, signal.SIGCONT)
+
+    def partition(self, *groups: Any) -> NoReturn:
+        """Cut the network between groups of ranks."""
+        raise Unsupported(
+            "cutting the network between processes of one host",
+            "use kill(rank) for a death and pause(rank) for a rank that is silent",
+        )
+
+    def close(self) -> None:
+        """End what still runs, and remove the job's files. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.close()
+        self._register.close()
+        self._echo.pump()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # -- inside
+
+    def _holder(self, rank: int) -> Process:
+        view = self.view()
+        if not 0 <= rank < len(view.members):
+            raise ValueError(f"rank {rank} is out of range: epoch {view.epoch} has {len(view.members)} members")
+        return self._process(view, rank)
+
+    def _process(self, view: View, rank: int) -> Process:
+        pid = view.members[rank].peer.pid
+        return next(process for process in self.processes if process.pid == pid)
+
+    def _signal(self, rank: int, number: int) -> int:
+        process = self._holder(rank)
+        process.signal(number)
+        return process.pid
+
+    def _collect(self, timeout: float) -> None:
+        """Take in what has ended, waiting `timeout` seconds at most for something."""
+        poller = select.poll()
+        waiting = {}
+        for process in self.processes:
+            if process.pid not in self._ended:
+                for fd in (process.channel.fileno(), process.pidfd):
+                    waiting[fd] = process
+                    poller.register(fd, select.POLLIN)
+        for process in {waiting[fd].pid: waiting[fd] for fd, _ in poller.poll(timeout * 1000)}.values():
+            self._ended[process.pid] = self._end_of(process)
+        self._echo.pump()
+
+    def _end_of(self, process: Process) -> Ended | None:
+        """What the process sent at its end; None if it died before."""
+        try:
+            ended: Ended = process.channel.recv(30.0)
+        except (ChannelClosed, TimeoutError):
+            return None
+        return ended
+
+    def _outcome(self, rank: int, process: Process) -> Outcome:
+        ended = self._ended[process.pid]
+        if ended is None:
+            process.kill()
+            return Outcome(rank, time.monotonic(), error=RankDied(rank, process.wait(30.0), process.epitaph()))
+        if ended.error is not None:
+            return Outcome(rank, ended.time, error=rank_failure(rank, unpack_error(ended.error), ended.error.trace))
+        return Outcome(rank, ended.time, cloudpickle.loads(ended.value))
+
+    def _raise_failures(self) -> None:
+        """Raise the first failure, if any; ranks are then the numbers of the processes."""
+        values([self._outcome(n, process) for n, process in enumerate(self.processes) if process.pid in self._ended])
+
+    def _running(self) -> list[Process]:
+        return [process for process in self.processes if process.pid not in self._ended]
+
+    def _late(self) -> list[int]:
+        """The ranks of the newest view whose processes have not ended."""
+        view = self._register.read()
+        members = () if view is None else view.members
+        return [rank for rank, member in enumerate(members) if member.peer.pid not in self._ended]
+
+    def _is_over(self) -> bool:
+        """All have ended; or the job has, and all of its last members (not one that is stopped, and was left out)."""
+        if len(self._ended) == len(self.processes):
+            return True
+        view = self._register.read()
+        if view is None or view.phase not in ("finished", "failed"):
+            return False
+        return all(member.peer.pid in self._ended for member in view.members)
+
+    def _where(self) -> str:
+        """Where the processes are that still run: each is asked for the stack of its main thread."""
+        running = self._running()
+        for process in running:
+            process.signal(WHERE_ARE_YOU)
+        time.sleep(0.2)
+        return "\n".join(f"[{process.name}, pid {process.pid}] {last_stack(process.output)}" for process in running)

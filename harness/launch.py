@@ -1,0 +1,241 @@
+"""`holdfast run`: start a script in several processes of this machine that form one job by `ft.Session`.
+
+The launcher starts processes, shows their output, and ends them when it ends. It takes no part in the job: who is
+alive, who has which rank and what is done about a death is settled by the sessions among themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins import Unavailable
+from holdfast.comms.registry import registry
+from holdfast.ft.view import View
+from holdfast.harness.contract import LocalContract
+from holdfast.harness.spawning import die_with_parent
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+GRACE = 5.0
+"""Seconds from SIGTERM to SIGKILL, and from the end of the job to the end of processes that linger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: `size` + `spares` processes of `command`."""
+
+    command: tuple[str, ...]
+    size: int
+    spares: int = 0
+    backend: str = "shm"
+    job: str = "job"
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.spares < 0:
+            raise ValueError(f"size={self.size} must be at least 1 and spares={self.spares} not negative")
+        if not self.command:
+            raise ValueError("there is no script to run")
+
+
+class Launcher:
+    """The processes of one job, from start to end."""
+
+    def __init__(self, plan: Plan, contract: LocalContract, console: Console) -> None:
+        self._plan, self._contract, self._console = plan, contract, console
+        self._selector = selectors.DefaultSelector()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._partial: dict[int, bytes] = {}
+
+    def run(self) -> int:
+        """Start all, show what they write until they are gone, and say whether the job finished (0) or not (1)."""
+        try:
+            self._start()
+            self._follow()
+        finally:
+            self._end()
+            self._selector.close()
+        return self._verdict()
+
+    def _start(self) -> None:
+        cores = len(os.sched_getaffinity(0))
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self._plan.size))),
+            "HOLDFAST_CHECK": os.environ.get("HOLDFAST_CHECK", "1"),
+            "PYTHONUNBUFFERED": "1",
+            **self._contract.environ(),
+        }
+        for number in range(self._plan.size + self._plan.spares):
+            process = subprocess.Popen(
+                self._plan.command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                process_group=0,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+            self._processes.append(process)
+            assert process.stdout is not None
+            self._selector.register(process.stdout, selectors.EVENT_READ, number)
+            pidfd = os.pidfd_open(process.pid)
+            self._selector.register(pidfd, selectors.EVENT_READ, number)
+
+    def _follow(self) -> None:
+        """Until all processes are gone, or a while after the job is over."""
+        over: float | None = None
+        while any(process.returncode is None for process in self._processes):
+            for key, _ in self._selector.select(0.5):
+                if isinstance(key.fileobj, int):
+                    self._selector.unregister(key.fileobj)
+                    os.close(key.fileobj)
+                    self._reap(key.data)
+                else:
+                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+            if over is None and any(p.returncode is not None for p in self._processes) and self._job_is_over():
+                over = time.monotonic() + GRACE
+            if over is not None and time.monotonic() > over:
+                return
+
+    def _read(self, stream: IO[bytes], number: int) -> None:
+        data = os.read(stream.fileno(), 1 << 16)
+        if not data:
+            self._selector.unregister(stream)
+            stream.close()
+        whole, newline, rest = (self._partial.get(number, b"") + data).rpartition(b"\n")
+        if not data and rest:
+            whole, newline, rest = whole + newline + rest, b"\n", b""
+        self._partial[number] = rest
+        if newline:
+            for line in whole.decode(errors="replace").split("\n"):
+                self._say(number, line)
+
+    def _reap(self, number: int) -> None:
+        process = self._processes[number]
+        code = process.wait()
+        if code < 0:
+            self._say(number, f"was ended by {signal.Signals(-code).name} (pid {process.pid})", "bold red")
+        elif code > 0:
+            self._say(number, f"exited with status {code} (pid {process.pid})", "bold red")
+
+    def _say(self, number: int, line: str, style: str = "") -> None:
+        colour = COLOURS[number % len(COLOURS)]
+        self._console.print(Text.assemble((f"[{number}] ", colour), (line, style)), soft_wrap=True)
+
+    def _view(self) -> View | None:
+        with self._contract.register() as register:
+            return register.read()
+
+    def _job_is_over(self) -> bool:
+        view = self._view()
+        return view is not None and view.phase in ("finished", "failed")
+
+    def _end(self) -> None:
+        """End what still runs, groups and all."""
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            for process in self._processes:
+                _signal_group(process, number)
+        deadline = time.monotonic() + GRACE
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                self._drain(key.fileobj, key.data)  # type: ignore[arg-type]
+
+    def _drain(self, stream: IO[bytes], number: int) -> None:
+        os.set_blocking(stream.fileno(), False)
+        try:
+            while not stream.closed:
+                self._read(stream, number)
+        except BlockingIOError:
+            stream.close()
+
+    def _verdict(self) -> int:
+        view = self._view()
+        if view is None:
+            self._fail("no process joined the job: the script must join by holdfast.ft.Session()")
+            return 1
+        if view.phase == "finished":
+            return 0
+        codes = [process.returncode for process in self._processes]
+        why = view.reason if view.phase == "failed" else f"it was {view.phase} in epoch {view.epoch} when all ended"
+        self._fail(f"the job did not finish: {why}; exit statuses {codes}")
+        return 1
+
+    def _fail(self, text: str) -> None:
+        self._console.print(Text(f"holdfast run: {text}", "bold red"), soft_wrap=True)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that they too take the way through `finally`."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def launch(plan: Plan, log_directory: Path | None = None) -> int:
+    """Run the job; the exit status: 0 only if it finished, 130 if interrupted.
+
+    Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError.
+    """
+    for name in plan.backend.split(","):
+        status = registry().backend(name.strip()).status
+        if isinstance(status, Unavailable) and "," not in plan.backend:
+            raise BackendUnavailable(name, status.reason, status.install_hint)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="holdfast-run-") as directory, _terminated_as_interrupted():
+        contract = LocalContract.create(plan.job, Path(directory), plan.backend, plan.size)
+        try:
+            return Launcher(plan, contract, console).run()
+        except KeyboardInterrupt:
+            console.print("holdfast run: interrupted; all processes are ended", style="bold red")
+            return 130
+        finally:
+            if log_directory is not None:
+                log_directory.mkdir(parents=True, exist_ok=True)
+                for path in contract.events_directory.glob("*.jsonl"):
+                    (log_directory / path.name).write_bytes(path.read_bytes())
+
+
+def python_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs a Python script with this interpreter."""
+    return (sys.executable, script, *arguments)

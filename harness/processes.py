@@ -1,0 +1,317 @@
+"""Start, signal and end processes of ours: the parent's side of the zygote.
+
+    process = zygote().spawn(target, name="rank 0", output=path)    # target(channel) runs after a few milliseconds
+    process.kill()
+    process.wait(5.0)                                               # an Exit: "was ended by SIGKILL"
+
+All processes of this interpreter come from one zygote, started at first use and ended with this process, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+import msgspec
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.harness.channel import Channel
+from holdfast.harness.output import tail
+from holdfast.harness.spawning import PACKET, Boot, Exited, Preload, Ready, Refused, Spawn
+
+_START_TIMEOUT = 180.0
+"""Seconds for the first import of torch, which is slow on a cold disk."""
+
+_TAIL = 4000
+
+
+class StartFailed(HoldfastError):
+    """A process could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `status` is the wait status; None if it was lost with the zygote, which kills."""
+
+    status: int | None
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it, or None."""
+        if self.status is None:
+            return signal.SIGKILL
+        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            return f"was ended by {signal.Signals(self.signal).name}"
+        assert self.status is not None
+        return f"exited with status {os.waitstatus_to_exitcode(self.status)}"
+
+
+class Process:
+    """A process that the zygote forked. Safe to use from several threads, but for its `channel`."""
+
+    def __init__(self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: Channel, output: Path) -> None:
+        self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, pidfd, channel, output
+        self._zygote = zygote
+        self._exit: Exit | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._exit is None and not self._gone(0.0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process has ended. Never hits another process of the same pid."""
+        with self._closing:
+            if self._closed:
+                return
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.signal(signal.SIGKILL)
+
+    def wait(self, timeout: float) -> Exit:
+        """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        if self._exit is None:
+            if not self._gone(timeout):
+                raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
+            self._exit = self._zygote.exit_of(self.pid, deadline + 5.0)
+        return self._exit
+
+    def epitaph(self) -> str:
+        """How the process ended, and the end of its output."""
+        text = f"process {self.pid} {self.wait(5.0)}"
+        if last := tail(self.output):
+            text += f"; the end of its output:\n{last}"
+        return text
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and let go of its descriptors. Idempotent."""
+        if self._closed:
+            return
+        self.kill()
+        self.wait(10.0)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self.pidfd)
+                self.channel.close()
+
+    def _gone(self, timeout: float) -> bool:
+        if self._closed:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(timeout * 1000))
+
+
+class ZygoteClient:
+    """A running zygote. One per interpreter: see `zygote()`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._exits: dict[int, Exit] = {}
+        self._preloaded: set[str] = set()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "holdfast.harness.zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        try:
+            self._answer(time.monotonic() + _START_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """False once the zygote has ended: it is of no use any more."""
+        return self._process.poll() is None
+
+    def preload(self, *modules: str) -> None:
+        """Import modules once, in the zygote, for all processes started from now on.
+
+        Raises `StartFailed` if that fails, or if a module starts threads on import.
+        """
+        with self._lock:
+            new = tuple(module for module in modules if module not in self._preloaded)
+            if new:
+                self._send(Preload(new))
+                self._answer(time.monotonic() + _START_TIMEOUT)
+                self._preloaded.update(new)
+
+    def spawn(
+        self,
+        target: Callable[[Channel], None],
+        *,
+        name: str,
+        output: Path,
+        threads: int = 1,
+        environ: Mapping[str, str] | None = None,
+    ) -> Process:
+        """Fork a process that runs `target(channel)`.
+
+        It has this process's directory, `sys.path` and environment (plus `environ`), `threads` torch threads, and
+        writes its output to the file `output`. `target` goes over by cloudpickle. Raises `StartFailed`.
+        """
+        environment = {**os.environ, **(environ or {})}
+        boot = Boot(environment, list(sys.path), list(sys.argv), str(Path.cwd()), cloudpickle.dumps(target))
+        channel, theirs = Channel.pair()
+        try:
+            with theirs, output.open("ab") as log, self._lock:
+                self._send(Spawn(threads), theirs.fileno(), log.fileno())
+                answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
+        except BaseException:
+            channel.close()
+            raise
+        process = Process(self, name, answer.pid, pidfd, channel, output)
+        try:
+            channel.send(boot)
+        except (EOFError, TimeoutError) as error:
+            failure = StartFailed(f"{name} did not start: {process.epitaph()}")
+            process.close()
+            raise failure from error
+        return process
+
+    def exit_of(self, pid: int, deadline: float) -> Exit:
+        """How the ended process `pid` ended. Called once for each process."""
+        with self._lock:
+            while pid not in self._exits:
+                try:
+                    self._receive(deadline)
+                except StartFailed:
+                    return Exit(None)
+            return self._exits.pop(pid)
+
+    def close(self) -> None:
+        """End the zygote and all its processes. Idempotent."""
+        with self._lock:
+            self._control.close()
+            try:
+                self._process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10.0)
+            self._log.close()
+
+    def forget(self) -> None:
+        """Let go of a zygote that belongs to another process: the one that this process was forked from."""
+        self._control.close()
+
+    def _send(self, request: Spawn | Preload, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._control.sendmsg([msgspec.msgpack.encode(request)], rights)
+        except OSError:
+            raise self._lost() from None
+
+    def _answer(self, deadline: float) -> tuple[Ready, list[int]]:
+        while True:
+            report, fds = self._receive(deadline)
+            if isinstance(report, Refused):
+                raise StartFailed(f"the zygote (pid {self.pid}) refused: {report.reason}")
+            if isinstance(report, Ready):
+                return report, fds
+
+    def _receive(self, deadline: float) -> tuple[Ready | Refused | Exited, list[int]]:
+        self._control.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, PACKET, 1)
+        except TimeoutError:
+            self._process.kill()
+            raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
+        except OSError:
+            data = b""
+        if not data:
+            raise self._lost()
+        report: Ready | Refused | Exited = msgspec.msgpack.decode(data, type=Ready | Refused | Exited)
+        if isinstance(report, Exited):
+            self._exits[report.pid] = Exit(report.status)
+        return report, fds
+
+    def _lost(self) -> StartFailed:
+        if self._control.fileno() == -1:
+            return StartFailed("the zygote is closed")
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return StartFailed(f"the zygote (pid {self.pid}) hung up")
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace").strip()[-_TAIL:]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return StartFailed(f"the zygote (pid {self.pid}) {how}" + (f":\n{text}" * bool(text)))
+
+
+_shared: ZygoteClient | None = None
+_shared_lock = threading.Lock()
+
+
+def zygote() -> ZygoteClient:
+    """This interpreter's zygote; a new one if there is none, or if it has died. Raises `StartFailed`."""
+    global _shared
+    with _shared_lock:
+        if _shared is None or not _shared.alive():
+            if _shared is not None:
+                _shared.close()
+            _shared = ZygoteClient()
+        return _shared
+
+
+def zygote_pid() -> int | None:
+    """The process id of the zygote if there is one."""
+    current = _shared
+    return None if current is None else current.pid
+
+
+def shut_down() -> None:
+    """End this interpreter's zygote and every process that came from it. Called at exit; a later use starts anew."""
+    global _shared
+    with _shared_lock:
+        if _shared is not None:
+            _shared.close()
+            _shared = None
+
+
+def _forget() -> None:
+    global _shared, _shared_lock
+    _shared_lock = threading.Lock()
+    if _shared is not None:
+        _shared.forget()
+        _shared = None
+
+
+atexit.register(shut_down)
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,50 @@
+"""What runs in a process of a `Job`: a function under an `ft.Session` that joins by the environment."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from holdfast.harness import portable
+from holdfast.harness.channel import Channel
+from holdfast.harness.failures import PackedError, pack_error
+
+WHERE_ARE_YOU = signal.SIGUSR2
+"""Makes a process write the stack of its main thread to its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The function is over, at `time` (`time.monotonic()`): with a pickled `value`, or with an `error`."""
+
+    time: float
+    value: bytes = b""
+    error: PackedError | None = None
+
+
+def session_target(body: bytes, options: Mapping[str, Any]) -> Callable[[Channel], None]:
+    """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`."""
+
+    def target(channel: Channel) -> None:
+        faulthandler.register(WHERE_ARE_YOU, all_threads=False)
+        try:
+            ended = Ended(time.monotonic(), portable.dumps_result(_in_session(body, options)))
+        except BaseException as error:
+            ended = Ended(time.monotonic(), error=pack_error(error))
+        channel.send(ended, timeout=600.0)
+
+    return target
+
+
+def _in_session(body: bytes, options: Mapping[str, Any]) -> Any:
+    from holdfast.ft import Session
+
+    fn, args, kwargs = cloudpickle.loads(body)
+    with Session(**options) as session:
+        return fn(session, *args, **kwargs)

@@ -1,0 +1,99 @@
+"""What all tests share: agreement checks are on, ranks on each backend, and nothing may be left behind.
+
+After each test this process must have no new children (but the zygote, which serves them all) and no new threads;
+after the session also no new sockets, pipes or shared memory. A session that leaks fails, and says what.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("HOLDFAST_CHECK", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from leaks import Snapshot, settle
+
+from holdfast.harness import LocalCluster, processes
+
+_leaks: list[str] = []
+_start: list[Snapshot] = []
+
+
+@pytest.fixture(params=["inproc", "shm", "gloo"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def process_backend(request: pytest.FixtureRequest) -> str:
+    """Each backend whose ranks are processes, so that they can be killed."""
+    return str(request.param)
+
+
+@pytest.fixture
+def cluster(backend: str) -> Iterator[LocalCluster]:
+    """Two ranks on each backend."""
+    with LocalCluster(2, backend, timeout=30.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_alive() -> Iterator[None]:
+    before = Snapshot.take()
+    yield
+    zygote = processes.zygote_pid()
+
+    def others() -> list[str]:
+        return [line for line in before.living() if not line.startswith(f"process {zygote}:")]
+
+    if left := settle(others, patience=5.0):
+        pytest.fail("left behind by this test: " + "; ".join(left))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    _start.append(Snapshot.take())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Look for leaks here; a worker hands what it found to the process that started it."""
+    processes.shut_down()
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["leaks"] = _start[0].left_behind()
+        return
+    if not session.config.pluginmanager.has_plugin("dsession"):
+        _leaks.extend(_start[0].left_behind())
+    if _leaks:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    worker = node.gateway.id
+    _leaks.extend(f"{worker}: {line}" for line in getattr(node, "workeroutput", {}).get("leaks", []))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped for which reason, and what leaked."""
+    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section("skipped")
+        for reason, count in skipped.most_common():
+            terminalreporter.line(f"{count} skipped: {reason}")
+    if _leaks:
+        terminalreporter.section("left behind by the session", red=True)
+        for line in _leaks:
+            terminalreporter.line(line)
+
+
+def _reason(report: Any) -> str:
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return str(text).removeprefix("Skipped: ")

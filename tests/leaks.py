@@ -1,0 +1,116 @@
+"""What a test session must not leave behind, and how to see it: processes, threads, descriptors, shared memory.
+
+Counts what belongs to this process and its children, so that other sessions on the machine do not disturb it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
+"""Descriptors that count: what can keep another process waiting or memory alive."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def children() -> dict[int, str]:
+    """The direct children of this process (zombies too), with their command lines."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in map(int, (task / "children").read_text().split()):
+                found[pid] = _command(pid)
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip() or "(zombie)"
+    except OSError:
+        return "(gone)"
+
+
+def threads() -> set[threading.Thread]:
+    """The threads that somebody would have to join: ours, and all that are not daemons."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and (not thread.daemon or thread.name.startswith("holdfast-"))
+    }
+
+
+def descriptors() -> dict[int, str]:
+    """This process's open descriptors that count, and what they are."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(entry.readlink())
+            if target.startswith(LASTING):
+                found[int(entry.name)] = target
+    return found
+
+
+def shared_memory() -> set[Path]:
+    """The files in /dev/shm."""
+    return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
+
+
+def _in_use(path: Path) -> bool:
+    """True if a living process has the file open or mapped."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if str(path) in (process / "maps").read_text():
+                    return True
+                if any(str(fd.readlink()) == str(path) for fd in (process / "fd").iterdir()):
+                    return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there was at one moment. `left_behind` compares it with now."""
+
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[int, str]]
+    shared_memory: frozenset[Path]
+
+    @staticmethod
+    def take() -> Snapshot:
+        return Snapshot(
+            frozenset(children()),
+            frozenset(threads()),
+            frozenset(descriptors().items()),
+            frozenset(shared_memory()),
+        )
+
+    def left_behind(self, patience: float = 2.0) -> list[str]:
+        """One line for each thing that is here and was not; what ends within `patience` seconds is let go."""
+        found = settle(self.living, patience)
+        gc.collect()
+        found += settle(self._descriptors, patience)
+        found += [f"shared memory: {path}" for path in shared_memory() - self.shared_memory if not _in_use(path)]
+        return found
+
+    def living(self) -> list[str]:
+        """The processes and threads that are new; cheap."""
+        new = [f"process {pid}: {command}" for pid, command in children().items() if pid not in self.children]
+        return new + [f"thread {thread.name}" for thread in threads() - self.threads]
+
+    def _descriptors(self) -> list[str]:
+        return [f"descriptor {fd}: {what}" for fd, what in descriptors().items() if (fd, what) not in self.descriptors]
+
+
+def settle(look: Callable[[], list[str]], patience: float) -> list[str]:
+    """What `look` finds once it finds nothing, or after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found

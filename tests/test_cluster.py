@@ -1,0 +1,440 @@
+"""`LocalCluster.run`: a function on every rank, its failures, and what is left when everything dies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout, processes
+from holdfast.harness.failures import pack_error, rank_failure, unpack_error
+
+
+class Custom(Exception):
+    """An error whose constructor takes other arguments than it keeps."""
+
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"code {code}")
+        self.code, self.hint = code, hint
+
+
+def total(comm: Communicator, start: float = 0.0) -> float:
+    tensor = torch.full((3,), start + comm.rank)
+    comm.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def pid_of(comm: Communicator) -> int:
+    return os.getpid()
+
+
+# -- normal use
+
+
+def test_run_gives_the_results_by_rank(cluster: LocalCluster) -> None:
+    assert cluster.run(lambda comm: (comm.rank, comm.size)) == [(0, 2), (1, 2)]
+    assert cluster.run(total) == [1.0, 1.0]
+
+
+def test_run_passes_arguments(cluster: LocalCluster) -> None:
+    assert cluster.run(total, 10.0) == [21.0, 21.0]
+    assert cluster.run(total, start=5.0) == [11.0, 11.0]
+    assert cluster.run(partial(total, start=1.0)) == [3.0, 3.0]
+
+
+def test_results_may_be_tensors_and_classes_of_the_test(cluster: LocalCluster) -> None:
+    def make(comm: Communicator) -> tuple[torch.Tensor, type[Custom]]:
+        return torch.arange(comm.rank + 1), Custom
+
+    for rank, (tensor, kind) in enumerate(cluster.run(make)):
+        assert torch.equal(tensor, torch.arange(rank + 1))
+        assert kind is Custom
+
+
+def test_the_processes_live_on_from_run_to_run(process_backend: str) -> None:
+    with LocalCluster(2, process_backend) as cluster:
+        first = cluster.run(pid_of)
+        assert os.getpid() not in first
+        assert cluster.run(pid_of) == first
+
+
+def test_one_rank_is_a_cluster(backend: str) -> None:
+    with LocalCluster(1, backend) as cluster:
+        assert cluster.run(total) == [0.0]
+
+
+def test_more_ranks_than_cores(process_backend: str) -> None:
+    with LocalCluster(5, process_backend) as cluster:
+        assert cluster.run(total) == [10.0] * 5
+
+
+def test_the_ranks_have_our_environment_and_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOLDFAST_TEST_ONE", "1")
+    monkeypatch.chdir(tmp_path)
+    with LocalCluster(2, environ={"HOLDFAST_TEST_TWO": "2"}, threads=3) as cluster:
+        found = cluster.run(
+            lambda comm: (
+                os.environ["HOLDFAST_TEST_ONE"],
+                os.environ["HOLDFAST_TEST_TWO"],
+                str(Path.cwd()),
+                torch.get_num_threads(),
+                os.environ["HOLDFAST_CHECK"],
+            )
+        )
+    assert found == [("1", "2", str(tmp_path), 3, "1")] * 2
+
+
+def test_what_ranks_print_is_shown_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(2) as cluster:
+        cluster.run(lambda comm: print("hello from", comm.rank))
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
+
+
+def test_echo_can_be_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(2, echo=False) as cluster:
+        cluster.run(lambda comm: print("hello"))
+        assert (cluster.logs / "rank-1.log").read_text() == "hello\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_cluster_can_be_used_again() -> None:
+    cluster = LocalCluster(2)
+    first = cluster.run(pid_of)
+    cluster.close()
+    cluster.close()
+    assert set(cluster.run(pid_of)).isdisjoint(first)
+    cluster.close()
+
+
+def test_functions_of_a_script_work(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import helper
+            from holdfast.harness import LocalCluster
+
+            OFFSET = 10
+
+            class Box:
+                def __init__(self, value): self.value = value
+
+            def work(comm):
+                return Box(helper.double(comm.rank) + OFFSET)
+
+            with LocalCluster(2) as cluster:
+                boxes = cluster.run(work)
+                assert all(type(box) is Box for box in boxes)
+                print([box.value for box in boxes])
+        """)
+    )
+    (tmp_path / "helper.py").write_text("def double(x): return 2 * x\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[10, 12]\n", "")
+
+
+# -- failures
+
+
+def test_an_exception_is_raised_as_its_own_type_with_rank_and_traceback(cluster: LocalCluster) -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise KeyError("no such thing")
+        comm.barrier()
+
+    with pytest.raises(KeyError) as caught:
+        cluster.run(fail)
+    error = caught.value
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+    assert "rank 1" in str(error)
+    assert "no such thing" in str(error)
+    assert "in fail" in error.trace
+    assert type(error.__cause__) is KeyError
+    assert cluster.run(total) == [1.0, 1.0], "the cluster goes on"
+
+
+def test_an_exception_keeps_its_fields(cluster: LocalCluster) -> None:
+    def fail(comm: Communicator) -> None:
+        raise Custom(7, hint="look here")
+
+    with pytest.raises(Custom, match="code 7") as caught:
+        cluster.run(fail)
+    assert (caught.value.code, caught.value.hint) == (7, "look here")
+
+
+def test_the_cause_is_raised_and_not_its_consequences(cluster: LocalCluster) -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(0.05)
+            raise ValueError("the cause")
+        comm.recv(torch.zeros(1), 1)
+
+    with pytest.raises(ValueError, match="rank 1: ValueError: the cause"):
+        cluster.run(fail)
+
+
+def test_a_rank_that_is_blocked_in_an_op_is_freed_when_another_fails(process_backend: str) -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(0.2)
+            raise ValueError
+        comm.barrier()
+
+    with LocalCluster(2, process_backend, timeout=60.0, grace=30.0) as cluster:
+        before = cluster.run(pid_of)
+        began = time.monotonic()
+        with pytest.raises(ValueError):
+            cluster.run(fail)
+        assert time.monotonic() - began < 15.0
+        assert cluster.run(pid_of) == before, "it was freed, not killed"
+
+
+def test_a_rank_that_does_not_notice_is_ended_after_the_grace(process_backend: str) -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("the cause")
+        time.sleep(600)
+
+    with LocalCluster(2, process_backend, grace=0.2) as cluster:
+        before = cluster.run(pid_of)
+        with pytest.raises(ValueError, match="the cause"):
+            cluster.run(fail)
+        after = cluster.run(pid_of)
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+def test_sys_exit_in_a_rank_is_a_failure_of_that_rank(process_backend: str) -> None:
+    with LocalCluster(2, process_backend) as cluster, pytest.raises(RankFailed, match="SystemExit"):
+        cluster.run(lambda comm: sys.exit(3))
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure(process_backend: str) -> None:
+    with LocalCluster(2, process_backend) as cluster, pytest.raises(TypeError, match="must be picklable"):
+        cluster.run(lambda comm: threading.Lock())
+
+
+def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str) -> None:
+    def idle_away(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(600)
+
+    with LocalCluster(2, process_backend, timeout=1.0) as cluster:
+        with pytest.raises(RunTimeout, match="idle_away") as caught:
+            cluster.run(idle_away)
+        assert caught.value.ranks == (1,)
+        assert isinstance(caught.value, TimeoutError)
+        assert cluster.run(total) == [1.0, 1.0]
+
+
+# -- death
+
+
+def test_the_death_of_a_rank_is_raised_as_such(process_backend: str) -> None:
+    def die(comm: Communicator) -> None:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+
+    with LocalCluster(3, process_backend) as cluster:
+        before = cluster.run(pid_of)
+        with pytest.raises(PeerFailed, match="SIGKILL") as caught:
+            cluster.run(die)
+        assert isinstance(caught.value, RankDied)
+        assert caught.value.ranks == (1,)
+        assert caught.value.exit.signal == signal.SIGKILL
+        after = cluster.run(pid_of)
+    assert after[1] != before[1], "a new process stands in its place"
+    assert (after[0], after[2]) == (before[0], before[2])
+
+
+def test_an_early_exit_shows_the_status_and_the_end_of_the_output(process_backend: str) -> None:
+    def leave(comm: Communicator) -> None:
+        print("last words", file=sys.stderr, flush=True)
+        os._exit(7)
+
+    with LocalCluster(1, process_backend) as cluster, pytest.raises(RankDied, match="status 7") as caught:
+        cluster.run(leave)
+    assert "last words" in str(caught.value)
+
+
+def test_a_crash_shows_the_stack(process_backend: str) -> None:
+    def crash(comm: Communicator) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with LocalCluster(1, process_backend, echo=False) as cluster, pytest.raises(RankDied, match="SEGV") as caught:
+        cluster.run(crash)
+    assert "in crash" in str(caught.value)
+
+
+def test_outcomes_shows_how_each_survivor_takes_it(process_backend: str) -> None:
+    def die(comm: Communicator) -> str:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.barrier()
+        except PeerFailed as error:
+            return f"lost {error.ranks}"
+        return "did not notice"
+
+    with LocalCluster(3, process_backend) as cluster:
+        outcomes = cluster.outcomes(die)
+    assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
+    assert isinstance(outcomes[1].error, RankDied)
+
+
+def test_a_rank_that_was_killed_between_runs_is_replaced(process_backend: str) -> None:
+    with LocalCluster(2, process_backend) as cluster:
+        before = cluster.run(pid_of)
+        os.kill(before[0], signal.SIGKILL)
+        assert _gone(before[0])
+        assert cluster.run(total) == [1.0, 1.0]
+
+
+def test_a_rank_takes_the_processes_that_it_started_with_it() -> None:
+    def start_a_child(comm: Communicator) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with LocalCluster(1) as cluster:
+        (child,) = cluster.run(start_a_child)
+        assert Path(f"/proc/{child}").exists()
+    assert _gone(child)
+
+
+# -- the zygote
+
+
+PARENT = """
+    import sys, time
+    from holdfast.harness import LocalCluster, processes
+    cluster = LocalCluster(2)
+    print(*cluster.run(lambda comm: __import__("os").getpid()), processes.zygote_pid(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_the_parent(number: int) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 3
+    parent.send_signal(number)
+    parent.wait(20.0)
+    parent.stdout.close()
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_nothing_outlives_the_zygote() -> None:
+    with LocalCluster(2) as cluster:
+        pids = cluster.run(pid_of)
+        zygote = processes.zygote_pid()
+        assert zygote is not None
+        os.kill(zygote, signal.SIGKILL)
+        assert all(_gone(pid) for pid in pids)
+        assert cluster.run(total) == [1.0, 1.0], "the next run has a new zygote"
+        assert processes.zygote_pid() != zygote
+
+
+def test_a_stopped_rank_does_not_hinder_the_end() -> None:
+    with LocalCluster(2) as cluster:
+        pids = cluster.run(pid_of)
+        os.kill(pids[0], signal.SIGSTOP)
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> None:
+    with pytest.raises(processes.StartFailed, match="No module named 'there_is_no_such_module'"):
+        processes.zygote().preload("there_is_no_such_module")
+
+
+def _gone(pid: int, patience: float = 10.0) -> bool:
+    """True once the process is no more."""
+    deadline = time.monotonic() + patience
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# -- bad input
+
+
+def test_an_unknown_backend_is_refused_at_once() -> None:
+    with pytest.raises(BackendUnavailable, match="known are"):
+        LocalCluster(2, "carrier-pigeon")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, "at least one rank"),
+        ({"size": 2, "spares": -1}, "negative"),
+        ({"size": 2, "timeout": 0.0}, "positive"),
+        ({"size": 2, "grace": -1.0}, "positive"),
+        ({"size": 2, "threads": 0}, "threads"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalCluster(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_job_of_threads_is_unsupported() -> None:
+    with LocalCluster(2, "inproc") as cluster, pytest.raises(Unsupported, match="shm"):
+        cluster.start(lambda session: None)
+
+
+# -- errors on their way
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("plain"),
+        KeyError("key"),
+        FileNotFoundError(2, "No such file", "name"),
+        Custom(3, hint="hint"),
+        OpTimeout("barrier", 4, 1.5, (2,)),
+        PeerFailed((1, 2), "seen"),
+        Revoked(3),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        HoldfastError("root"),
+        StopIteration(4),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel_whole(error: Exception) -> None:
+    there = unpack_error(pack_error(error))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert there.__dict__ == error.__dict__
+    failure = rank_failure(3, there, "the trace")
+    assert isinstance(failure, type(error))
+    assert isinstance(failure, RankFailed)
+    assert str(failure).startswith("rank 3: ")
+    assert str(failure).endswith("the trace")
+    again = pickle.loads(pickle.dumps(failure))
+    assert str(again) == str(failure)
+    assert isinstance(again, type(error))
+
+
+def test_an_error_that_cannot_be_pickled_travels_as_text() -> None:
+    there = unpack_error(pack_error(ValueError(threading.Lock())))
+    assert type(there) is ValueError
+    assert "lock" in str(there)
