@@ -1,0 +1,101 @@
+"""The catalogue in its register cell: read, changed by compare-and-set, waited for."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from holdfast.comms.liveness import open_pidfd, this_host
+from holdfast.comms.transport import Peer
+from holdfast.ft.registers import RegisterAway, open_cell
+from holdfast.store import transitions
+from holdfast.store.catalog import Catalog
+
+CELL = "store"
+CHANGE_SECONDS = 30.0
+"""How long a change is tried against others who change the catalogue at the same time; a try takes
+microseconds.
+"""
+
+
+class Book:
+    """The catalogue at a register URL. Safe to use from several threads.
+
+    Every method raises `RegisterAway` while the register cannot be reached, and `CorruptData` if its cell
+    holds no catalogue. A change after which `RegisterAway` is raised may have been made: transitions may be
+    applied again.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._cell = open_cell(url, CELL)
+        self._lock = threading.Lock()
+        self._newest: tuple[int, Catalog] = (0, Catalog())
+
+    def read(self) -> tuple[int, Catalog]:
+        """The newest catalogue, and its version in the register."""
+        return self._note(*self._cell.read())
+
+    def newest(self) -> tuple[int, Catalog]:
+        """The newest catalogue seen so far, without a look at the register."""
+        with self._lock:
+            return self._newest
+
+    def change(self, transition: Callable[[Catalog], Catalog]) -> tuple[int, Catalog]:
+        """Apply a transition; returns what the catalogue is then. What the transition raises changes
+        nothing.
+        """
+        deadline = time.monotonic() + CHANGE_SECONDS
+        while time.monotonic() < deadline:
+            version, before = self.read()
+            after = transition(before)
+            if after == before:
+                return version, before
+            if self._cell.compare_and_set(version, after.encode()):
+                return version + 1, after
+        raise RegisterAway(self.url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")
+
+    def wait(self, newer_than: int, timeout: float) -> tuple[int, Catalog] | None:
+        """The newest catalogue once it is newer than `newer_than`; None after `timeout` seconds."""
+        found = self._cell.wait(newer_than, max(0.0, timeout))
+        return self._note(*found) if found else None
+
+    def bury_dead(self) -> tuple[int, Catalog]:
+        """Look at every process of this host that the catalogue mentions, and bury the dead ones."""
+        version, catalog = self.read()
+        dead = gone(catalog.peers())
+        return self.change(lambda now: transitions.bury(now, dead)) if dead else (version, catalog)
+
+    def close(self) -> None:
+        """Let go of the register. Idempotent."""
+        self._cell.close()
+
+    def _note(self, version: int, value: bytes) -> tuple[int, Catalog]:
+        with self._lock:
+            if self._newest[0] == version:
+                return self._newest
+        decoded = version, Catalog.decode(value) if version else Catalog()
+        with self._lock:
+            if decoded[0] > self._newest[0]:
+                self._newest = decoded
+        return decoded
+
+
+def gone(peers: Iterable[Peer]) -> frozenset[Peer]:
+    """Those of the processes that are on this host and have ended."""
+    return frozenset(peer for peer in peers if peer.host == this_host() and not _alive(peer))
+
+
+def _alive(peer: Peer) -> bool:
+    pidfd = open_pidfd(peer)
+    if pidfd is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,231 @@
+"""What a holder does in the background: make the replicas that are lacking, notice that other holders have
+died, let superseded versions go.
+
+One thread waits for the catalogue to change and acts on it, another (`deaths`) for processes to end.
+Neither does anything while nothing happens, but for the register's own way of waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.plane import Handle, MemoryPlane, Region
+from holdfast.comms.transport import Peer
+from holdfast.store import transitions
+from holdfast.store.book import Book
+from holdfast.store.catalog import Catalog, Holder, Replica, Shard, Version
+from holdfast.store.deaths import Deaths
+from holdfast.store.reader import PartReader
+
+TURN_SECONDS = 0.1
+"""How long a holder that is next in turn gives the one before it to make a replica."""
+PULL_SECONDS = 60.0
+"""How long the copying of one replica may take."""
+IDLE_SECONDS = 1.0
+RETRY_SECONDS = 0.1
+SPARE_BUFFERS = 2
+ROUNDING = 64 << 10
+
+Key = tuple[int, int, bytes]
+"""Version, part, digest."""
+Observe = Callable[[str, dict[str, object]], None]
+_log = logging.getLogger("holdfast.store")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A part in this process. From the register's version `listed` on the catalogue decides whether it
+    stays; None while somebody here is still bringing it in.
+    """
+
+    region: Region
+    memory: torch.Tensor
+    listed: int | None = None
+
+
+class Keeper:
+    """The replicas of one store in this process, and (if it is to hold more than it publishes) the threads.
+    """
+
+    def __init__(self, book: Book, plane: MemoryPlane, holder: Holder, observe: Observe) -> None:
+        self.holder = holder
+        self._book, self._plane, self._observe = book, plane, observe
+        self._lock = threading.Lock()
+        self._kept: dict[Key, _Kept] = {}
+        self._spare: list[torch.Tensor] = []
+        self._due: dict[Key, float] = {}
+        self._closing = threading.Event()
+        self._deaths = Deaths(self._bury)
+        self._thread = threading.Thread(target=self._run, name="holdfast-store-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Enter the catalogue, and begin."""
+        self._book.bury_dead()
+        self._book.change(lambda catalog: transitions.join(catalog, self.holder))
+        self._deaths.start()
+        self._thread.start()
+
+    def close(self, patience: float) -> None:
+        """Let others take over what is kept here, for up to `patience` seconds, and leave the catalogue.
+
+        The caller closes the plane before `join`.
+        """
+        deadline = time.monotonic() + patience
+        try:
+            at, catalog = self._book.change(lambda now: transitions.leave(now, self.holder.id))
+            while (left := deadline - time.monotonic()) > 0 and not transitions.may_depart(catalog, self.holder.id):
+                at, catalog = self._book.wait(at, left) or (at, catalog)
+            self._closing.set()
+            self._book.change(lambda now: transitions.depart(now, self.holder.id))
+        except HoldfastError as error:
+            _log.warning("left the store without telling the others: %s", error)
+        self._closing.set()
+        self._deaths.close()
+
+    def join(self) -> None:
+        """Wait for the thread, and forget what was kept."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        with self._lock:
+            kept, self._kept = list(self._kept.values()), {}
+            self._spare.clear()
+        for each in kept:
+            each.region.close()
+
+    # -- what is kept here
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory for a part (at least `nbytes`): that of one let go before if it fits, because touching
+        fresh memory costs more than copying.
+        """
+        with self._lock:
+            fits = [each for each in self._spare if nbytes <= each.nbytes <= 2 * nbytes + ROUNDING]
+            if fits:
+                best = min(fits, key=lambda each: each.nbytes)
+                self._spare = [each for each in self._spare if each is not best]
+                return best
+        return self._plane.empty(-(-nbytes // ROUNDING) * ROUNDING)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Memory of `allocate` that is not needed any more."""
+        with self._lock:
+            self._spare = [memory, *self._spare][:SPARE_BUFFERS]
+
+    def keep(self, key: Key, memory: torch.Tensor, nbytes: int) -> Replica:
+        """Expose a part. It stays at least until `decide`."""
+        region = self._plane.expose(memory[:nbytes])
+        with self._lock:
+            earlier = self._kept.get(key)
+            if earlier is None:
+                self._kept[key] = _Kept(region, memory)
+        if earlier is not None:
+            region.close()
+            self.give_back(memory)
+            region = earlier.region
+        return Replica(self.holder.id, region.handle)
+
+    def decide(self, key: Key, at: int, catalog: Catalog) -> bool:
+        """From now on the catalogue decides whether a part stays; it is `catalog` at the register's version
+        `at`. Says whether the part stays.
+        """
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                kept.listed = at
+        self._reconcile(at, catalog)
+        with self._lock:
+            return key in self._kept
+
+    def _reconcile(self, at: int, catalog: Catalog) -> None:
+        listed = _handles(catalog, self.holder.id)
+        with self._lock:
+            over = [
+                key
+                for key, kept in self._kept.items()
+                if kept.listed is not None and kept.listed <= at and kept.region.handle not in listed
+            ]
+            gone = [self._kept.pop(key) for key in over]
+        for kept in gone:
+            kept.region.close()
+            self.give_back(kept.memory)
+
+    # -- in the background
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._closing.is_set():
+            try:
+                seen, catalog = self._book.wait(seen, self._patience()) or self._book.read()
+                self._deaths.watch(catalog.peers())
+                self._reconcile(seen, catalog)
+                self._replicate(catalog)
+            except HoldfastError as error:
+                if not self._closing.wait(RETRY_SECONDS):
+                    _log.warning("the store's keeper will try again: %s", error)
+            except Exception:
+                _log.exception("the store's keeper will try again")
+                self._closing.wait(IDLE_SECONDS)
+
+    def _patience(self) -> float:
+        """Seconds until something is due, whether the catalogue changes or not."""
+        return max(0.0, min(self._due.values(), default=time.monotonic() + IDLE_SECONDS) - time.monotonic())
+
+    def _replicate(self, catalog: Catalog) -> None:
+        """Make one replica, the most urgent one that is due. Having made it, the catalogue has changed."""
+        now = time.monotonic()
+        lacking = {}
+        for version, shard, turn in transitions.missing(catalog, self.holder.id):
+            key = (version.number, shard.part, shard.digest)
+            lacking[key] = (version, shard)
+            self._due[key] = min(self._due.get(key, now + TURN_SECONDS * turn), now + TURN_SECONDS * turn)
+        self._due = {key: due for key, due in self._due.items() if key in lacking}
+        ready = [key for key, due in self._due.items() if due <= now]
+        if not ready:
+            return
+        key = min(ready, key=lambda each: (lacking[each][0].visible, -each[0], each[1]))
+        self._due[key] = now + RETRY_SECONDS
+        self._pull(key, catalog, *lacking[key])
+
+    def _pull(self, key: Key, catalog: Catalog, version: Version, shard: Shard) -> None:
+        deadline = time.monotonic() + PULL_SECONDS
+        reader = PartReader(self._plane, catalog, version, shard, deadline, self.condemn)
+        memory = self.allocate(reader.nbytes)
+        try:
+            reader.everything(memory[: reader.nbytes])
+        except HoldfastError:
+            self.give_back(memory)
+            raise
+        replica = self.keep(key, memory, reader.nbytes)
+        at, after = self._book.change(
+            lambda now: transitions.replicated(now, version.number, shard.part, shard.digest, replica)
+        )
+        if self.decide(key, at, after):
+            self._observe("replica_made", {"version": version.number, "part": shard.part})
+
+    def condemn(self, number: int, part: int, holder_id: str) -> None:
+        """Tell everybody that a replica has wrong bytes."""
+        _log.warning("version %d part %d of holder %s has wrong bytes", number, part, holder_id)
+        self._book.change(lambda now: transitions.drop_replica(now, number, part, holder_id))
+        self._observe("replica_condemned", {"version": number, "part": part, "holder": holder_id})
+
+    def _bury(self, dead: frozenset[Peer]) -> None:
+        self._book.change(lambda now: transitions.bury(now, dead))
+        self._observe("holders_died", {"pids": sorted(peer.pid for peer in dead)})
+
+
+def _handles(catalog: Catalog, holder_id: str) -> set[Handle]:
+    """What the catalogue lists of a holder."""
+    return {
+        replica.handle
+        for version in catalog.versions
+        for shard in version.shards
+        for replica in shard.replicas
+        if replica.holder == holder_id
+    }

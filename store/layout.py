@@ -1,0 +1,241 @@
+"""How the tensors of a part lie in its one region: small ones packed together, large ones after them, then
+a manifest.
+
+The manifest names every tensor and carries a checksum for every piece: a run of small tensors, or a stretch
+of a large one. Readers copy and verify piece by piece. The digest of the manifest therefore stands for all
+the bytes; it does not depend on the order of the state dict, on strides, or on storage that tensors share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from holdfast.comms.errors import CorruptData, Unsupported
+
+PIECE_BYTES = 2 << 20
+"""The longest piece, in bytes: short enough to be verified while it is in the cache."""
+LARGE_BYTES = 256 << 10
+"""Tensors of this many bytes have pieces of their own, and are read straight into place."""
+ALIGNMENT = 64
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor: name, dtype (torch's name of it), shape, and the byte of the region where it starts."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are copied and verified together, and the tensors (positions in the manifest) that have
+    some.
+    """
+
+    offset: int
+    nbytes: int
+    entries: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """What a part consists of. `entries` are in the order of their offsets, `checksums` (xxh3, 64 bits) of
+    pieces.
+    """
+
+    entries: tuple[Entry, ...]
+    checksums: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Raises `CorruptData` for anything that `encode` cannot have written."""
+        try:
+            manifest = _manifests.decode(data)
+            count = len(manifest.pieces())
+        except (msgspec.DecodeError, KeyError, OverflowError) as error:
+            raise CorruptData(f"not a manifest of weights: {error}") from error
+        if count != len(manifest.checksums):
+            raise CorruptData(f"a manifest with {len(manifest.checksums)} checksums for {count} pieces")
+        return manifest
+
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(_pieces(self.entries))
+
+
+_manifests = msgspec.msgpack.Decoder(Manifest)
+
+
+def _pieces(entries: tuple[Entry, ...]) -> Iterator[Piece]:
+    run: list[int] = []
+    start = end = 0
+    for position, entry in enumerate(entries):
+        if run and (entry.nbytes >= LARGE_BYTES or entry.offset + entry.nbytes - start > PIECE_BYTES):
+            yield Piece(start, end - start, tuple(run))
+            run = []
+        if entry.nbytes >= LARGE_BYTES:
+            for done in range(0, entry.nbytes, PIECE_BYTES):
+                yield Piece(entry.offset + done, min(PIECE_BYTES, entry.nbytes - done), (position,))
+        elif entry.nbytes:
+            start = start if run else entry.offset
+            run.append(position)
+            end = entry.offset + entry.nbytes
+    if run:
+        yield Piece(start, end - start, tuple(run))
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Names and tensors of a state dict; those of nested mappings are joined with dots.
+
+    Raises TypeError for anything but tensors, ValueError for a name that occurs twice, `Unsupported` for
+    tensors without plain memory of their own.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a state dict maps names to tensors; this is a {type(state).__name__}")
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise TypeError(f"names in a state dict are strings, not {type(key).__name__} ({key!r})")
+        name = prefix + key
+        found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: _plain(name, value)}
+        if twice := flat.keys() & found.keys():
+            raise ValueError(f"{min(twice)!r} is in the state dict twice")
+        flat.update(found)
+    return flat
+
+
+def _plain(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(value).__name__}, not a tensor")
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise Unsupported(f"{name!r} is a {type(value).__name__}", "give its local, plain tensor (to_local())")
+    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        kind = "quantized" if value.is_quantized else f"{value.layout} {value.device.type}"
+        raise Unsupported(f"{name!r} is a {kind} tensor", "give dense tensors")
+    return value.detach()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a tensor where they lie, as a flat uint8 tensor; None if they do not lie in order on the
+    CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.view(-1).view(torch.uint8)
+
+
+def checksum(data: torch.Tensor) -> int:
+    """xxh3 of a flat uint8 tensor on the CPU."""
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
+
+
+def digest_of(manifest: bytes | memoryview) -> bytes:
+    """What stands for all the bytes of a part: 16 bytes."""
+    return xxhash.xxh3_128_digest(manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A part in memory of its own: the first `nbytes` of `memory` hold the tensors and, from `manifest_at`
+    on, the manifest.
+    """
+
+    memory: torch.Tensor
+    nbytes: int
+    manifest: Manifest
+    manifest_at: int
+    digest: bytes
+
+
+def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Tensor]) -> Packed:
+    """Copy tensors into memory from `allocate(nbytes)`: flat uint8, no shorter. They may be changed
+    afterwards.
+    """
+    entries, data_bytes = _place(tensors)
+    pieces = tuple(_pieces(entries))
+    manifest_at = _aligned(data_bytes)
+    space = len(Manifest(entries, (2**64 - 1,) * len(pieces)).encode())
+    memory = allocate(manifest_at + space)
+    small = sum(_aligned(entry.nbytes) for entry in entries if entry.nbytes < LARGE_BYTES)
+    memory[:small].zero_()
+    for entry in entries:
+        try:
+            _copy(tensors[entry.name], memory[entry.offset : entry.offset + entry.nbytes], entry)
+        except NotImplementedError as error:
+            raise Unsupported(f"copying {entry}", "make it contiguous, on the CPU") from error
+    sums = tuple(checksum(memory[piece.offset : piece.offset + piece.nbytes]) for piece in pieces)
+    manifest = Manifest(entries, sums)
+    encoded = manifest.encode()
+    nbytes = manifest_at + len(encoded)
+    memory[manifest_at:nbytes].numpy()[:] = np.frombuffer(encoded, np.uint8)
+    return Packed(memory, nbytes, manifest, manifest_at, digest_of(encoded))
+
+
+def _place(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Entry, ...], int]:
+    """Small tensors first, then large ones, by name; and the bytes they take."""
+    entries, offset = [], 0
+    for name in sorted(tensors, key=lambda name: (tensors[name].nbytes >= LARGE_BYTES, name)):
+        tensor = tensors[name]
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        offset += _aligned(tensor.nbytes)
+    return tuple(entries), offset
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor, entry: Entry) -> None:
+    if not entry.nbytes:
+        return
+    data = as_bytes(source)
+    if data is not None:
+        into.copy_(data)
+    else:
+        into.view(entry.torch_dtype).view(entry.shape).copy_(source)
+
+
+def difference(ours: Manifest, theirs: Manifest) -> str:
+    """In words, how two parts differ; an empty text if they do not."""
+    mine, other = ({entry.name: entry for entry in manifest.entries} for manifest in (ours, theirs))
+    if missing := sorted(other.keys() - mine.keys()):
+        return f"it lacks {_some(missing)}"
+    if extra := sorted(mine.keys() - other.keys()):
+        return f"it has {_some(extra)} besides"
+    for name, entry in sorted(mine.items()):
+        if (entry.dtype, entry.shape) != (other[name].dtype, other[name].shape):
+            return f"it has {entry}, not {other[name]}"
+    changed: set[str] = set()
+    for piece, before, after in zip(ours.pieces(), ours.checksums, theirs.checksums, strict=True):
+        if before != after:
+            changed.update(ours.entries[position].name for position in piece.entries)
+    return f"other values in or near {_some(sorted(changed))}" if changed else ""
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,170 @@
+"""Reading: parts pulled piece by piece from whoever holds them, each piece verified, the next replica taken
+when one fails, and the tensors of a state dict filled from that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
+from holdfast.comms.liveness import this_process
+from holdfast.comms.plane import MemoryPlane
+from holdfast.store.catalog import Catalog, Replica, Shard, Version
+from holdfast.store.errors import StoreTimeout
+from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of
+
+Condemn = Callable[[int, int, str], None]
+"""Told of a replica with wrong bytes: version, part, holder's id."""
+
+
+class PartReader:
+    """One part of a version, from any of its replicas. For one thread."""
+
+    def __init__(
+        self,
+        plane: MemoryPlane,
+        catalog: Catalog,
+        version: Version,
+        shard: Shard,
+        deadline: float,
+        condemn: Condemn,
+    ) -> None:
+        self.version, self.shard = version.number, shard
+        self._plane, self._deadline, self._condemn = plane, deadline, condemn
+        self._began = time.monotonic()
+        self._replicas = deque(_by_preference(catalog, shard))
+        self._failures: list[str] = []
+        self._corrupt = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the part's region."""
+        return self.shard.replicas[0].handle.nbytes
+
+    def manifest(self, into: torch.Tensor | None = None) -> Manifest:
+        """What the part consists of; its bytes are left in `into` if given."""
+        if into is None:
+            into = torch.empty(self.nbytes - self.shard.manifest_at, dtype=torch.uint8)
+        data = into
+        self._pull(self.shard.manifest_at, data, lambda: digest_of(data.numpy().data) == self.shard.digest)
+        manifest = Manifest.decode(data.numpy().tobytes())
+        if any(piece.offset + piece.nbytes > self.shard.manifest_at for piece in manifest.pieces()):
+            raise CorruptData(f"version {self.version} part {self.shard.part}: a manifest that overlaps its tensors")
+        return manifest
+
+    def piece(self, piece: Piece, expected: int, into: torch.Tensor) -> None:
+        """The bytes of a piece, verified, into a flat uint8 tensor of that size.
+
+        Raises `RegionGone` if no replica can be read, `CorruptData` if one can and none is right.
+        """
+        self._pull(piece.offset, into, lambda: checksum(into) == expected)
+
+    def everything(self, into: torch.Tensor) -> None:
+        """The whole region, as its publisher laid it out, into a flat uint8 tensor of `nbytes`."""
+        manifest = self.manifest(into[self.shard.manifest_at :])
+        for piece, expected in zip(manifest.pieces(), manifest.checksums, strict=True):
+            self.piece(piece, expected, into[piece.offset : piece.offset + piece.nbytes])
+
+    def _pull(self, offset: int, into: torch.Tensor, right: Callable[[], bool]) -> None:
+        while self._replicas:
+            replica = self._replicas[0]
+            try:
+                left = self._deadline - time.monotonic()
+                self._plane.read(replica.handle, into, offset, timeout=left).wait()
+            except RegionGone as error:
+                self._failures.append(str(error))
+            except OpTimeout as error:
+                why = "; ".join((*self._failures, "the time was up before the last byte"))
+                raise StoreTimeout("get", self.version, time.monotonic() - self._began, why) from error
+            else:
+                if right():
+                    return
+                self._corrupt = True
+                self._failures.append(f"holder {replica.holder} has wrong bytes at {offset}")
+                self._condemn(self.version, self.shard.part, replica.holder)
+            self._replicas.popleft()
+        what = f"version {self.version} part {self.shard.part}"
+        kind = CorruptData if self._corrupt else RegionGone
+        raise kind(f"no replica of {what} can be read: {'; '.join(self._failures) or 'there is none'}")
+
+
+def _by_preference(catalog: Catalog, shard: Shard) -> Sequence[Replica]:
+    """This process's own first, those about to close last, and the others in an order that differs by
+    reader.
+    """
+    me = this_process()
+
+    def preference(replica: Replica) -> tuple[bool, bool, int]:
+        holder = catalog.holder(replica.holder)
+        leaving, mine = holder is None or holder.leaving, holder is not None and holder.peer == me
+        return leaving, not mine, xxhash.xxh3_64_intdigest(f"{me.pid} {replica.holder}".encode())
+
+    return sorted(shard.replicas, key=preference)
+
+
+def check_fit(parts: Sequence[Manifest], wanted: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Raises `Mismatch`, saying where, unless every wanted tensor is there as it is wanted, and, if
+    `strict`, no other.
+    """
+    there: dict[str, Entry] = {}
+    for manifest in parts:
+        for entry in manifest.entries:
+            if entry.name in there:
+                raise Mismatch(f"{entry.name!r} is in two parts of the version; publish it in one")
+            there[entry.name] = entry
+    if missing := sorted(wanted.keys() - there.keys()):
+        raise Mismatch(f"the version has no {missing[0]!r} ({len(missing)} wanted tensors are not in it)")
+    if strict and (extra := sorted(there.keys() - wanted.keys())):
+        raise Mismatch(
+            f"the version also has {extra[0]!r} ({len(extra)} tensors that were not asked for); "
+            "give strict=False to read only some"
+        )
+    for name, tensor in wanted.items():
+        entry = there[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.shape):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise Mismatch(f"the version has {entry}, `into` has {name} {dtype}{list(tensor.shape)}")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise Mismatch(f"{name!r} of `into` is an expanded tensor, whose elements share memory; clone it")
+
+
+def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Read the wanted tensors of a part, all of which fit. Nothing else of the part is read, but for
+    neighbours of small tensors.
+    """
+    staging = torch.empty(0, dtype=torch.uint8)
+    staged: dict[int, torch.Tensor] = {}
+    for piece, expected in zip(manifest.pieces(), manifest.checksums, strict=True):
+        entries = [manifest.entries[each] for each in piece.entries if manifest.entries[each].name in wanted]
+        if not entries:
+            continue
+        first = manifest.entries[piece.entries[0]]
+        if first.nbytes >= LARGE_BYTES:
+            data = as_bytes(wanted[first.name])
+            if data is None:
+                data = staged.setdefault(first.offset, torch.empty(first.nbytes, dtype=torch.uint8))
+            start = piece.offset - first.offset
+            reader.piece(piece, expected, data[start : start + piece.nbytes])
+            if start + piece.nbytes == first.nbytes and first.offset in staged:
+                _place(staged.pop(first.offset), first, wanted[first.name])
+            continue
+        if staging.nbytes < piece.nbytes:
+            staging = torch.empty(piece.nbytes, dtype=torch.uint8)
+        data = staging[: piece.nbytes]
+        reader.piece(piece, expected, data)
+        for entry in entries:
+            start = entry.offset - piece.offset
+            _place(data[start : start + entry.nbytes], entry, wanted[entry.name])
+
+
+def _place(data: torch.Tensor, entry: Entry, into: torch.Tensor) -> None:
+    target = as_bytes(into)
+    if target is not None:
+        target.copy_(data)
+    else:
+        into.copy_(data.view(entry.torch_dtype).view(entry.shape))

@@ -1,0 +1,316 @@
+"""`WeightStore`: what a user calls."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, Protocol
+
+import torch
+
+from holdfast.comms.errors import Mismatch, RegionGone
+from holdfast.comms.liveness import this_process
+from holdfast.comms.plane import MemoryPlane, memory
+from holdfast.store import transitions
+from holdfast.store.book import Book
+from holdfast.store.catalog import Catalog, Holder, Version
+from holdfast.store.errors import StoreTimeout
+from holdfast.store.keeper import Keeper, Observe
+from holdfast.store.layout import Manifest, flatten, pack
+from holdfast.store.publisher import Publication, Terms
+from holdfast.store.reader import PartReader, check_fit, fill
+
+CACHED_MANIFESTS = 8
+PAUSE_SECONDS = 0.05
+"""How long a reader that found no live replica waits for news before it looks again."""
+
+
+class HasUrl(Protocol):
+    """Anything that knows the URL of a register: a session, for example."""
+
+    @property
+    def url(self) -> str: ...
+
+
+class Lease:
+    """A version that stays in the store until `release`, or the end of this process. A context manager."""
+
+    def __init__(self, version: int, release: Callable[[], None]) -> None:
+        self.version = version
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """Idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class WeightStore:
+    """Versioned weights, in the memory of the processes that have this store open.
+
+    `url` names a job's register (`memory://name` for one process, `sqlite:///path` for a host), or is
+    something that has a `url`. Each version is kept in `replicas` different processes (2; 1 for
+    `memory://`), by publishers and by every process that has opened the store with `hold=True`;
+    `hold=False` is for processes that only read, or publish what others will keep. The newest `keep`
+    versions stay, and those that are pinned. `plane` is the memory plane that the bytes move over, by name.
+    `timeout` is what calls without one of their own may take, in seconds. `observe` is told what happens,
+    by name and fields.
+
+    Every call raises `RegisterAway` while the register cannot be reached. Safe to use from several threads;
+    not to be used in a process forked from the one that opened it.
+    """
+
+    def __init__(
+        self,
+        url: str | HasUrl = "memory://",
+        *,
+        replicas: int | None = None,
+        hold: bool = True,
+        keep: int = 2,
+        plane: str = "auto",
+        timeout: float = 30.0,
+        observe: Observe | None = None,
+    ) -> None:
+        self.url = url if isinstance(url, str) else url.url
+        local = self.url.startswith("memory://")
+        self._replicas = (1 if local else 2) if replicas is None else replicas
+        if self._replicas < 1 or keep < 1:
+            raise ValueError(f"replicas={replicas} and keep={keep} must be at least 1")
+        if local and self._replicas > 1:
+            raise ValueError(f"{self.url} is one process, which cannot keep {replicas} replicas: use sqlite://")
+        self._keep, self._timeout, self._hold, self._pid = keep, timeout, hold, os.getpid()
+        self._observe: Observe = observe or _nobody
+        self._manifests: dict[bytes, Manifest] = {}
+        with ExitStack() as undo:
+            self._book = Book(self.url)
+            undo.callback(self._book.close)
+            self._plane = memory("inproc" if local and plane == "auto" else plane)
+            undo.callback(self._plane.close)
+            holder = Holder(secrets.token_hex(6), this_process(), leaving=not hold)
+            self._keeper = Keeper(self._book, self._plane, holder, self._observe)
+            if hold:
+                self._keeper.start()
+            undo.pop_all()
+        self._ending = weakref.finalize(self, _end, self._keeper, self._book, self._plane, self._pid)
+
+    # -- publishing
+
+    def publish(
+        self,
+        version: int,
+        state_dict: Mapping[str, Any],
+        *,
+        part: int = 0,
+        parts: int = 1,
+        fence: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Bring part `part` of `parts` of version `version`: a flat or nested mapping of names to plain
+        tensors.
+
+        Returns once `replicas` processes keep this part; the version is visible from the moment that all
+        its parts are kept so. The tensors are copied, and may be changed afterwards. Publishing the same
+        bytes again does nothing.
+
+        `fence` is the publisher's epoch: `StaleEpoch` once a publisher of a later one has been here.
+        `Mismatch`, saying what differs, if the version is there with other bytes or parts. `StoreTimeout`
+        if the replicas are not there after `timeout` seconds: the part is withdrawn then. A publisher that
+        dies before its version is visible leaves nothing behind.
+        """
+        self._check_usable()
+        version, part, parts = _number(version, "version"), _number(part, "part"), _number(parts, "parts")
+        fence = None if fence is None else _number(fence, "fence")
+        if not part < parts:
+            raise ValueError(f"part {part} of {parts} parts: parts are numbered from 0")
+        tensors = flatten(state_dict)
+        _, catalog = self._book.read()
+        transitions.check_fence(catalog, fence)
+        terms = Terms(version, part, parts, self._replicas, self._keep, fence)
+        packed = pack(tensors, self._keeper.allocate)
+
+        def observe(kind: str) -> None:
+            self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
+
+        observe("copied")
+        if not self._hold:
+            self._book.change(lambda now: transitions.join(now, self._keeper.holder))
+        publication = Publication(self._book, self._keeper, self._plane, terms, packed, observe)
+        publication.run(self._timeout if timeout is None else timeout)
+
+    # -- reading
+
+    def get(
+        self,
+        version: int | Literal["latest"],
+        into: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        strict: bool = True,
+    ) -> int:
+        """Fill the tensors of `into` with those of a version; returns the version's number.
+
+        Names, shapes and dtypes must agree (`Mismatch`, before anything is changed); with `strict=False`
+        the version may have more tensors than `into`. Bytes come straight from the memory of holders, each
+        piece verified; if a holder dies or has wrong bytes the next one is read. "latest" moves on to a
+        newer version if the one being read is let go meanwhile. After an error other than `Mismatch` and
+        `NoSuchVersion` the tensors hold an unusable mixture.
+
+        Raises `NoSuchVersion`, `CorruptData` if no replica has the right bytes, `StoreTimeout`.
+        """
+        self._check_usable()
+        if version != "latest":
+            _number(version, "version")
+        began = time.monotonic()
+        deadline = began + (self._timeout if timeout is None else timeout)
+        wanted = flatten(into)
+        at, catalog = self._book.read()
+        while True:
+            found = catalog.need(version)
+            try:
+                self._fill(catalog, found, wanted, deadline, strict)
+                return found.number
+            except RegionGone as error:
+                why = error
+            self._book.bury_dead()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreTimeout("get", found.number, time.monotonic() - began, str(why)) from why
+            at, catalog = self._book.wait(at, min(left, PAUSE_SECONDS)) or self._book.read()
+
+    def _fill(
+        self,
+        catalog: Catalog,
+        version: Version,
+        wanted: Mapping[str, torch.Tensor],
+        deadline: float,
+        strict: bool,
+    ) -> None:
+        readers = [
+            PartReader(self._plane, catalog, version, shard, deadline, self._keeper.condemn) for shard in version.shards
+        ]
+        manifests = [self._manifest(reader) for reader in readers]
+        check_fit(manifests, wanted, strict)
+        with torch.no_grad():
+            for reader, manifest in zip(readers, manifests, strict=True):
+                fill(reader, manifest, wanted)
+
+    def _manifest(self, reader: PartReader) -> Manifest:
+        known = self._manifests.get(reader.shard.digest)
+        if known is None:
+            known = reader.manifest()
+            for old in list(self._manifests)[: -CACHED_MANIFESTS + 1]:
+                self._manifests.pop(old, None)
+            self._manifests[reader.shard.digest] = known
+        return known
+
+    # -- the catalogue
+
+    def latest(self) -> int | None:
+        """The version that readers of "latest" get; None if there is none."""
+        return self._read().latest
+
+    def versions(self) -> list[int]:
+        """The visible versions, oldest first."""
+        return list(self._read().visible())
+
+    def holders(self, version: int | Literal["latest"] = "latest") -> tuple[Holder, ...]:
+        """Who holds a version (any part of it), publishers first: each has `pid` and `peer`."""
+        catalog = self._read()
+        ids = [each.holder for shard in catalog.need(version).shards for each in shard.replicas]
+        found = (catalog.holder(each) for each in dict.fromkeys(ids))
+        return tuple(holder for holder in found if holder is not None)
+
+    def wait(self, version: int, timeout: float | None = None) -> int:
+        """Return as soon as `version`, or a newer one, is visible: the newest. Raises `StoreTimeout`."""
+        self._check_usable()
+        _number(version, "version")
+        began = time.monotonic()
+        deadline = began + (self._timeout if timeout is None else timeout)
+        at, catalog = self._book.read()
+        while not (there := catalog.visible()) or there[-1] < version:
+            found = self._book.wait(at, deadline - time.monotonic())
+            if found is None:
+                newest = f"the newest is {there[-1]}" if there else "none is visible"
+                raise StoreTimeout("wait", version, time.monotonic() - began, newest)
+            at, catalog = found
+        return there[-1]
+
+    def pin(self, version: int | Literal["latest"]) -> Lease:
+        """Keep a version until the lease is released, or this process ends. Raises `NoSuchVersion`."""
+        self._check_usable()
+        lease, me = secrets.token_hex(6), this_process()
+        _, catalog = self._book.change(lambda now: transitions.pin(now, version, lease, me))
+        number = next(each.version for each in catalog.pins if each.id == lease)
+        return Lease(number, lambda: self._change(lambda now: transitions.unpin(now, lease)))
+
+    def rollback(self, version: int) -> None:
+        """Make `version` the latest. Newer ones can still be had by number until they are superseded or
+        deleted.
+
+        Raises `NoSuchVersion`.
+        """
+        self._change(lambda now: transitions.rollback(now, version))
+
+    def delete(self, version: int) -> None:
+        """Let a version go; its number may then be published again. Raises `NoSuchVersion`, `Mismatch` if
+        pinned.
+        """
+        self._change(lambda now: transitions.delete(now, version))
+
+    # -- the end
+
+    def close(self) -> None:
+        """Hand over what only this process holds, if others are there to take it, and leave. Idempotent."""
+        if self._ending.detach() is not None:
+            _end(self._keeper, self._book, self._plane, self._pid, self._timeout)
+
+    def __enter__(self) -> WeightStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> Catalog:
+        self._check_usable()
+        return self._book.read()[1]
+
+    def _change(self, transition: Callable[[Catalog], Catalog]) -> None:
+        self._check_usable()
+        self._book.change(transition)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise Mismatch("this store was opened before a fork; open one in this process")
+        if not self._ending.alive:
+            raise Mismatch(f"this store ({self.url}) is closed; open another")
+
+
+def _end(keeper: Keeper, book: Book, plane: MemoryPlane, pid: int, patience: float = 0.0) -> None:
+    if os.getpid() == pid:
+        keeper.close(patience)
+        plane.close()
+        keeper.join()
+        book.close()
+
+
+def _number(value: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} is a number, not {value!r}")
+    if not 0 <= value < 1 << 63:
+        raise ValueError(f"{what} {value} is not in 0 .. 2**63 - 1")
+    return value
+
+
+def _nobody(kind: str, fields: dict[str, object]) -> None:
+    """Nobody observes."""

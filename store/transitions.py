@@ -1,0 +1,296 @@
+"""Every change that may be made to the catalogue, as pure functions.
+
+Each takes a catalogue and returns the next one (an equal one if nothing changes), or raises a typed error.
+Since all of them go through the register's compare-and-set, whatever dies, the catalogue is always one that
+a transition made.
+
+After every transition `_settle` makes complete versions visible and lets superseded ones go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import xxhash
+from msgspec.structs import replace
+
+from holdfast.comms.errors import Mismatch, StaleEpoch
+from holdfast.comms.transport import Peer
+from holdfast.store.catalog import Catalog, Holder, Past, Pin, Replica, Shard, Version
+
+REMEMBERED = 16
+"""How many numbers of versions that are gone the catalogue keeps."""
+
+
+# -- publishing
+
+
+def check_fence(catalog: Catalog, fence: int | None) -> None:
+    """Raises `StaleEpoch` for a publisher whose epoch is over."""
+    if fence is not None and catalog.fence is not None and fence < catalog.fence:
+        raise StaleEpoch(
+            f"a publisher of epoch {catalog.fence} was here before this one of epoch {fence}: nothing was published; "
+            "join the current epoch"
+        )
+
+
+def announce(
+    catalog: Catalog,
+    number: int,
+    shard: Shard,
+    *,
+    parts: int,
+    replicas: int,
+    keep: int,
+    fence: int | None,
+) -> Catalog:
+    """A publisher holds a part of a version. The same bytes again add a replica, or change nothing once
+    visible.
+
+    Raises `StaleEpoch`, and `Mismatch` if the version is there with other parts or other bytes.
+    """
+    check_fence(catalog, fence)
+    for past in catalog.past:
+        if past.number == number and catalog.version(number) is None:
+            if shard.part < len(past.digests) == parts and past.digests[shard.part] == shard.digest:
+                return catalog
+            raise Mismatch(f"version {number} was published with other bytes and let go; use a new number")
+    if fence is not None:
+        stale = [each.number for each in catalog.versions if not each.visible and _older(each.fence, fence)]
+        catalog = replace(_without(catalog, stale), fence=fence)
+    there = catalog.visible()
+    if number not in there and len(there) >= keep and number < there[-keep]:
+        kept = ", ".join(map(str, there[-keep:]))
+        raise Mismatch(f"version {number} is older than those that are kept ({kept}): it would be let go at once")
+    version = catalog.version(number) or Version(number, parts, replicas, fence, False, ())
+    if version.parts != parts:
+        raise Mismatch(f"version {number} has {version.parts} parts, this publisher says {parts}")
+    known = version.shard(shard.part)
+    if known is not None and known.digest != shard.digest:
+        state = "published" if version.visible else "being published"
+        raise Mismatch(f"version {number} part {shard.part} is {state} with other bytes: it cannot change")
+    if version.visible:
+        return catalog
+    if known is None:
+        shards = sorted((*version.shards, shard), key=lambda each: each.part)
+        return _settle(replace(_with(catalog, replace(version, shards=tuple(shards))), keep=keep))
+    return replicated(catalog, number, shard.part, shard.digest, shard.replicas[0])
+
+
+def _older(fence: int | None, than: int) -> bool:
+    return fence is not None and fence < than
+
+
+def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica: Replica) -> Catalog:
+    """A holder has a replica of a part. Nothing changes if the part is gone, or its process has one
+    already.
+    """
+    version, shard = catalog.version(number), catalog.shard(number, part)
+    holder = catalog.holder(replica.holder)
+    if version is None or shard is None or holder is None or shard.digest != digest:
+        return catalog
+    if holder.peer in catalog.keeping(shard) or any(each.holder == holder.id for each in shard.replicas):
+        return catalog
+    return _settle(_with(catalog, _with_shard(version, replace(shard, replicas=(*shard.replicas, replica)))))
+
+
+def withdraw(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
+    """A publisher gives up a part that is not visible yet."""
+    version = catalog.version(number)
+    if version is None or version.visible:
+        return catalog
+    shards = tuple(each for each in version.shards if (each.part, each.publisher) != (part, publisher))
+    if len(shards) == len(version.shards):
+        return catalog
+    return _with(catalog, replace(version, shards=shards)) if shards else _without(catalog, [number])
+
+
+# -- holders
+
+
+def join(catalog: Catalog, holder: Holder) -> Catalog:
+    """A store is open and will keep replicas."""
+    return catalog if catalog.holder(holder.id) else replace(catalog, holders=(*catalog.holders, holder))
+
+
+def leave(catalog: Catalog, holder_id: str) -> Catalog:
+    """A holder is about to close: others are to take over what it keeps, and what it is publishing is
+    withdrawn.
+    """
+    holders = tuple(replace(holder, leaving=True) if holder.id == holder_id else holder for holder in catalog.holders)
+    return _drop_drafts(replace(catalog, holders=holders), {holder_id})
+
+
+def may_depart(catalog: Catalog, holder_id: str) -> bool:
+    """Whether nothing is lost if a holder goes now, or nobody is there who could take it over."""
+    others = [each for each in catalog.holders if each.id != holder_id and not each.leaving]
+    return not others or all(
+        catalog.keeping(shard)
+        for version in catalog.versions
+        for shard in version.shards
+        if any(replica.holder == holder_id for replica in shard.replicas)
+    )
+
+
+def depart(catalog: Catalog, holder_id: str) -> Catalog:
+    """A holder is closed, and its replicas with it."""
+    return _remove(catalog, {holder_id})
+
+
+def bury(catalog: Catalog, dead: Collection[Peer]) -> Catalog:
+    """Processes are gone, with their replicas, their pins, and what they were publishing."""
+    pins = tuple(pin for pin in catalog.pins if pin.peer not in dead)
+    if len(pins) < len(catalog.pins):
+        catalog = replace(catalog, pins=pins)
+    return _remove(catalog, {holder.id for holder in catalog.holders if holder.peer in dead})
+
+
+def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Catalog:
+    """A replica has the wrong bytes, or is not wanted by its holder: it goes, unless it is the only one."""
+    version, shard = catalog.version(number), catalog.shard(number, part)
+    if version is None or shard is None:
+        return catalog
+    good = tuple(replica for replica in shard.replicas if replica.holder != holder_id)
+    if not good or len(good) == len(shard.replicas):
+        return catalog
+    return _with(catalog, _with_shard(version, replace(shard, replicas=good)))
+
+
+def missing(catalog: Catalog, holder_id: str) -> Iterator[tuple[Version, Shard, int]]:
+    """Parts that a holder could make a replica of, and its turn: 0 if it should, 1 if the first ones fail
+    to, ...
+
+    All holders come to the same order, which differs from part to part.
+    """
+    me = catalog.holder(holder_id)
+    if me is None or me.leaving:
+        return
+    for version in catalog.versions:
+        for shard in version.shards:
+            keeping = catalog.keeping(shard)
+            lacking = version.replicas - len(keeping)
+            if lacking <= 0 or me.peer in keeping or not shard.replicas:
+                continue
+            rivals = sorted(
+                (xxhash.xxh3_64_intdigest(shard.digest + holder.id.encode()), holder.id)
+                for holder in catalog.holders
+                if not holder.leaving and holder.peer not in keeping
+            )
+            position = next(index for index, rival in enumerate(rivals) if rival[1] == holder_id)
+            yield version, shard, max(0, position - lacking + 1)
+
+
+# -- readers and owners
+
+
+def pin(catalog: Catalog, wanted: int | str, pin_id: str, peer: Peer) -> Catalog:
+    """Keep a visible version. Raises `NoSuchVersion`."""
+    lease = Pin(pin_id, catalog.need(wanted).number, peer)
+    return catalog if lease in catalog.pins else replace(catalog, pins=(*catalog.pins, lease))
+
+
+def unpin(catalog: Catalog, pin_id: str) -> Catalog:
+    """Release a pin."""
+    return _settle(replace(catalog, pins=tuple(each for each in catalog.pins if each.id != pin_id)))
+
+
+def rollback(catalog: Catalog, number: int) -> Catalog:
+    """Make a visible version the latest. Newer ones stay as they are. Raises `NoSuchVersion`."""
+    catalog.need(number)
+    return catalog if catalog.latest == number else replace(catalog, latest=number)
+
+
+def delete(catalog: Catalog, number: int) -> Catalog:
+    """Let a visible version go and forget its number. Raises `NoSuchVersion`, `Mismatch` if it is pinned."""
+    catalog.need(number)
+    pids = sorted(each.peer.pid for each in catalog.pins if each.version == number)
+    if pids:
+        raise Mismatch(f"version {number} is pinned by process {', '.join(map(str, pids))}; release it first")
+    past = tuple(each for each in catalog.past if each.number != number)
+    return _without(replace(catalog, past=past), [number])
+
+
+# -- what they are made of
+
+
+def _with(catalog: Catalog, version: Version) -> Catalog:
+    others = [each for each in catalog.versions if each.number != version.number]
+    return replace(catalog, versions=tuple(sorted((*others, version), key=lambda each: each.number)))
+
+
+def _with_shard(version: Version, shard: Shard) -> Version:
+    shards = tuple(shard if each.part == shard.part else each for each in version.shards)
+    return replace(version, shards=shards)
+
+
+def _without(catalog: Catalog, numbers: Collection[int]) -> Catalog:
+    if not numbers:
+        return catalog
+    versions = tuple(each for each in catalog.versions if each.number not in numbers)
+    latest = catalog.latest
+    if latest in numbers:
+        latest = max((each.number for each in versions if each.visible), default=None)
+    return replace(catalog, versions=versions, latest=latest)
+
+
+def _remove(catalog: Catalog, gone: Collection[str]) -> Catalog:
+    """Holders and all that is theirs. A version that has a part without any replica is lost."""
+    if not gone:
+        return catalog
+    catalog = _drop_drafts(catalog, gone)
+    holders = tuple(holder for holder in catalog.holders if holder.id not in gone)
+    catalog = _drop_replicas(replace(catalog, holders=holders), gone)
+    without = [each for each in catalog.versions if not all(shard.replicas for shard in each.shards)]
+    lost = [each.number for each in without if each.visible]
+    past = tuple(each for each in catalog.past if each.number not in lost)
+    catalog = replace(catalog, past=past, lost=(*catalog.lost, *lost)[-REMEMBERED:])
+    return _settle(_without(catalog, [each.number for each in without]))
+
+
+def _drop_drafts(catalog: Catalog, publishers: Collection[str]) -> Catalog:
+    """Take back the parts that are being published by some holders."""
+    for version in catalog.versions:
+        for shard in version.shards:
+            if shard.publisher in publishers:
+                catalog = withdraw(catalog, version.number, shard.part, shard.publisher)
+    return catalog
+
+
+def _drop_replicas(catalog: Catalog, gone: Collection[str]) -> Catalog:
+    for version in catalog.versions:
+        for shard in version.shards:
+            kept = tuple(each for each in shard.replicas if each.holder not in gone)
+            if len(kept) < len(shard.replicas):
+                version = _with_shard(version, replace(shard, replicas=kept))
+        catalog = _with(catalog, version)
+    return catalog
+
+
+def _settle(catalog: Catalog) -> Catalog:
+    for version in catalog.versions:
+        if not version.visible and _complete(catalog, version):
+            catalog = _with(catalog, replace(version, visible=True))
+            number = version.number
+            past = Past(number, tuple(shard.digest for shard in version.shards))
+            latest = number if catalog.latest is None else max(number, catalog.latest)
+            catalog = replace(catalog, latest=latest, past=(*catalog.past, past))
+    pinned = {pin.version for pin in catalog.pins}
+    visible = catalog.visible()
+    kept = {*visible[-catalog.keep :], *pinned, catalog.latest}
+    oldest = visible[-catalog.keep] if len(visible) >= catalog.keep else 0
+    superseded = [
+        each.number for each in catalog.versions if (each.number not in kept if each.visible else each.number < oldest)
+    ]
+    return _forget(_without(catalog, superseded))
+
+
+def _complete(catalog: Catalog, version: Version) -> bool:
+    return len(version.shards) == version.parts and all(catalog.safe(version, shard) for shard in version.shards)
+
+
+def _forget(catalog: Catalog) -> Catalog:
+    """Keep the numbers of what is there, and of the newest that are gone."""
+    there = {version.number for version in catalog.versions}
+    gone = [past for past in catalog.past if past.number not in there][-REMEMBERED:]
+    past = tuple(past for past in catalog.past if past.number in there or past in gone)
+    return catalog if past == catalog.past else replace(catalog, past=past)
