@@ -81,10 +81,13 @@ def run(
 
         holdfast run -n 4 --spares 1 --backend shm --logs events train.py
 
-    The script needs no rank and no size: [bold]with holdfast.ft.Session() as session:[/bold] finds the job by the
-    environment that this command sets (HOLDFAST_JOB, HOLDFAST_REGISTER, HOLDFAST_KEY_FILE, HOLDFAST_BACKEND,
-    HOLDFAST_SIZE). Output is shown with the number of the process in front. When a process dies the sessions put a
-    spare in its place or go on without it; nothing is restarted. All processes end when this command ends.
+    The script needs no rank and no size: holdfast.ft.Session() finds
+    the job by the environment that this command sets: HOLDFAST_JOB,
+    HOLDFAST_REGISTER, HOLDFAST_KEY_FILE, HOLDFAST_BACKEND, HOLDFAST_SIZE.
+
+    When a process dies the sessions put a spare in its place or go on
+    without it; nothing is restarted. All processes end with this command.
+    Output is shown with the number of the process in front.
 
     Exit status: 0 only if the job finished.
     """

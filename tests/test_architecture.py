@@ -1,0 +1,262 @@
+"""The walls: which package may import which, what a wheel holds, how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
+
+MAY_USE = {
+    "comms": {"comms"},
+    "backends": {"backends", "comms"},
+    "ft": {"ft", "comms"},
+    "store": {"store", "ft", "comms"},
+    "rl": {"rl", "store", "ft", "comms"},
+    "harness": {"harness", "rl", "store", "ft", "comms"},
+}
+"""The arrows. Nothing but `backends` is allowed `backends`: they are found through plugins."""
+
+PURE = {
+    "__future__",
+    "abc",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "itertools",
+    "math",
+    "msgspec",
+    "typing",
+}
+"""What a file without I/O may import from outside holdfast."""
+
+DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.transport"}
+"""What it may import from outside its package: errors, and the type `Peer`."""
+
+LONGEST = 450
+
+
+def modules() -> list[Path]:
+    """Every Python file of the six packages, relative to the root."""
+    return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full module name) of every import in a file, wherever it stands; `from a import b` counts as a.b too."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    """`comms/errors.py` is `holdfast.comms.errors`."""
+    parts = path.with_suffix("").parts
+    return ".".join(("holdfast", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def test_dependencies_point_one_way() -> None:
+    wrong = []
+    for path in modules():
+        for line, name in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "holdfast" and rest.partition(".")[0] not in MAY_USE[path.parts[0]]:
+                wrong.append(f"{path}:{line}: {path.parts[0]} must not import {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_is_imported_by_its_folder_name() -> None:
+    """`import store` would find the user's own folder, or nothing."""
+    wrong = [
+        f"{path}:{line}: {name}"
+        for path in modules()
+        for line, name in imports(path)
+        if name.partition(".")[0] in PACKAGES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_membership_core_does_no_io() -> None:
+    """Neither does anything of `ft` that it imports; of `comms` it takes data types alone."""
+    files = {module_name(path): path for path in modules()}
+    seen: set[str] = set()
+    todo = ["holdfast.ft.membership"]
+    wrong = []
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        for line, name in _runtime_imports(files[module]):
+            home = name if name in files else name.rpartition(".")[0]
+            if home.startswith("holdfast.ft"):
+                todo += {home} - seen
+            elif home not in DATA_ONLY and name.partition(".")[0] not in PURE:
+                wrong.append(f"{files[module]}:{line}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _runtime_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The imports of a file, but for those that only type checkers see."""
+    source = ast.parse((ROOT / path).read_text())
+    hidden = {
+        child.lineno
+        for node in ast.walk(source)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for child in node.body
+    }
+    return ((line, name) for line, name in imports(path) if line not in hidden)
+
+
+def test_pickle_stays_between_a_parent_and_its_children() -> None:
+    """Only the harness unpickles, from sockets that it inherited or made."""
+    wrong = [
+        f"{path}:{line}: {name}"
+        for path in modules()
+        if path.parts[0] != "harness"
+        for line, name in imports(path)
+        if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_stay_small() -> None:
+    lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules()}
+    long = [f"{path}: {length} lines" for path, length in lengths.items() if length > LONGEST]
+    assert not long, f"more than {LONGEST} lines; split by idea: " + ", ".join(long)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(path)
+        for path in modules()
+        if (ROOT / path).read_text().strip() and not ast.get_docstring(ast.parse((ROOT / path).read_text()))
+    ]
+    assert not silent, f"without a docstring: {', '.join(silent)}"
+
+
+def test_every_folder_is_declared_as_a_package() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {str(path.parent) for path in modules()}
+    assert set(setup["packages"]) == {f"holdfast.{folder.replace('/', '.')}" for folder in folders}
+    assert setup["package-dir"] == {f"holdfast.{folder.replace('/', '.')}": folder for folder in folders}
+
+
+def test_constraints_pin_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {_name(text) for text in [*project["dependencies"], *extras["dev"], *extras["mpi"], *extras["rl"]]}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {_name(line) for line in lines}
+    assert all("==" in line for line in lines), "only exact pins, no addresses and no paths"
+    assert "torch==2.13.0" in lines
+    assert wanted - pinned - {"holdfast"} == set()
+
+
+def _name(requirement: str) -> str:
+    return (
+        "".join(c if c.isalnum() else " " for c in requirement.replace("-", "_").replace("_", "0")).split()[0].lower()
+    )
+
+
+def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> str:
+    """Run an interpreter; its output, once it has succeeded."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_importing_comms_brings_in_no_backend_and_no_framework() -> None:
+    code = "import holdfast.comms, sys; print(*sys.modules)"
+    loaded = run_python(sys.executable, "-c", code).split()
+    heavy = {"transformers", "typer", "matplotlib", "mpi4py", "jinja2", "sqlite3"}
+    assert heavy & set(loaded) == set()
+    assert not [name for name in loaded if name.startswith("holdfast.backends")]
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import holdfast.harness.cli, sys; print(*sys.modules)"
+    loaded = set(run_python(sys.executable, "-c", code).split())
+    assert {"torch", "numpy", "transformers", "matplotlib"} & loaded == set()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, built from a copy of what git knows, so that it cannot pick up what lies around."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    names = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, text=True
+    )
+    for name in names.split("\0"):
+        if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    run_python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"holdfast/{path}" for path in modules()} <= names
+    assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
+    data = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.j2")}
+    assert {f"holdfast/{path}" for path in data} <= names
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
+    assert len(top) == 2
+    assert "holdfast/__init__.py" not in names, "holdfast is a namespace: plugins may add to it"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `holdfast` command of an empty virtual environment into which the wheel was installed.
+
+    Dependencies are borrowed from this environment by a path file, without its editable install of the tree.
+    """
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    ours = Path(pytest.__file__).parents[1]
+    # A path file's lines are not followed for the path files in the folder that it names: no editable finder.
+    (site / "borrowed.pth").write_text(f"{ours}\n")
+    where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
+    assert Path(where).is_relative_to(home), f"{where} is not what was installed"
+    return home / "bin" / "holdfast"
+
+
+def run_command(command: Path, *arguments: str, cwd: Path) -> str:
+    """Run the installed command outside the tree; its output, once it has succeeded."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST"))}
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=300.0, cwd=cwd, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_lists_its_backends(installed: Path, tmp_path: Path) -> None:
+    listed = run_command(installed, "backends", cwd=tmp_path)
+    assert all(name in listed for name in ("inproc", "shm", "gloo"))
+    assert "broken" not in listed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
+    run_command(installed, "demo", "--steps", "5", "--report", str(tmp_path / "report"), cwd=tmp_path)
+    assert (tmp_path / "report" / "report.html").stat().st_size > 1000

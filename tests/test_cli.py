@@ -1,0 +1,200 @@
+"""The `holdfast` command, as a user calls it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).parent / "holdfast"
+
+
+def holdfast(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with wide output and without colours."""
+    return subprocess.run(
+        [COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ},
+    )
+
+
+def script(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def test_version() -> None:
+    done = holdfast("--version")
+    assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
+
+
+def test_help_teaches_by_examples() -> None:
+    done = holdfast("--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("backends", "run", "bench"))
+    for command in ("backends", "run"):
+        done = holdfast(command, "--help")
+        assert done.returncode == 0
+        assert f"holdfast {command} " in done.stdout.partition("Examples")[2]
+
+
+def test_an_unknown_command_is_refused() -> None:
+    done = holdfast("fly")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+
+
+# -- backends
+
+
+def test_backends_says_which_can_run_here() -> None:
+    done = holdfast("backends")
+    assert done.returncode == 0
+    rows = {row.split()[1]: row for row in done.stdout.splitlines() if row.startswith("│") and row[2] != " "}
+    assert set(rows) >= {"gloo", "inproc", "shm"}
+    assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
+
+
+def test_backends_as_json() -> None:
+    done = holdfast("backends", "--json")
+    found = json.loads(done.stdout)
+    assert found["broken"] == {}
+    shm = found["backends"]["shm"]
+    assert shm["available"] is True
+    assert "all_reduce" in shm["capabilities"]["collectives"]
+    assert "float32" in shm["capabilities"]["reduces"]["cpu"]
+    assert shm["capabilities"]["one_host"] is True
+
+
+BROKEN = {"broken_plugin.py": "raise RuntimeError('cannot work')"}
+ABSENT = {
+    "absent_plugin.py": """
+        from holdfast.comms.plugins import API_VERSION, BackendInfo, Capabilities, Unavailable, hookimpl
+
+        @hookimpl
+        def holdfast_backends():
+            probe = lambda: Unavailable("the card is not there", "buy one")
+            return [BackendInfo("warp", API_VERSION, "faster than light", Capabilities(), probe, lambda context: None)]
+    """
+}
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> str:
+    """A folder with two installed plugins: one that does not load, one whose backend cannot run here."""
+    for name, source in {**BROKEN, **ABSENT}.items():
+        (tmp_path / name).write_text(textwrap.dedent(source))
+    info = tmp_path / "plugins-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[holdfast]\nbroken = broken_plugin\nwarp = absent_plugin\n")
+    return str(tmp_path)
+
+
+def test_a_plugin_that_does_not_load_is_reported_and_harms_no_other(plugins: str) -> None:
+    done = holdfast("backends", PYTHONPATH=plugins)
+    assert done.returncode == 0
+    assert "its plugin does not load: RuntimeError: cannot work" in done.stdout
+    found = json.loads(holdfast("backends", "--json", PYTHONPATH=plugins).stdout)
+    assert found["broken"] == {"broken": "RuntimeError: cannot work"}
+    assert found["backends"]["shm"]["available"] is True
+
+
+def test_a_backend_that_cannot_run_here_says_why_and_what_to_install(plugins: str) -> None:
+    done = holdfast("backends", PYTHONPATH=plugins)
+    assert "the card is not there" in done.stdout
+    assert "buy one" in done.stdout
+    warp = json.loads(holdfast("backends", "--json", PYTHONPATH=plugins).stdout)["backends"]["warp"]
+    assert (warp["available"], warp["reason"], warp["install_hint"]) == (False, "the card is not there", "buy one")
+
+
+# -- run: bad input
+
+
+def test_run_refuses_a_script_that_is_not_there(tmp_path: Path) -> None:
+    done = holdfast("run", tmp_path / "nothing.py")
+    assert done.returncode == 2
+    assert "there is no file" in done.stderr
+
+
+def test_run_refuses_an_unknown_backend(tmp_path: Path) -> None:
+    done = holdfast("run", "--backend", "carrier-pigeon", script(tmp_path, ""))
+    assert done.returncode == 2
+    assert "known are" in done.stderr
+
+
+@pytest.mark.parametrize("options", [("-n", "0"), ("--spares", "-1"), ("-n", "many")])
+def test_run_refuses_bad_numbers(tmp_path: Path, options: tuple[str, str]) -> None:
+    assert holdfast("run", *options, script(tmp_path, "")).returncode == 2
+
+
+def test_run_fails_if_no_process_joins(tmp_path: Path) -> None:
+    done = holdfast("run", "-n", "2", script(tmp_path, "print('I have work of my own')"))
+    assert done.returncode == 1
+    assert sorted(line for line in done.stdout.splitlines() if "work" in line) == [
+        "[0] I have work of my own",
+        "[1] I have work of my own",
+    ]
+    assert "no process joined the job" in done.stdout
+
+
+def test_run_shows_how_processes_ended_and_passes_arguments(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        print("arguments", sys.argv[1:])
+        print("no newline at the end", end="", file=sys.stderr)
+        sys.stderr.flush()
+        sys.exit(3) if os.environ["HOLDFAST_SIZE"] == "1" else None
+        """,
+    )
+    done = holdfast("run", "-n", "1", path, "--lr", "0.1", "-n", "7")
+    assert done.returncode == 1
+    assert "[0] arguments ['--lr', '0.1', '-n', '7']" in done.stdout
+    assert "[0] no newline at the end" in done.stdout
+    assert "[0] exited with status 3" in done.stdout
+
+
+def test_run_gives_the_environment_contract(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, stat
+        print(os.environ["HOLDFAST_JOB"], os.environ["HOLDFAST_BACKEND"], os.environ["HOLDFAST_SIZE"])
+        assert os.environ["HOLDFAST_REGISTER"].startswith("sqlite:///")
+        assert stat.S_IMODE(os.stat(os.environ["HOLDFAST_KEY_FILE"]).st_mode) == 0o600
+        assert os.path.isdir(os.environ["HOLDFAST_LOG_DIR"])
+        """,
+    )
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "gloo", "--job", "mine", path)
+    assert sorted(line for line in done.stdout.splitlines() if "mine" in line) == [
+        f"[{n}] mine gloo 2" for n in range(3)
+    ]
+    assert "exited with" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> None:
+    path = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    launcher = subprocess.Popen([COMMAND, "run", "-n", "2", path], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.send_signal(number)
+    assert launcher.wait(30.0) == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    launcher.stdout.close()
+    deadline = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.02)
