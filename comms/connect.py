@@ -152,6 +152,16 @@ def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.d
     raise _none_available(preference, unavailable)
 
 
+def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The names of a preference that this process can run, in order; and why it cannot run the others.
+
+    Raises `BackendUnavailable` for an unknown name, ValueError for an empty preference.
+    """
+    names = _preference(backend, device)
+    unavailable = _unavailable(names)
+    return [name for name in names if name not in unavailable], unavailable
+
+
 def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:
     if info.connect is None:
         raise Unsupported(f"a communicator over {info.name!r}", "it offers a memory plane only: comms.memory()")
