@@ -324,18 +324,21 @@ class Membership:
         return replace(self, short_since=now if short else None)
 
     def _refusal(self) -> str | None:
-        """Why this process can never be in the job that is being formed; None if it can."""
+        """Why this process, which is in no view yet, can never be in this job; None if it can."""
         view = self.view
         if view is None:
             return None if self.job.backends else "this process can run no backend"
-        if view.phase != "forming" or view.rank_of(self.me.id) is not None:
+        if view.rank_of(self.me.id) is not None:
             return None
-        if self._forming((*view.members, self.me), "").job.backends:
-            return None
-        return (
-            f"no backend suits all: the members so far can run {', '.join(view.job.backends)}, "
-            f"this process {', '.join(self.job.backends) or 'none'}"
-        )
+        conflict = self.job.conflict(view.job)
+        if conflict is not None:
+            return conflict
+        mine, theirs = ", ".join(self.job.backends) or "none", ", ".join(view.job.backends)
+        if view.phase == "forming" and not self._forming((*view.members, self.me), "").job.backends:
+            return f"no backend suits all: the members so far can run {theirs}, this process {mine}"
+        if view.job.backend and view.job.backend not in self.job.backends:
+            return f"the job runs on {view.job.backend}, which this process cannot run; it can run {mine}"
+        return None
 
     def _forming(self, members: tuple[Member, ...], reason: str) -> View:
         job = self.job if self.view is None else self.view.job

@@ -39,6 +39,23 @@ class Job(msgspec.Struct, frozen=True):
     backends: tuple[str, ...]
     backend: str = ""
     key_check: str = ""
+    asked: str = "auto"
+
+    def conflict(self, there: Job) -> str | None:
+        """Why a process that wants this job cannot be in the job that is `there`; None if it can."""
+        if self.name != there.name:
+            return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
+        if self.key_check != there.key_check:
+            return f"job {self.name!r} has another key"
+        for what in ("size", "min_size", "shards"):
+            mine, theirs = getattr(self, what), getattr(there, what)
+            if mine != theirs:
+                return (
+                    f"job {self.name!r} is in use with {what}={theirs}, not {mine}; use another name or the same {what}"
+                )
+        if self.asked not in ("auto", there.asked, there.backend):
+            return f"job {self.name!r} is in use with backend={there.asked!r}, not {self.asked!r}"
+        return None
 
 
 class View(msgspec.Struct, frozen=True):

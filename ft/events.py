@@ -1,0 +1,71 @@
+"""The events log: what happened to this process, as JSON lines for all processes of a job and as callbacks here.
+
+Each line has `time` (`time.monotonic()`, shared by all processes of a host), `process`, `pid`, `kind` and the fields
+of its kind. A line is one write to a file opened for appending, so a process that is killed leaves whole lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DIRECTORY = "HOLDFAST_LOG_DIR"
+"""The environment variable that says where the logs go; without it only callbacks hear of events."""
+
+Listener = Callable[[dict[str, Any]], None]
+
+_log = logging.getLogger("holdfast.ft")
+_encode = msgspec.json.Encoder().encode
+
+
+class EventLog:
+    """The events of one process. Safe to use from several threads, and after `close` (events then go nowhere)."""
+
+    def __init__(self, process: str, directory: str | os.PathLike[str] | None = None) -> None:
+        """Write to `<directory>/<process>.jsonl`, if there is a directory (default: from the environment)."""
+        self.process = process
+        self._pid = os.getpid()
+        self._listeners: tuple[Listener, ...] = ()
+        self._fd = -1
+        directory = os.environ.get(DIRECTORY) if directory is None else directory
+        if directory:
+            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = Path(directory) / f"{process}.jsonl"
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Note that something happened, now. `fields` are what JSON can say."""
+        if self._fd < 0 and not self._listeners:
+            return
+        event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
+        if self._fd >= 0:
+            os.write(self._fd, _encode(event) + b"\n")
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                _log.exception("a listener to events failed")
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event)` for each event from now on, in the thread where it happens; it must be quick.
+
+        Returns what ends the subscription.
+        """
+        self._listeners = (*self._listeners, listener)
+
+        def unsubscribe() -> None:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+        return unsubscribe
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,92 @@
+"""Named places where a process can be made to die, so that tests kill it at every line of a protocol, not at random.
+
+`HOLDFAST_FAULT="point:step:rank"` (several separated by `;`) makes the process that is `rank` end itself with SIGKILL
+when it reaches `point` in `step`. A fourth part is the epoch in which alone it does so: a spare that takes the dead
+rank's place has the same environment. Tests may `arm` any callable instead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+VARIABLE = "HOLDFAST_FAULT"
+
+POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "step.begin": "an attempt at a step is about to be given to the user",
+        "commit.before_prepare": "the user's part of the step is done, nothing is said about it yet",
+        "commit.before_barrier": "prepared: this rank holds all results of the step",
+        "commit.after_barrier": "every rank has prepared; this one has not noted the commit yet",
+        "commit.after_commit": "the commit is noted; the user has not acted on it yet",
+        "rebuild.before_propose": "this process is about to ask the register for the next view",
+        "rebuild.after_propose": "the register has the next view; nobody has been told",
+        "rebuild.before_connect": "the next view is known; its communicator is not begun",
+        "rebuild.before_votes": "the communicator stands; nobody knows yet who had prepared",
+        "rebuild.after_votes": "what becomes of the open step is decided",
+        "sync.before_header": "a newcomer is about to be given the state",
+        "sync.before_chunk": "a part of the state is about to be moved",
+        "sync.before_load": "a newcomer has all bytes of the state and has not loaded them",
+        "sync.after_load": "a newcomer has loaded the state",
+        "finish.before_propose": "the last step is committed; the job is not yet declared finished",
+    }
+)
+"""Every point, and what is true there."""
+
+Fault = Callable[[str, int, int, int], None]
+
+_armed: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL this process at `point` of `step` if it is `rank` (-1 for both: any), in `epoch` (None: any)."""
+
+    point: str
+    step: int
+    rank: int
+    epoch: int | None = None
+
+    def __call__(self, point: str, step: int, rank: int, epoch: int) -> None:
+        if point != self.point or self.step not in (-1, step) or self.rank not in (-1, rank):
+            return
+        if self.epoch in (None, epoch):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reach(point: str, step: int, rank: int, epoch: int) -> None:
+    """Say that `point` is reached; what is armed may end the process here."""
+    if _armed is not None:
+        _armed(point, step, rank, epoch)
+
+
+def arm(fault: Fault | None) -> None:
+    """Call `fault(point, step, rank, epoch)` at every point from now on; None disarms."""
+    global _armed
+    _armed = fault
+
+
+def parse(text: str) -> Fault | None:
+    """The fault that the environment variable asks for; None for none. Raises ValueError for what it cannot mean."""
+    kills = []
+    for part in filter(None, text.split(";")):
+        point, *numbers = part.split(":")
+        if point not in POINTS:
+            raise ValueError(f"{VARIABLE}: no fault point {point!r}; there are {', '.join(POINTS)}")
+        if len(numbers) not in (2, 3):
+            raise ValueError(f"{VARIABLE}: {part!r} is not point:step:rank or point:step:rank:epoch")
+        kills.append(Kill(point, *map(int, numbers)))
+    if not kills:
+        return None
+
+    def fault(point: str, step: int, rank: int, epoch: int) -> None:
+        for kill in kills:
+            kill(point, step, rank, epoch)
+
+    return fault
+
+
+arm(parse(os.environ.get(VARIABLE, "")))

@@ -1,0 +1,83 @@
+"""What silence means: heartbeats that do not come, settled by looking at the process where that is possible.
+
+Sans-I/O: it is told the time, what was heard and how to look. A process that holds its GIL for long, is swapped out
+or starved of CPU is silent too; only one that is stopped whenever it is looked at is taken for stalled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.view import Member
+from holdfast.ft.vocabulary import Cleared, Stalled, Suspicion
+
+MIN_LOOKS = 3
+
+Verdict = Stalled | Suspicion | Cleared
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What is known of one process: when it was last heard, and how often it was stopped when looked at since."""
+
+    member: Member
+    at: float
+    looks: int = 0
+    first_look: float = 0.0
+    suspected: bool = False
+
+
+class Silence:
+    """Watches how long others have been silent. `me` is this process; `is_stopped(pid)` looks at one of this host."""
+
+    def __init__(self, me: Member, timeouts: Timeouts, is_stopped: Callable[[int], bool]) -> None:
+        self._me, self._timeouts, self._is_stopped = me, timeouts, is_stopped
+        self._heard: dict[str, _Heard] = {}
+
+    def follow(self, members: Iterable[Member], now: float) -> None:
+        """Follow exactly these from now on."""
+        wanted = {m.id: m for m in members if m.peer.pid != self._me.peer.pid or m.peer.host != self._me.peer.host}
+        for member_id in self._heard.keys() - wanted.keys():
+            del self._heard[member_id]
+        for member_id in wanted.keys() - self._heard.keys():
+            self._heard[member_id] = _Heard(wanted[member_id], now)
+
+    def hear(self, member_id: str, now: float) -> tuple[Verdict, ...]:
+        """The process was heard."""
+        heard = self._heard.get(member_id)
+        if heard is None:
+            return ()
+        heard.at, heard.looks = now, 0
+        if not heard.suspected:
+            return ()
+        heard.suspected = False
+        return (Cleared(member_id, self._me.id),)
+
+    def look(self, now: float) -> tuple[Verdict, ...]:
+        """What follows from the silence so far. To be called a few times a heartbeat."""
+        verdicts: list[Verdict] = []
+        for heard in self._heard.values():
+            silent = now - heard.at
+            if silent < 1.2 * self._timeouts.heartbeat:
+                continue
+            if heard.member.peer.host == self._me.peer.host:
+                verdicts += self._look_at(heard, now, silent)
+            elif silent >= self._timeouts.suspect and not heard.suspected:
+                heard.suspected = True
+                verdicts.append(Suspicion(heard.member.id, self._me.id, f"silent for {silent:.2f} s"))
+        return tuple(verdicts)
+
+    def _look_at(self, heard: _Heard, now: float, silent: float) -> list[Verdict]:
+        if not self._is_stopped(heard.member.peer.pid):
+            heard.looks = 0
+            return []
+        if heard.looks == 0:
+            heard.first_look = now
+        heard.looks += 1
+        stopped = now - heard.first_look
+        if silent < self._timeouts.suspect or heard.looks < MIN_LOOKS or stopped < self._timeouts.suspect / 2:
+            return []
+        words = f"silent for {silent:.2f} s, and stopped at each of {heard.looks} looks in {stopped:.2f} s"
+        return [Stalled(heard.member.id, words)]

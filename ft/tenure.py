@@ -1,0 +1,107 @@
+"""The epoch that this process works in, between the thread that learns of it and the thread that works in it.
+
+The runtime installs and revokes; the session waits for the next view, and does what must not happen in an epoch that
+is over while it holds the epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.ft.view import View
+
+
+class Tenure:
+    """The newest view that this process is in, whether it still holds, and the communicator that lives in it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._over: HoldfastError | None = None
+        self._comm: Communicator | None = None
+        self._ended: HoldfastError | None = None
+
+    @property
+    def view(self) -> View | None:
+        """The newest view that was installed here."""
+        return self._view
+
+    # What the runtime says ------------------------------------------------------------------------------------
+
+    def install(self, view: View) -> None:
+        """`view` holds from now on."""
+        with self._changed:
+            self._view, self._over, self._comm = view, None, None
+            self._changed.notify_all()
+
+    def revoke(self, epoch: int, error: HoldfastError) -> bool:
+        """`epoch` is over, and so is every op in it; False if that was known."""
+        with self._changed:
+            if self._view is None or self._view.epoch != epoch or self._over is not None:
+                return False
+            self._over = error
+            comm = self._comm
+            self._changed.notify_all()
+        if comm is not None:
+            comm.abort(error)
+        return True
+
+    def end(self, error: HoldfastError) -> None:
+        """This process can do nothing more in the job. The first reason stays."""
+        with self._changed:
+            self._ended = self._ended or error
+            self._over = self._over or error
+            comm = self._comm
+            self._changed.notify_all()
+        if comm is not None:
+            comm.abort(error)
+
+    # What the session does ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def held(self, epoch: int) -> Iterator[None]:
+        """Do something in `epoch` that cannot be overtaken by its revocation. Raises why it is over if it is."""
+        with self._changed:
+            self._check(epoch)
+            yield
+
+    def carry(self, comm: Communicator) -> None:
+        """End `comm` when its epoch is revoked. Raises why it is over if it is."""
+        with self._changed:
+            self._check(comm.epoch)
+            self._comm = comm
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether `epoch` is revoked or replaced."""
+        return self._view is None or self._view.epoch != epoch or self._over is not None
+
+    def wait(self, newer_than: int, timeout: float) -> View:
+        """The newest view once its epoch exceeds `newer_than` and it holds.
+
+        Raises why this process can do nothing more in the job, or OpTimeout after `timeout` seconds.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while True:
+                if self._ended is not None:
+                    raise self._ended
+                view = self._view
+                if view is not None and view.epoch > newer_than and self._over is None:
+                    return view
+                left = began + timeout - time.monotonic()
+                if left <= 0:
+                    raise OpTimeout("rebuild", newer_than, timeout)
+                self._changed.wait(left)
+
+    def _check(self, epoch: int) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self._view is None or self._view.epoch != epoch:
+            raise Revoked(epoch, "a later epoch has begun")
+        if self._over is not None:
+            raise self._over

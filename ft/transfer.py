@@ -1,0 +1,191 @@
+"""State for newcomers: from one rank that has it to those that have not, over the communicator of the epoch.
+
+Everything goes as bytes: one header, then chunks, each with its checksum. Small tensors share chunks, so that a model
+of many small parameters costs few messages. If the source dies on the way the epoch fails, and the next one tries
+again from another rank: a receiver changes nothing before it has everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import xxhash
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.ft.skeleton import put_together, take_apart
+
+CHUNK = 16 << 20
+"""Bytes of the largest chunk that small tensors share; a larger tensor is a chunk of its own."""
+ALIGNMENT = 16
+MAX_HEADER = 1 << 30
+
+
+class Stateful(Protocol):
+    """What can be attached to a session: a model, an optimizer, a scheduler, a data loader ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor in its chunk."""
+
+    dtype: str
+    shape: list[int]
+    chunk: int
+    offset: int
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All but the bytes: `chunks` are (bytes, checksum)."""
+
+    done: int
+    description: bytes
+    pieces: list[_Piece]
+    chunks: list[tuple[int, bytes]]
+
+
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a rank has after a transfer: how many steps are `done`, and how many bytes of state moved."""
+
+    done: int
+    nbytes: int
+
+
+class Pipe:
+    """Moves tensors from rank `source` to `receivers`: to all at once if nobody else is there, else one by one."""
+
+    def __init__(self, comm: Communicator, source: int, receivers: Sequence[int], timeout: float) -> None:
+        self._comm, self._source, self._receivers, self._timeout = comm, source, tuple(receivers), timeout
+        self._to_all = len(self._receivers) == comm.size - 1
+        self.device = comm.device
+
+    def give(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.to(self.device)
+        if self._to_all:
+            self._comm.broadcast(tensor, self._source, timeout=self._timeout)
+            return
+        for rank in self._receivers:
+            self._comm.send(tensor, rank, timeout=self._timeout)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        if self._to_all:
+            self._comm.broadcast(tensor, self._source, timeout=self._timeout)
+        else:
+            self._comm.recv(tensor, self._source, timeout=self._timeout)
+
+
+def give(pipe: Pipe, attached: Mapping[str, Stateful], done: int, before_chunk: Callable[[], None]) -> Given:
+    """Send the state of everything attached, after `done` committed steps.
+
+    Raises TypeError for state that cannot travel.
+    """
+    description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
+    pieces, chunks = _pack(tensors, pipe.device)
+    sums = [(chunk.nbytes, _checksum(chunk)) for chunk in chunks]
+    header = msgspec.msgpack.encode(_Header(done, description, pieces, sums))
+    pipe.give(torch.tensor([len(header)]))
+    pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    for chunk in chunks:
+        before_chunk()
+        pipe.give(chunk)
+    return Given(done, sum(chunk.nbytes for chunk in chunks))
+
+
+def take(
+    pipe: Pipe,
+    attached: Mapping[str, Stateful],
+    before_chunk: Callable[[], None],
+    before_load: Callable[[], None],
+) -> Given:
+    """Receive state and load it into everything attached.
+
+    Raises `CorruptData`, having loaded nothing, if a checksum is wrong; `Mismatch` if other things are attached there.
+    """
+    length = torch.zeros(1, dtype=torch.int64, device=pipe.device)
+    pipe.take(length)
+    if not 0 < int(length) <= MAX_HEADER:
+        raise CorruptData(f"a state's header of {int(length)} bytes")
+    raw = torch.empty(int(length), dtype=torch.uint8, device=pipe.device)
+    pipe.take(raw)
+    try:
+        header = _decoder.decode(raw.cpu().numpy().tobytes())
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"not the header of a state: {error}") from error
+    chunks = []
+    for number, (nbytes, checksum) in enumerate(header.chunks):
+        before_chunk()
+        chunk = torch.empty(nbytes, dtype=torch.uint8, device=pipe.device)
+        pipe.take(chunk)
+        if _checksum(chunk) != checksum:
+            raise CorruptData(f"chunk {number} of a state ({nbytes} bytes) arrived with another checksum")
+        chunks.append(chunk)
+    state = put_together(header.description, [_unpack(piece, chunks) for piece in header.pieces])
+    if state.keys() != attached.keys():
+        raise Mismatch(
+            f"attached here: {', '.join(sorted(attached)) or 'nothing'}; where the state comes from: "
+            f"{', '.join(sorted(state)) or 'nothing'}; attach the same on every rank"
+        )
+    before_load()
+    for name, thing in attached.items():
+        thing.load_state_dict(state[name])
+    return Given(header.done, sum(chunk.nbytes for chunk in chunks))
+
+
+def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[_Piece], list[torch.Tensor]]:
+    """Where each tensor goes, and the chunks as bytes on `device`."""
+    pieces: list[_Piece] = []
+    contents: list[list[torch.Tensor]] = []
+    open_chunk, filled = -1, 0
+    for tensor in tensors:
+        raw = _bytes_of(tensor).to(device)
+        if raw.numel() >= CHUNK:
+            pieces.append(_piece(tensor, len(contents), 0))
+            contents.append([raw])
+            continue
+        padding = -filled % ALIGNMENT
+        if open_chunk < 0 or filled + padding + raw.numel() > CHUNK:
+            contents.append([])
+            open_chunk, filled, padding = len(contents) - 1, 0, 0
+        if padding:
+            contents[open_chunk].append(torch.zeros(padding, dtype=torch.uint8, device=device))
+        pieces.append(_piece(tensor, open_chunk, filled + padding))
+        contents[open_chunk].append(raw)
+        filled += padding + raw.numel()
+    return pieces, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in contents]
+
+
+def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> _Piece:
+    return _Piece(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), chunk, offset)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unpack(piece: _Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    dtype = getattr(torch, piece.dtype, None)
+    if not isinstance(dtype, torch.dtype) or any(length < 0 for length in piece.shape):
+        raise CorruptData(f"no tensor is {piece.dtype} of shape {piece.shape}")
+    count = 1
+    for length in piece.shape:
+        count *= length
+    nbytes = count * dtype.itemsize
+    if not (0 <= piece.chunk < len(chunks) and 0 <= piece.offset <= chunks[piece.chunk].numel() - nbytes):
+        raise CorruptData("a tensor of a state lies outside of its chunk")
+    raw = chunks[piece.chunk][piece.offset : piece.offset + nbytes]
+    return raw.view(dtype).reshape(piece.shape) if nbytes else torch.empty(piece.shape, dtype=dtype, device=raw.device)
+
+
+def _checksum(chunk: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(chunk.cpu().numpy()))
