@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -92,7 +93,8 @@ class RpcConnection:
 
     def _give_up(self, call: int) -> None:
         if self.lost is None:
-            self._connection.post(encode(Cancel(call)))
+            with contextlib.suppress(ControlError):
+                self._connection.post(encode(Cancel(call)))
 
     def _take(self, payload: bytes) -> None:
         try:
@@ -127,12 +129,12 @@ class RpcConnection:
         except Exception as error:
             self._fail(request.id, error)
             return
-        if isinstance(result, bytes):
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._serve_later(request.id, result))
+            self._serving[request.id] = task
+            task.add_done_callback(lambda _: self._serving.pop(request.id, None))
+        else:
             self._reply(request.id, result)
-            return
-        task = asyncio.ensure_future(self._serve_later(request.id, result))
-        self._serving[request.id] = task
-        task.add_done_callback(lambda _: self._serving.pop(request.id, None))
 
     async def _serve_later(self, call: int, result: Awaitable[bytes]) -> None:
         try:
@@ -148,7 +150,7 @@ class RpcConnection:
         except Exception:
             _log.exception("notice %s from %s failed", notice.method, self.peer)
             return
-        if not isinstance(result, bytes):
+        if inspect.isawaitable(result):
             task = asyncio.ensure_future(self._notice_later(notice.method, result))
             self._notices.add(task)
             task.add_done_callback(self._notices.discard)
@@ -167,6 +169,9 @@ class RpcConnection:
 
     def _reply(self, call: int, body: bytes) -> None:
         if self.lost is not None:
+            return
+        if not isinstance(body, bytes):
+            self._fail(call, TypeError(f"the handler gave {type(body).__name__}, not bytes"))
             return
         try:
             self._connection.post(encode(Reply(call, body)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import os
 import random
 import socket
 import time
@@ -19,10 +21,13 @@ from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, Contro
 from holdfast.ft.control.forks import guard
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, ListenerHandshake, refusal
 
+_log = logging.getLogger(__name__)
+
 HANDSHAKE_SECONDS = 5.0
 MAX_PENDING = 256
 """Unauthenticated connections that a listener holds; when one more comes, the oldest is turned away."""
 
+_BACKLOG = 128  # connections that may be accepted in one go
 _MAX_DROPS = 5  # in a row, before a dialler gives up on a listener that drops it without a word
 
 
@@ -143,7 +148,7 @@ class Listener:
         bound.
         """
         _check_interface(host)
-        self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=512)
+        self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
         guard(self)
         bound = self._server.sockets[0].getsockname()
         self.address = join_address(bound[0], bound[1])
@@ -173,6 +178,7 @@ class Listener:
         if timer is not None:
             timer.cancel()
             self.refused += 1
+            _log.debug("%s turned away a connection: %s", self._identity, error)
         self._open.discard(wire)
 
     async def close(self) -> None:
@@ -184,10 +190,12 @@ class Listener:
         connections = [wire.connection for wire in self._open if wire.connection is not None]
         for connection in connections:
             connection.close()
-        for connection in connections:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(connection.wait_closed(), 0.5)
-            connection.abort()
+        if connections:
+            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
+            await asyncio.wait(closing, timeout=0.5)
+            for connection in connections:
+                connection.abort()
+            await asyncio.wait(closing, timeout=0.5)
 
 
 def _check_interface(host: str) -> None:
@@ -286,7 +294,8 @@ async def _dial_once(host: str, port: int, handshake: DiallerHandshake, address:
     except OSError as error:
         if isinstance(error, TimeoutError):
             raise
-        raise ConnectionLost(address, f"cannot connect: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConnectionLost(address, f"cannot connect: {reason}") from error
     except asyncio.CancelledError:
         if wire.transport is not None:
             wire.transport.abort()

@@ -16,6 +16,7 @@ _RECEIVE_HIGH, _RECEIVE_LOW = (
     1024,
     256,
 )  # messages that wait for `recv` before the sender is held back, and until
+_LINGER = 1.0  # seconds that `close` gives the peer to take what is still to be sent
 _SEND_LIMIT = 16 << 20  # bytes that `post` lets pile up for a peer that does not read
 
 
@@ -39,6 +40,7 @@ class Connection:
         self._on_message: Callable[[bytes], None] | None = None
         self._on_lost: Callable[[ControlError], None] | None = None
         self._paused = False
+        self._linger: asyncio.TimerHandle | None = None
 
     def post(self, payload: bytes) -> None:
         """Send without waiting for a slow peer; one that leaves 16 MiB unread is given up. May raise
@@ -68,9 +70,8 @@ class Connection:
             finally:
                 self._arrived = None
         message = self._messages.popleft()
-        if self._paused and len(self._messages) <= _RECEIVE_LOW and self.lost is None:
-            self._paused = False
-            self._transport.resume_reading()
+        if len(self._messages) <= _RECEIVE_LOW:
+            self._resume()
         return message
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -89,6 +90,7 @@ class Connection:
         self._on_message = receiver
         while self._messages:
             receiver(self._messages.popleft())
+        self._resume()
 
     def on_lost(self, receiver: Callable[[ControlError], None]) -> None:
         """Call `receiver` once, in the event loop, when the connection ends; at once if it has."""
@@ -136,6 +138,11 @@ class Connection:
             self._paused = True
             self._transport.pause_reading()
 
+    def _resume(self) -> None:
+        if self._paused and self.lost is None:
+            self._paused = False
+            self._transport.resume_reading()
+
     def _wake_receiver(self) -> None:
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -154,6 +161,7 @@ class Connection:
         self.lost = reason
         if flush:
             self._transport.close()
+            self._linger = self._loop.call_later(_LINGER, self._transport.abort)
         else:
             self._transport.abort()
         self.hold_writing(False)
@@ -169,5 +177,7 @@ class Connection:
         except ControlError as truncated:
             reason = truncated
         self._end(reason or ConnectionLost(self.peer, f"{CLOSED_THERE}{f' ({error})' if error else ''}"))
+        if self._linger is not None:
+            self._linger.cancel()
         if not self._closed.done():
             self._closed.set_result(None)
