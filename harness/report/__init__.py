@@ -1,0 +1,10 @@
+"""Reports of runs: one self-contained HTML file that works offline, in light and dark, on a laptop and a phone.
+
+from holdfast.harness.report import Report, write
+write(report, Path("report.html"))
+"""
+
+from holdfast.harness.report.model import Curve, Fault, Figure, Lane, Point, Report, Span, Stage
+from holdfast.harness.report.render import render, write
+
+__all__ = ["Curve", "Fault", "Figure", "Lane", "Point", "Report", "Span", "Stage", "render", "write"]

@@ -1,0 +1,65 @@
+"""The picture of what was learnt: reward and held-out rate over steps, with the faults marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.harness.report.model import Curve, Fault, Point
+from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
+
+WIDTH, HEIGHT = 1000.0, 380.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 24.0, 44.0, 48.0
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """The mean of each point and those around it, `window` in all where there are so many."""
+    sums = [0.0]
+    for point in points:
+        sums.append(sums[-1] + point.value)
+    half, out = window // 2, []
+    for index, point in enumerate(points):
+        first, last = max(0, index - half), min(len(points), index + half + 1)
+        out.append(Point(point.steps, (sums[last] - sums[first]) / (last - first)))
+    return out
+
+
+def _axes(x: Scale, y: Scale) -> list[str]:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(line(x.start, y(share), x.end, y(share), "grid"))
+        parts.append(text(x.start - 8, y(share) + 4, f"{share:.0%}", "axis", "end"))
+    whole = [steps for steps in x.ticks(8) if steps == int(steps)]
+    parts += [text(x(steps), y.start + 20, f"{steps:,.0f}", "axis", "middle") for steps in whole]
+    parts.append(text((x.start + x.end) / 2, y.start + 40, "committed steps", "axis", "middle"))
+    return parts
+
+
+def _evaluations(evaluations: Sequence[Point], x: Scale, y: Scale) -> list[str]:
+    points = [(x(point.steps), y(point.value)) for point in evaluations]
+    parts = [polyline(points, "held-out")]
+    for point, (across, up) in zip(evaluations, points, strict=True):
+        words = f"held-out exact match after {point.steps} steps: {point.value:.1%}"
+        parts.append(element("circle", title(words), cx=across, cy=up, r=4, cls="held-out-point"))
+    if points:
+        (across, up), value = points[0], evaluations[0].value
+        parts.append(text(across + 8, up + 20 if value > 0.08 else up - 24, f"{value:.1%}", "value"))
+    if len(points) > 1:
+        (across, up), value = points[-1], evaluations[-1].value
+        parts.append(text(across, up + 34 if value > 0.96 else up - 16, f"{value:.1%}", "value", "end"))
+    return parts
+
+
+def draw_curve(curve: Curve, faults: Sequence[Fault]) -> str:
+    """The SVG. An empty curve has axes only."""
+    last = max([point.steps for point in (*curve.rewards, *curve.evaluations)], default=1)
+    x, y = Scale(0, max(1, last), LEFT, WIDTH - RIGHT), Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y)
+    rewards = sorted(curve.rewards, key=lambda point: point.steps)
+    for points, cls in ((rewards, "reward-raw"), (smoothed(rewards, max(1, len(rewards) // 40)), "reward")):
+        parts.append(polyline([(x(point.steps), y(point.value)) for point in points], cls))
+    parts += _evaluations(sorted(curve.evaluations, key=lambda point: point.steps), x, y)
+    for number, fault in enumerate(faults, start=1):
+        across = x(fault.steps)
+        parts.append(line(across, TOP - 12, across, y.start, "fault-line"))
+        parts.append(badge(across, TOP - 20, number, f"{fault.title} ({fault.target}), after {fault.steps} steps"))
+    return drawing(WIDTH, HEIGHT, parts, "Reward and held-out exact match over committed steps, with the faults")

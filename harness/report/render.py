@@ -1,0 +1,59 @@
+"""Makes the page: pictures first, then the template, into one file with nothing outside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.harness.report.curve import draw_curve
+from holdfast.harness.report.model import Report
+from holdfast.harness.report.scene import activities, draw_scene
+from holdfast.harness.report.svg import duration
+from holdfast.harness.report.timeline import draw_timeline
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATE = "report.html.j2"
+
+
+def _environment() -> Environment:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("reports need jinja2: pip install 'holdfast[report]'") from error
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["duration"] = duration
+    return environment
+
+
+def render(report: Report) -> str:
+    """The page as text. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
+    environment = _environment()
+    from markupsafe import Markup
+
+    scenes = [
+        Markup(draw_scene(fault, number, report.lanes, report.spans))
+        for number, fault in enumerate(report.faults, start=1)
+    ]
+    page = environment.get_template(TEMPLATE).render(
+        report=report,
+        roles=list(dict.fromkeys(lane.role for lane in report.lanes)),
+        curve=Markup(draw_curve(report.curve, report.faults)),
+        timeline=Markup(draw_timeline(report.lanes, report.spans, report.faults, report.seconds)),
+        scenes=scenes,
+        activities=[activities(fault, report.spans) for fault in report.faults],
+        columns=max((len(fault.stages) for fault in report.faults), default=0),
+    )
+    return page + "\n"
+
+
+def write(report: Report, path: Path) -> None:
+    """Write the page to `path`, whose folder exists."""
+    path.write_text(render(report), encoding="utf-8")

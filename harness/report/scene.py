@@ -1,0 +1,105 @@
+"""The picture of one recovery: what each process did, call by call, from just before the fault to just after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.harness.report.model import Fault, Lane, Span
+from holdfast.harness.report.svg import Scale, badge, cross, drawing, duration, element, line, text, title
+from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
+
+TOP, BAR = 66.0, 20.0
+LETTER = 6.4
+"""About how wide a letter of a label is."""
+
+BEFORE, AFTER = 0.35, 0.25
+"""How much is shown before the fault and after the last stage, as shares of the time between; at least a step."""
+
+LEAST = 0.06
+"""Seconds that are shown at least on either side."""
+
+LONGEST = 3.0
+"""Seconds after the fault at which a picture ends: of a stage that takes longer, only the start is seen."""
+
+
+def window(fault: Fault) -> tuple[float, float]:
+    """From when to when a scene is shown."""
+    recovery = min(LONGEST, max([stage.seconds for stage in fault.stages], default=0.0))
+    return fault.time - max(LEAST, BEFORE * recovery), fault.time + recovery + max(LEAST, AFTER * recovery)
+
+
+def _in_scene(spans: Sequence[Span], low: float, high: float) -> list[Span]:
+    return [span for span in spans if span.end > low and span.start < high]
+
+
+def draw_scene(fault: Fault, number: int, lanes: Sequence[Lane], spans: Sequence[Span]) -> str:
+    """The SVG: those of `lanes` that lived at the time."""
+    low, high = window(fault)
+    x = Scale(low, high, LEFT, WIDTH - RIGHT)
+    alive = [lane for lane in lanes if lane.born < high and lane.ended > low]
+    bottom = TOP + LANE * len(alive)
+    parts = []
+    for moment in Scale(1e3 * (low - fault.time), 1e3 * (high - fault.time), 0, 1).ticks(8):
+        across = x(fault.time + moment / 1e3)
+        parts.append(line(across, TOP - 4, across, bottom, "grid"))
+        parts.append(text(across, bottom + 16, _after(moment / 1e3), "axis", "middle"))
+    for row, lane in enumerate(alive):
+        top = TOP + LANE * row + (LANE - BAR) / 2
+        parts.append(text(LEFT - 12, top + BAR / 2 + 4, lane.name, "lane-name", "end"))
+        parts += _lane(lane, _in_scene([span for span in spans if span.process == lane.name], low, high), x, top)
+    parts += _stages(fault, x, bottom)
+    parts.append(line(x(fault.time), TOP - 12, x(fault.time), bottom, "fault-line"))
+    parts.append(badge(x(fault.time), TOP - 20, number, f"{fault.title} ({fault.target})"))
+    return drawing(WIDTH, bottom + 26, parts, f"What each process did around: {fault.title}")
+
+
+def activities(fault: Fault, spans: Sequence[Span]) -> list[str]:
+    """Those that a scene shows, in alphabetical order."""
+    return sorted({span.activity for span in _in_scene(spans, *window(fault))})
+
+
+def _after(seconds: float) -> str:
+    return "0" if seconds == 0 else ("−" if seconds < 0 else "") + duration(abs(seconds))
+
+
+def _lane(lane: Lane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
+    begin, end = max(lane.born, x.low), min(lane.ended, x.high)
+    parts = [
+        element("rect", title(words(lane)), x=x(begin), y=top, width=max(1.0, x(end) - x(begin)), height=BAR, rx=3.0,
+                cls=f"life role-{lane.role}")
+    ]  # fmt: skip
+    for span in spans:
+        left, right = x(max(span.start, x.low)), x(min(span.end, x.high, lane.ended))
+        said = f"{lane.name}: {span.activity} {span.label}".rstrip() + f", {duration(span.end - span.start)}"
+        parts.append(
+            element("rect", title(said), x=left, y=top, width=max(1.2, right - left - 0.6), height=BAR, rx=2.0,
+                    cls=f"act act-{span.activity}")
+        )  # fmt: skip
+        caption = f"{span.activity} {span.label}".rstrip()
+        for wording in (caption, span.activity):
+            if right - left > LETTER * len(wording) + 8:
+                parts.append(text(left + 5, top + BAR / 2 + 4, wording, "act-label"))
+                break
+    if lane.fate != "finished" and x.low <= lane.ended <= x.high:
+        parts.append(cross(x(lane.ended), top + BAR / 2, words(lane)))
+    return parts
+
+
+def _stages(fault: Fault, x: Scale, bottom: float) -> list[str]:
+    """Upright lines with what was reached there, on two rows of words where they are close."""
+    parts: list[str] = []
+    rows = {TOP - 16: x(fault.time) + 14, TOP - 32: 0.0, TOP - 48: 0.0}
+    for index, stage in enumerate(fault.stages):
+        across = x(fault.time + stage.seconds)
+        if across > x.end:
+            continue
+        parts.append(line(across, TOP - 10, across, bottom, f"stage-line stage-{index % 5}"))
+        said = f"{stage.name} {duration(stage.seconds)}"
+        width = LETTER * len(said)
+        start = across if across + width < WIDTH else across - width
+        for row, taken in rows.items():
+            if start >= taken:
+                parts.append(text(start, row, said, f"stage-label stage-{index % 5}"))
+                rows[row] = start + width + 10
+                break
+    return parts

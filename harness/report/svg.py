@@ -1,0 +1,103 @@
+"""Drawing: SVG elements as text, scales, and round numbers for axes. Colours come from the page's style sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+def element(tag: str, inner: str = "", **attributes: object) -> str:
+    """An element. `cls` is its class, and underscores in names are hyphens; numbers have two decimals."""
+    parts = []
+    for name, value in attributes.items():
+        text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        parts.append(f' {"class" if name == "cls" else name.replace("_", "-")}="{escape(text)}"')
+    return f"<{tag}{''.join(parts)}>{inner}</{tag}>"
+
+
+def text(x: float, y: float, words: str, cls: str, anchor: str = "start") -> str:
+    """Words with their baseline at y."""
+    return element("text", escape(words), x=x, y=y, cls=cls, text_anchor=anchor)
+
+
+def title(words: str) -> str:
+    """What is shown when the element around it is pointed at."""
+    return element("title", escape(words))
+
+
+def line(x1: float, y1: float, x2: float, y2: float, cls: str) -> str:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
+
+
+def polyline(points: Iterable[tuple[float, float]], cls: str) -> str:
+    """A line through all points."""
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
+
+
+def ticks_path(xs: Iterable[float], top: float, height: float, cls: str) -> str:
+    """Short upright strokes, as one element."""
+    return element("path", d="".join(f"M{x:.1f} {top:.1f}v{height:.1f}" for x in xs), cls=cls)
+
+
+def badge(x: float, y: float, number: int, words: str) -> str:
+    """The numbered mark of a fault."""
+    disc = element("circle", cx=x, cy=y, r=9)
+    return element("g", title(words) + disc + text(x, y + 4, str(number), "badge-number", "middle"), cls="badge")
+
+
+def cross(x: float, y: float, words: str) -> str:
+    """The mark of a death."""
+    arm = 5.5
+    d = f"M{x - arm:.1f} {y - arm:.1f}l{2 * arm:g} {2 * arm:g}m0 {-2 * arm:g}l{-2 * arm:g} {2 * arm:g}"
+    return element("path", d=d, cls="death-halo") + element("path", title(words), d=d, cls="death")
+
+
+def drawing(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    """The whole picture; `label` says what it shows to those who cannot see it."""
+    return element(
+        "svg",
+        "".join(parts),
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=label,
+        xmlns="http://www.w3.org/2000/svg",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps values from `low` to `high` to places from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        return self.start + (self.end - self.start) * ((value - self.low) / span if span else 0.5)
+
+    def ticks(self, about: int) -> list[float]:
+        """About so many round values inside."""
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        rough = span / max(1, about)
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [round(index * step, 12) for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 0.9 ms, 12 ms, 1.3 s, 2 min 5 s."""
+    if seconds < 0.0995:
+        return f"{1e3 * seconds:.2g} ms" if seconds < 0.00995 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
