@@ -46,6 +46,12 @@ class Work:
         finally:
             self._done.set()
 
+    def __reduce__(self) -> tuple[Callable[[str], Work], tuple[str]]:
+        """A work that is done can be pickled, and is done there too: functions run on ranks often end with an op."""
+        if not self.done() or self._error is not None:
+            raise TypeError(f"this {self._name} is not complete; wait for it first")
+        return Work.completed, (self._name,)
+
     @staticmethod
     def completed(name: str) -> Work:
         """A work that is done."""

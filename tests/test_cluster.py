@@ -53,6 +53,10 @@ def test_run_passes_arguments(cluster: LocalCluster) -> None:
     assert cluster.run(partial(total, start=1.0)) == [3.0, 3.0]
 
 
+def test_a_function_may_end_with_an_op(cluster: LocalCluster) -> None:
+    assert all(work.done() for work in cluster.run(lambda comm: comm.all_reduce(torch.ones(2))))
+
+
 def test_results_may_be_tensors_and_classes_of_the_test(cluster: LocalCluster) -> None:
     def make(comm: Communicator) -> tuple[torch.Tensor, type[Custom]]:
         return torch.arange(comm.rank + 1), Custom
