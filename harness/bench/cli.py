@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_sizes
+from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 
 app = typer.Typer(
     name="bench",
@@ -144,3 +144,37 @@ def imports(
             f"import holdfast.comms after torch: {cost.extra:.1f} ms (median of {cost.processes} processes, "
             f"{cost.extra_min:.1f} to {cost.extra_max:.1f}); import torch: {cost.torch:.0f} ms"
         )
+
+
+@app.command("recovery")
+def recovery(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4,
+    kills: Annotated[int, typer.Option(min=1, help="How many to kill, one at a time.")] = 50,
+    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm",
+    spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0,
+    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K",
+    seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one."""
+    import msgspec
+
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.bench import show
+    from holdfast.harness.bench.recovery import run
+
+    try:
+        nbytes = parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    notes = show.console(stderr=True)
+    try:
+        with notes.status("starting") as status:
+            bench = run(backend, ranks, kills, spares, nbytes, seed, lambda text: status.update(text))
+    except HoldfastError as error:
+        notes.print(f"[bold red]{type(error).__name__}[/]: {error}")
+        raise typer.Exit(1) from error
+    if json:
+        typer.echo(msgspec.json.encode(bench).decode())
+    else:
+        show.show_recovery(bench, show.console())

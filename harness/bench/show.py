@@ -15,6 +15,8 @@ from holdfast.harness.bench.results import Bench, Ratio, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from holdfast.harness.bench.recovery import RecoveryBench
+
 
 def show_time(microseconds: float) -> str:
     """Three figures and a unit."""
@@ -91,6 +93,30 @@ def show(bench: Bench, out: Console) -> None:
             f"[bold red]failed[/]: {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
             f"{show_size(failure.nbytes)}: {failure.reason}"
         )
+
+
+def show_recovery(bench: RecoveryBench, out: Console) -> None:
+    """Print the spread of the whole recovery and of its parts."""
+    spares = f", {bench.spares} spares" if bench.spares else ", no spares"
+    table = Table(
+        title=f"SIGKILL of 1 of {bench.ranks} ranks in all_reduce, {bench.backend}{spares}, {len(bench.kills)} kills",
+        title_justify="left",
+        caption="until the last survivor's next correct all_reduce",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for name in ("median", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for name, spread in (
+        ("whole recovery", bench.total),
+        ("detect", bench.detect),
+        ("agree on the next epoch", bench.agree),
+        ("rebuild the communicator", bench.rebuild),
+        ("first all_reduce", bench.first_op),
+    ):
+        values = (spread.median, spread.p90, spread.p99, spread.max)
+        table.add_row(name, *(f"{value:.2f} ms" for value in values), style="bold" if name.startswith("whole") else "")
+    out.print(table)
 
 
 def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:

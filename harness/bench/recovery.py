@@ -1,0 +1,202 @@
+"""`holdfast bench recovery`: from the SIGKILL of a rank inside an all_reduce to the survivors' next correct one.
+
+All ranks of a job do nothing but all_reduce under an `ft.Session`. One is killed; the time from just before the
+signal is sent to the end of the last survivor's first all_reduce in the next epoch, with the right result, is what
+counts. All times are CLOCK_MONOTONIC of one host. The killer sleeps while the job recovers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.harness.cluster import LocalCluster
+from holdfast.harness.job import Job
+
+if TYPE_CHECKING:
+    from holdfast.ft import Session
+
+FIRST_OP = "first_op"
+"""The event that a rank logs after its first correct all_reduce in an epoch."""
+
+SETTLE = 0.2
+"""Seconds for which a job reduces undisturbed before a kill, and sleeps of the killer after one."""
+
+LIMIT = 30.0
+"""Seconds after which a job that has not recovered never will."""
+
+
+class NotRecovered(HoldfastError):
+    """A job did not come back after a kill."""
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """One kill. All in milliseconds since just before the signal was sent, each when the last survivor got there.
+
+    `detect`: the first of them knows. `agree`: the next epoch is installed. `rebuild`: its communicator is connected.
+    `total`: its first all_reduce is complete and correct.
+    """
+
+    rank: int
+    detect: float
+    agree: float
+    rebuild: float
+    total: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Statistics in milliseconds."""
+
+    median: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        p50, p90, p99, most = np.percentile(list(values), [50, 90, 99, 100])
+        return Spread(float(p50), float(p90), float(p99), float(most))
+
+
+class RecoveryBench(msgspec.Struct, frozen=True):
+    """A whole run. The parts are differences: `agree` is from detection to installation, and so on."""
+
+    backend: str
+    ranks: int
+    spares: int
+    nbytes: int
+    kills: tuple[Recovery, ...]
+    total: Spread
+    detect: Spread
+    agree: Spread
+    rebuild: Spread
+    first_op: Spread
+
+    @staticmethod
+    def of(backend: str, ranks: int, spares: int, nbytes: int, kills: tuple[Recovery, ...]) -> RecoveryBench:
+        return RecoveryBench(
+            backend,
+            ranks,
+            spares,
+            nbytes,
+            kills,
+            total=Spread.of(kill.total for kill in kills),
+            detect=Spread.of(kill.detect for kill in kills),
+            agree=Spread.of(kill.agree - kill.detect for kill in kills),
+            rebuild=Spread.of(kill.rebuild - kill.agree for kill in kills),
+            first_op=Spread.of(kill.total - kill.rebuild for kill in kills),
+        )
+
+
+def reduce_for_ever(session: Session, count: int) -> None:
+    """What each rank does: all_reduce `count` float32 numbers, check them, say so once an epoch, until it is killed."""
+    import torch
+
+    from holdfast.ft.events import EventLog
+
+    log = EventLog(f"bench-{os.getpid()}")
+    tensor = torch.empty(count)
+    said = 0
+    for attempt in session.steps(1):
+        with attempt:
+            comm = attempt.comm
+            expected = float(comm.size * (comm.size + 1) // 2)
+            while True:
+                tensor.fill_(comm.rank + 1)
+                comm.all_reduce(tensor)
+                if said != comm.epoch:
+                    if not bool((tensor == expected).all()):
+                        raise ArithmeticError(f"an all_reduce in epoch {comm.epoch} gave {tensor}, not {expected}")
+                    log.emit(FIRST_OP, epoch=comm.epoch, rank=comm.rank)
+                    said = comm.epoch
+
+
+def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
+    """The events of the job once all of `pids` have reduced in an epoch after `epoch`."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        events = job.events()
+        done = {event["pid"] for event in events if event["kind"] == FIRST_OP and event["epoch"] > epoch}
+        if pids <= done:
+            return events
+        if time.monotonic() > deadline:
+            late = ", ".join(map(str, sorted(pids - done)))
+            raise NotRecovered(f"processes {late} did not reduce again within {LIMIT} s of a kill in epoch {epoch}")
+        time.sleep(0.05)
+
+
+def analyse(events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int]) -> Recovery:
+    """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids)."""
+
+    def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
+        times: dict[int, float] = {}
+        for event in events:
+            later = event["time"] > killed and event.get("epoch", epoch + 1) > epoch
+            if event["kind"] == kind and event["pid"] in survivors and later:
+                times.setdefault(event["pid"], event["time"])
+        if not times:
+            raise NotRecovered(f"no survivor logged {kind!r} after the kill of rank {rank} in epoch {epoch}")
+        return 1e3 * (choose(times.values()) - killed)
+
+    return Recovery(
+        rank=rank,
+        detect=since("detected", min),
+        agree=since("installed", max),
+        rebuild=since("rebuilt", max),
+        total=since(FIRST_OP, max),
+    )
+
+
+def _kill_one(job: Job, rank: int) -> Recovery:
+    view = job.view()
+    members = [member.peer.pid for member in view.members]
+    victim = next(process for process in job.processes if process.pid == members[rank])
+    survivors = set(members) - {victim.pid}
+    killed = time.monotonic()
+    victim.signal(signal.SIGKILL)
+    time.sleep(SETTLE)
+    return analyse(_wait_for_all(job, view.epoch, survivors), rank, killed, view.epoch, survivors)
+
+
+def run(
+    backend: str,
+    ranks: int,
+    kills: int,
+    spares: int = 0,
+    nbytes: int = 64 * 1024,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RecoveryBench:
+    """Kill `kills` ranks, chosen at random.
+
+    With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
+    which goes on with one rank less.
+    """
+    choose = random.Random(seed)
+    done: list[Recovery] = []
+    options = {"min_size": ranks - 1}
+    quiet = {"HOLDFAST_CHECK": "0"}
+    with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
+        while len(done) < kills:
+            with cluster.start(reduce_for_ever, max(1, nbytes // 4)) as job:
+                view = job.view()
+                _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
+                for _ in range(min(max(1, spares), kills - len(done))):
+                    time.sleep(SETTLE + choose.random() * SETTLE)
+                    done.append(_kill_one(job, choose.randrange(ranks)))
+                    progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
+    return RecoveryBench.of(backend, ranks, spares, nbytes, tuple(done))
+
+
+def _median(done: list[Recovery]) -> float:
+    return statistics.median(kill.total for kill in done)
