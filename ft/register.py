@@ -38,9 +38,7 @@ class Register:
         After `RegisterAway` it may or may not have been done: read, and compare.
         """
         if view.epoch != expected_epoch + 1:
-            raise ValueError(
-                f"the view after epoch {expected_epoch} has epoch {expected_epoch + 1}, not {view.epoch}"
-            )
+            raise ValueError(f"the view after epoch {expected_epoch} has epoch {expected_epoch + 1}, not {view.epoch}")
         return self._cell.compare_and_set(expected_epoch, view.encode())
 
     def watch(self, newer_than_epoch: int, timeout: float) -> View | None:

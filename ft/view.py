@@ -92,7 +92,7 @@ class View(msgspec.Struct, frozen=True):
         """Raises `CorruptData` for anything that is not an encoded view."""
         try:
             return _decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptData(f"not a view: {error}") from error
 
 

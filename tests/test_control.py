@@ -177,6 +177,12 @@ def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
         theirs.end()
 
 
+def test_a_name_that_is_no_text_is_no_message() -> None:
+    hello = DiallerHandshake(KEY, "job", "me").hello()
+    with pytest.raises(BadFrame):
+        ListenerHandshake(KEY, "job", "server").receive(hello.replace(b"me", b"\xff\xff"))
+
+
 @pytest.mark.parametrize(
     "arguments", [(b"short", "job", "me"), (KEY, "", "me"), (KEY, "job", ""), (KEY, "job", "x" * 300)]
 )
@@ -769,7 +775,7 @@ def test_a_server_that_cannot_start_leaves_nothing(server: RpcServer) -> None:
 
 
 def test_garbage_from_a_member_drops_its_connection_only(server: RpcServer, client: RpcClient) -> None:
-    for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"{}", bytes(100)):
+    for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
         with RpcClient(server.address, **(ME | {"identity": "fuzzer"})) as fuzzer:
             fuzzer._socket.sendall(fuzzer._session.seal(payload))
             with pytest.raises(ConnectionLost):

@@ -412,13 +412,17 @@ def test_what_a_killed_creator_left_is_swept_away(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_killing_writers_at_any_moment_loses_no_write_and_leaves_a_good_file(file: Path) -> None:
+@pytest.mark.parametrize("reopen", [False, True], ids=["one handle", "a handle a write"])
+def test_killing_writers_at_any_moment_loses_no_write_and_leaves_a_good_file(file: Path, reopen: bool) -> None:
     def body(pipe: Connection) -> None:
-        with cells(f"sqlite://{file}", "view") as [cell]:
-            while True:
-                version, _ = cell.read()
-                if cell.compare_and_set(version, b"%d" % (version + 1)):
-                    pipe.send(version + 1)
+        while True:
+            with cells(f"sqlite://{file}", "view") as [cell]:
+                while True:
+                    version, _ = cell.read()
+                    if cell.compare_and_set(version, b"%d" % (version + 1)):
+                        pipe.send(version + 1)
+                    if reopen:
+                        break
 
     survived = 0
     for round_ in range(20):
@@ -562,7 +566,10 @@ def test_a_view_must_have_the_epoch_it_is_written_as(url: str) -> None:
         assert views.read() is None
 
 
-@pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more"])
+NO_TEXT = view(1, "reason").encode().replace(b"reason", b"\xff" * 6)
+
+
+@pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more", NO_TEXT])
 def test_what_is_no_view_is_reported_as_such(url: str, value: bytes) -> None:
     with cells(url, "view") as [cell], Register.open(url) as views:
         cell.compare_and_set(0, value)

@@ -307,7 +307,7 @@ _DIRECTIONS = (b"to listener", b"to dialler")
 def _parse(body: bytes) -> Message:
     try:
         return _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadFrame(f"not a handshake message: {error}") from error
 
 

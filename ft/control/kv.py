@@ -153,7 +153,7 @@ class RemoteTable:
             raise
         try:
             return msgspec.msgpack.decode(body, type=answer)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptData(f"the answer to {method} is not one: {error}") from error
 
 

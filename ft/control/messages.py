@@ -57,5 +57,5 @@ def decode(payload: bytes) -> Message:
     """Raises `BadFrame` for anything that is not exactly one message."""
     try:
         return _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadFrame(f"not a remote-call message: {error}") from error
