@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -37,6 +36,10 @@ class Reach(ABC):
         closed.
         """
 
+    @abstractmethod
+    def release(self, unharmed: bool) -> None:
+        """The copy is over; `unharmed` if it ended without an error."""
+
 
 class BlockCopyPlane(MemoryPlane):
     """A memory plane that reaches memory through `_reach`."""
@@ -46,7 +49,7 @@ class BlockCopyPlane(MemoryPlane):
         self._count = itertools.count(1)
 
     @abstractmethod
-    def _reach(self, handle: Handle, writing: bool) -> AbstractContextManager[Reach]:
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
         """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
@@ -70,14 +73,14 @@ class BlockCopyPlane(MemoryPlane):
         self._check_open()
         began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
         if offset < 0 or offset + nbytes > handle.nbytes:
-            raise ValueError(
-                f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes"
-            )
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
         if handle.plane != self.name:
             raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
 
         def body() -> None:
-            with self._reach(handle, writing) as region:
+            region = self._reach(handle, writing)
+            unharmed = False
+            try:
                 if region.nbytes != handle.nbytes:
                     raise CorruptData(
                         f"a handle of {handle.nbytes} bytes for a region of {region.nbytes}: a forged handle"
@@ -88,6 +91,9 @@ class BlockCopyPlane(MemoryPlane):
                         raise OpTimeout(op, seq, time.monotonic() - began)
                     self._check_open()
                     move(address + start, offset + start, min(BLOCK_BYTES, nbytes - start))
+                unharmed = True
+            finally:
+                region.release(unharmed)
             if not writing and nbytes and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
@@ -110,11 +116,7 @@ def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
         kind = f"{tensor.layout} tensors on {tensor.device.type}"
         raise Unsupported(f"{kind} on memory plane {plane!r}", "copy to a dense tensor on the CPU")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unsupported(
-            f"{type(tensor).__name__} on memory plane {plane!r}", "give its local, plain tensor"
-        )
+        raise Unsupported(f"{type(tensor).__name__} on memory plane {plane!r}", "give its local, plain tensor")
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first"
-        )
+        raise ValueError(f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first")
     return tensor.data_ptr()

@@ -11,8 +11,6 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -82,8 +80,7 @@ class InprocPlane(BlockCopyPlane):
         self._exposed = [each for each in self._exposed if each.open] + [region]
         return region
 
-    @contextmanager
-    def _reach(self, handle: Handle, writing: bool) -> Iterator[Reach]:
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
         try:
             address = msgspec.msgpack.decode(handle.address, type=Address)
         except msgspec.DecodeError as error:
@@ -98,7 +95,7 @@ class InprocPlane(BlockCopyPlane):
             raise RegionGone("the region is closed")
         if writing and not region.writable:
             raise Unsupported("writing to a read-only region", "expose it with writable=True")
-        yield _Here(region)
+        return _Here(region)
 
     def close(self) -> None:
         self._closed = True
@@ -122,6 +119,9 @@ class _Here(Reach):
         with self._region.writing:
             self._check()
             ctypes.memmove(self._memory + offset, address, nbytes)
+
+    def release(self, unharmed: bool) -> None:
+        """Nothing is held but the tensor."""
 
     def _check(self) -> None:
         if not self._region.open:

@@ -147,9 +147,7 @@ def open_table(address: Address) -> Iterator[tuple[int, int]]:
     path = Path(f"/proc/{owner.pid}/fd/{address.descriptor}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
-            raise RegionGone(
-                f"process {owner.pid} exposes no memory at descriptor {address.descriptor} (any more)"
-            )
+            raise RegionGone(f"process {owner.pid} exposes no memory at descriptor {address.descriptor} (any more)")
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except PermissionError as error:
         raise BackendUnavailable(

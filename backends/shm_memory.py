@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
 from holdfast.backends.block_copy import BlockCopyPlane, Reach, contiguous_address
-from holdfast.backends.process_memory import HINT, permit_peers, read_process, write_process
+from holdfast.backends.process_memory import HINT, PreparedRead, permit_peers, read_process, write_process
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
@@ -30,8 +31,10 @@ from holdfast.comms.plane import Handle, Region
 HUGE_PAGE = 2 << 20
 LOCK_SECONDS = 5.0
 
+READERS = 256
+"""How many regions a plane remembers the place of."""
+
 _Words = ctypes.c_uint64 * 4
-Pieces = Sequence[tuple[int, int, int]]
 
 
 def open_plane() -> ShmPlane:
@@ -69,6 +72,7 @@ class ShmPlane(BlockCopyPlane):
         self._table: RegionTable | None = None
         self._regions: dict[int, ShmRegion] = {}
         self._bases: dict[tuple[int, int, int], int] = {}
+        self._readers: dict[bytes, list[_Reader]] = {}
 
     def _notice_fork(self) -> None:
         if os.getpid() != self._pid:
@@ -79,9 +83,7 @@ class ShmPlane(BlockCopyPlane):
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes < HUGE_PAGE:
             return super().empty(nbytes)
-        memory = mmap.mmap(
-            -1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
@@ -115,30 +117,37 @@ class ShmPlane(BlockCopyPlane):
             table.free(region.slot)
             self._regions.pop(region.slot, None)
 
-    @contextmanager
-    def _reach(self, handle: Handle, writing: bool) -> Iterator[Reach]:
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
         self._notice_fork()
+        if not writing:
+            idle = self._readers.get(handle.address)
+            if idle:
+                return idle.pop()
         address = Address.decode(handle.address)
         owner = address.owner
         if owner.host != this_host():
-            raise Unsupported(
-                f"the shm plane cannot reach process {owner.pid} of another host", "use ucx or nixl"
-            )
-        with ExitStack() as stack:
-            if writing:
-                descriptor, base = stack.enter_context(open_table(address))
-                yield _Writer(address, base, descriptor)
-            else:
-                key = (owner.pid, owner.started, address.table)
-                known = self._bases.get(key)
-                if known is None:
-                    with open_table(address) as (_, known):
-                        self._bases[key] = known
-                try:
-                    yield _Reader(address, known)
-                except RegionGone:
-                    self._bases.pop(key, None)
-                    raise
+            raise Unsupported(f"the shm plane cannot reach process {owner.pid} of another host", "use ucx or nixl")
+        if writing:
+            return _Writer(address)
+        key = (owner.pid, owner.started, address.table)
+        base = self._bases.get(key)
+        if base is None:
+            with open_table(address) as (_, base):
+                self._bases[key] = base
+        try:
+            return _Reader(address, base, functools.partial(self._take_back, handle.address))
+        except RegionGone:
+            self._bases.pop(key, None)
+            raise
+
+    def _take_back(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
+        """Keep a reader for the next read of its region, unless the region proved to be gone."""
+        if not unharmed:
+            self._readers.pop(address, None)
+            return
+        if len(self._readers) >= READERS:
+            self._readers.clear()
+        self._readers.setdefault(address, []).append(reader)
 
     def close(self) -> None:
         self._notice_fork()
@@ -148,6 +157,7 @@ class ShmPlane(BlockCopyPlane):
         with self._lock:
             regions = list(self._regions.values())
             self._bases.clear()
+            self._readers.clear()
         with ExitStack() as stack:
             stack.callback(self._drop_table)
             for region in regions:
@@ -161,59 +171,90 @@ class ShmPlane(BlockCopyPlane):
 
 
 class _Reader(Reach):
-    """A region of another process (or this one). Knows where it lies, having seen its slot."""
+    """A region of another process (or this one) that was seen in its owner's table. For one thread at a time."""
 
-    def __init__(self, address: Address, base: int) -> None:
-        self.pid, self.generation = address.owner.pid, address.generation
-        self._slot = slot_address(base, address.slot)
+    def __init__(self, address: Address, base: int, take_back: Callable[[_Reader, bool], None]) -> None:
+        self._pid, self._generation, self._take_back = address.owner.pid, address.generation, take_back
+        row = slot_address(base, address.slot)
         self._words = _Words()
-        self._seen = ctypes.addressof(self._words)
-        _move(read_process, self.pid, [(self._seen, self._slot, 32)])
-        self._check_generation()
-        _, self.memory, self.nbytes, self.flags = self._words
+        seen = ctypes.addressof(self._words)
+        look = PreparedRead(self._pid, 1)
+        look.set(0, seen, row, 32)
+        _run(look.run, self._pid, 32)
+        self._check()
+        _, self._memory, self.nbytes, self.flags = self._words
+        self._words[1] = self._generation
+        self._copy = PreparedRead(self._pid, 3)
+        self._copy.set(0, seen, row, 8)
+        self._copy.set(2, seen + 8, row, 8)
 
     def pull(self, address: int, offset: int, nbytes: int) -> None:
-        _move(read_process, self.pid, [(address, self.memory + offset, nbytes), (self._seen, self._slot, 8)])
-        self._check_generation()
+        self._copy.set(1, address, self._memory + offset, nbytes)
+        _run(self._copy.run, self._pid, nbytes + 16)
+        self._check()
+        if self._words[1] != self._generation:
+            raise RegionGone(_closed(self._pid))
 
     def push(self, address: int, offset: int, nbytes: int) -> None:
         raise NotImplementedError
 
-    def _look(self) -> None:
-        _move(read_process, self.pid, [(self._seen, self._slot, 8)])
-        self._check_generation()
+    def release(self, unharmed: bool) -> None:
+        self._take_back(self, unharmed)
 
-    def _check_generation(self) -> None:
-        if self._words[0] != self.generation:
-            raise RegionGone(f"process {self.pid} closed the region; what was read of it must not be used")
+    def _check(self) -> None:
+        if self._words[0] != self._generation:
+            raise RegionGone(_closed(self._pid))
 
 
-class _Writer(_Reader):
+class _Writer(Reach):
     """A region to write to: every block under a lock that the owner's `close` waits for."""
 
-    def __init__(self, address: Address, base: int, descriptor: int) -> None:
-        super().__init__(address, base)
-        if not self.flags & WRITABLE:
-            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
-        self._descriptor, self._row = descriptor, address.slot
+    def __init__(self, address: Address) -> None:
+        self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
+        self._words = _Words()
+        self._open = ExitStack()
+        with ExitStack() as undo:
+            self._descriptor, base = undo.enter_context(open_table(address))
+            self._row = slot_address(base, address.slot)
+            self._look()
+            _, self._memory, self.nbytes, flags = self._words
+            if not flags & WRITABLE:
+                raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+            self._open = undo.pop_all()
+
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        raise NotImplementedError
 
     def push(self, address: int, offset: int, nbytes: int) -> None:
-        with held_open(self._descriptor, self._row, time.monotonic() + LOCK_SECONDS):
+        with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
             self._look()
-            _move(write_process, self.pid, [(address, self.memory + offset, nbytes)])
+            pieces = [(address, self._memory + offset, nbytes)]
+            _run(functools.partial(write_process, self._pid, pieces), self._pid, nbytes)
         self._look()
 
+    def release(self, unharmed: bool) -> None:
+        self._open.close()
 
-def _move(call: Callable[[int, Pieces], int], pid: int, pieces: Pieces) -> None:
+    def _look(self) -> None:
+        pieces = [(ctypes.addressof(self._words), self._row, 32)]
+        _run(functools.partial(read_process, self._pid, pieces), self._pid, 32)
+        if self._words[0] != self._generation:
+            raise RegionGone(_closed(self._pid))
+
+
+def _closed(pid: int) -> str:
+    return f"process {pid} closed the region; what was read of it must not be used"
+
+
+def _run(copy: Callable[[], int], pid: int, expected: int) -> None:
+    """Copy `expected` bytes from or to process `pid`, or say in our own words why not."""
     try:
-        moved = call(pid, pieces)
+        copied = copy()
     except OSError as error:
         if error.errno == errno.ESRCH:
             raise RegionGone(f"process {pid}, which exposed this region, is gone") from error
         if error.errno != errno.EFAULT:
-            raise BackendUnavailable(
-                "shm", f"process {pid} may not be read: {error.strerror}", HINT
-            ) from error
-        moved = 0
-    if moved != sum(nbytes for _, _, nbytes in pieces):
+            raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", HINT) from error
+        copied = 0
+    if copied != expected:
         raise RegionGone(f"process {pid} has no such memory any more")

@@ -51,8 +51,7 @@ class _Kept:
 
 
 class Keeper:
-    """The replicas of one store in this process, and (if it is to hold more than it publishes) the threads.
-    """
+    """The replicas of one store in this process, and (if it is to hold more than it publishes) the threads."""
 
     def __init__(self, book: Book, plane: MemoryPlane, holder: Holder, observe: Observe) -> None:
         self.holder = holder
@@ -139,11 +138,12 @@ class Keeper:
             kept = self._kept.get(key)
             if kept is not None:
                 kept.listed = at
-        self._reconcile(at, catalog)
+        self._let_go(at, catalog)
         with self._lock:
             return key in self._kept
 
-    def _reconcile(self, at: int, catalog: Catalog) -> None:
+    def _let_go(self, at: int, catalog: Catalog) -> None:
+        """Close what the catalogue of the register's version `at` does not list any more."""
         listed = _handles(catalog, self.holder.id)
         with self._lock:
             over = [
@@ -159,19 +159,34 @@ class Keeper:
     # -- in the background
 
     def _run(self) -> None:
-        seen = 0
+        seen, failing = 0, False
         while not self._closing.is_set():
             try:
                 seen, catalog = self._book.wait(seen, self._patience()) or self._book.read()
                 self._deaths.watch(catalog.peers())
-                self._reconcile(seen, catalog)
+                self._let_go(seen, catalog)
+                self._own_up(catalog)
                 self._replicate(catalog)
+                failing = False
             except HoldfastError as error:
-                if not self._closing.wait(RETRY_SECONDS):
-                    _log.warning("the store's keeper will try again: %s", error)
+                if not (failing or self._closing.is_set()):
+                    _log.warning("the store's keeper goes on trying: %s", error)
+                failing = True
+                self._closing.wait(RETRY_SECONDS)
             except Exception:
-                _log.exception("the store's keeper will try again")
+                _log.exception("the store's keeper goes on trying")
                 self._closing.wait(IDLE_SECONDS)
+
+    def _own_up(self, catalog: Catalog) -> None:
+        """Take out of the catalogue what it lists of us and we do not have: a change that was made although the
+        register seemed to be away.
+        """
+        if not _handles(catalog, self.holder.id) <= self._handles_now():
+            self._book.change(lambda now: transitions.disown(now, self.holder.id, self._handles_now()))
+
+    def _handles_now(self) -> set[Handle]:
+        with self._lock:
+            return {each.region.handle for each in self._kept.values()}
 
     def _patience(self) -> float:
         """Seconds until something is due, whether the catalogue changes or not."""
@@ -203,9 +218,13 @@ class Keeper:
             self.give_back(memory)
             raise
         replica = self.keep(key, memory, reader.nbytes)
-        at, after = self._book.change(
-            lambda now: transitions.replicated(now, version.number, shard.part, shard.digest, replica)
-        )
+        try:
+            at, after = self._book.change(
+                lambda now: transitions.replicated(now, version.number, shard.part, shard.digest, replica)
+            )
+        except HoldfastError:
+            self.decide(key, *self._book.newest())
+            raise
         if self.decide(key, at, after):
             self._observe("replica_made", {"version": version.number, "part": shard.part})
 

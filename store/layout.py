@@ -8,6 +8,7 @@ the bytes; it does not depend on the order of the state dict, on strides, or on 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -72,15 +73,19 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> Manifest:
-        """Raises `CorruptData` for anything that `encode` cannot have written."""
+    def decode(data: bytes, data_bytes: int) -> Manifest:
+        """Raises `CorruptData` for anything that `encode` cannot have written for `data_bytes` bytes of tensors."""
         try:
             manifest = _manifests.decode(data)
-            count = len(manifest.pieces())
-        except (msgspec.DecodeError, KeyError, OverflowError) as error:
+            end = 0
+            for entry in manifest.entries:
+                if entry.offset < end or any(size < 0 for size in entry.shape):
+                    raise CorruptData(f"a manifest of weights in which {entry} lies wrong")
+                end = entry.offset + entry.nbytes
+        except (msgspec.DecodeError, KeyError) as error:
             raise CorruptData(f"not a manifest of weights: {error}") from error
-        if count != len(manifest.checksums):
-            raise CorruptData(f"a manifest with {len(manifest.checksums)} checksums for {count} pieces")
+        if end > data_bytes or len(manifest.pieces()) != len(manifest.checksums):
+            raise CorruptData("a manifest of weights that does not belong to its region")
         return manifest
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -139,13 +144,14 @@ def _plain(name: str, value: object) -> torch.Tensor:
     return value.detach()
 
 
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie on the CPU as those of a contiguous tensor do."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The bytes of a tensor where they lie, as a flat uint8 tensor; None if they do not lie in order on the
-    CPU.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.view(-1).view(torch.uint8)
+    """The bytes of a tensor where they lie, as a flat uint8 tensor; None if they do not lie in order."""
+    return tensor.view(-1).view(torch.uint8) if lies_in_order(tensor) else None
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -181,14 +187,14 @@ def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Te
     space = len(Manifest(entries, (2**64 - 1,) * len(pieces)).encode())
     memory = allocate(manifest_at + space)
     small = sum(_aligned(entry.nbytes) for entry in entries if entry.nbytes < LARGE_BYTES)
-    memory[:small].zero_()
-    for entry in entries:
-        try:
-            _copy(tensors[entry.name], memory[entry.offset : entry.offset + entry.nbytes], entry)
-        except NotImplementedError as error:
-            raise Unsupported(f"copying {entry}", "make it contiguous, on the CPU") from error
-    sums = tuple(checksum(memory[piece.offset : piece.offset + piece.nbytes]) for piece in pieces)
-    manifest = Manifest(entries, sums)
+    memory[:small].numpy().fill(0)
+    data = memory.numpy().data
+    sums = []
+    for piece in pieces:
+        for entry in (entries[position] for position in piece.entries):
+            _copy_in(tensors[entry.name], entry, memory, piece)
+        sums.append(xxhash.xxh3_64_intdigest(data[piece.offset : piece.offset + piece.nbytes]))
+    manifest = Manifest(entries, tuple(sums))
     encoded = manifest.encode()
     nbytes = manifest_at + len(encoded)
     memory[manifest_at:nbytes].numpy()[:] = np.frombuffer(encoded, np.uint8)
@@ -209,14 +215,20 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _copy(source: torch.Tensor, into: torch.Tensor, entry: Entry) -> None:
-    if not entry.nbytes:
-        return
-    data = as_bytes(source)
-    if data is not None:
-        into.copy_(data)
-    else:
-        into.view(entry.torch_dtype).view(entry.shape).copy_(source)
+def _copy_in(source: torch.Tensor, entry: Entry, memory: torch.Tensor, piece: Piece) -> None:
+    """Copy what belongs to `piece`, so that it is checksummed while it is in the cache; tensors that do not lie in
+    order are copied whole, with their first piece.
+    """
+    if lies_in_order(source):
+        start = max(piece.offset - entry.offset, 0)
+        nbytes = min(entry.nbytes - start, piece.nbytes)
+        ctypes.memmove(memory.data_ptr() + entry.offset + start, source.data_ptr() + start, nbytes)
+    elif entry.offset >= piece.offset:
+        try:
+            target = memory[entry.offset : entry.offset + entry.nbytes]
+            target.view(entry.torch_dtype).view(entry.shape).copy_(source)
+        except NotImplementedError as error:
+            raise Unsupported(f"copying {entry}", "make it contiguous, on the CPU") from error
 
 
 def difference(ours: Manifest, theirs: Manifest) -> str:

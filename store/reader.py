@@ -4,6 +4,7 @@ when one fails, and the tensors of a state dict filled from that.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import MemoryPlane
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
-from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of
+from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of, lies_in_order
 
 Condemn = Callable[[int, int, str], None]
 """Told of a replica with wrong bytes: version, part, holder's id."""
@@ -48,14 +49,12 @@ class PartReader:
 
     def manifest(self, into: torch.Tensor | None = None) -> Manifest:
         """What the part consists of; its bytes are left in `into` if given."""
-        if into is None:
-            into = torch.empty(self.nbytes - self.shard.manifest_at, dtype=torch.uint8)
-        data = into
-        self._pull(self.shard.manifest_at, data, lambda: digest_of(data.numpy().data) == self.shard.digest)
-        manifest = Manifest.decode(data.numpy().tobytes())
-        if any(piece.offset + piece.nbytes > self.shard.manifest_at for piece in manifest.pieces()):
-            raise CorruptData(f"version {self.version} part {self.shard.part}: a manifest that overlaps its tensors")
-        return manifest
+        start = self.shard.manifest_at
+        if not 0 <= start <= self.nbytes:
+            raise CorruptData(f"version {self.version} part {self.shard.part}: a manifest outside its region")
+        data = torch.empty(self.nbytes - start, dtype=torch.uint8) if into is None else into
+        self._pull(start, data, lambda: digest_of(data.numpy().data) == self.shard.digest)
+        return Manifest.decode(data.numpy().tobytes(), start)
 
     def piece(self, piece: Piece, expected: int, into: torch.Tensor) -> None:
         """The bytes of a piece, verified, into a flat uint8 tensor of that size.
@@ -163,8 +162,8 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
 
 
 def _place(data: torch.Tensor, entry: Entry, into: torch.Tensor) -> None:
-    target = as_bytes(into)
-    if target is not None:
-        target.copy_(data)
+    if lies_in_order(into):
+        ctypes.memmove(into.data_ptr(), data.data_ptr(), entry.nbytes)
+        torch.autograd.graph.increment_version(into)
     else:
         into.copy_(data.view(entry.torch_dtype).view(entry.shape))

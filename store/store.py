@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 import time
@@ -169,14 +170,13 @@ class WeightStore:
         Raises `NoSuchVersion`, `CorruptData` if no replica has the right bytes, `StoreTimeout`.
         """
         self._check_usable()
-        if version != "latest":
-            _number(version, "version")
+        number = _wanted(version)
         began = time.monotonic()
         deadline = began + (self._timeout if timeout is None else timeout)
         wanted = flatten(into)
         at, catalog = self._book.read()
         while True:
-            found = catalog.need(version)
+            found = catalog.need(number)
             try:
                 self._fill(catalog, found, wanted, deadline, strict)
                 return found.number
@@ -227,14 +227,14 @@ class WeightStore:
     def holders(self, version: int | Literal["latest"] = "latest") -> tuple[Holder, ...]:
         """Who holds a version (any part of it), publishers first: each has `pid` and `peer`."""
         catalog = self._read()
-        ids = [each.holder for shard in catalog.need(version).shards for each in shard.replicas]
+        ids = [each.holder for shard in catalog.need(_wanted(version)).shards for each in shard.replicas]
         found = (catalog.holder(each) for each in dict.fromkeys(ids))
         return tuple(holder for holder in found if holder is not None)
 
     def wait(self, version: int, timeout: float | None = None) -> int:
         """Return as soon as `version`, or a newer one, is visible: the newest. Raises `StoreTimeout`."""
         self._check_usable()
-        _number(version, "version")
+        version = _number(version, "version")
         began = time.monotonic()
         deadline = began + (self._timeout if timeout is None else timeout)
         at, catalog = self._book.read()
@@ -249,8 +249,9 @@ class WeightStore:
     def pin(self, version: int | Literal["latest"]) -> Lease:
         """Keep a version until the lease is released, or this process ends. Raises `NoSuchVersion`."""
         self._check_usable()
+        wanted = _wanted(version)
         lease, me = secrets.token_hex(6), this_process()
-        _, catalog = self._book.change(lambda now: transitions.pin(now, version, lease, me))
+        _, catalog = self._book.change(lambda now: transitions.pin(now, wanted, lease, me))
         number = next(each.version for each in catalog.pins if each.id == lease)
         return Lease(number, lambda: self._change(lambda now: transitions.unpin(now, lease)))
 
@@ -260,13 +261,15 @@ class WeightStore:
 
         Raises `NoSuchVersion`.
         """
-        self._change(lambda now: transitions.rollback(now, version))
+        number = _number(version, "version")
+        self._change(lambda now: transitions.rollback(now, number))
 
     def delete(self, version: int) -> None:
         """Let a version go; its number may then be published again. Raises `NoSuchVersion`, `Mismatch` if
         pinned.
         """
-        self._change(lambda now: transitions.delete(now, version))
+        number = _number(version, "version")
+        self._change(lambda now: transitions.delete(now, number))
 
     # -- the end
 
@@ -305,11 +308,18 @@ def _end(keeper: Keeper, book: Book, plane: MemoryPlane, pid: int, patience: flo
 
 
 def _number(value: int, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is a number, not {value!r}")
+    value = operator.index(value)
     if not 0 <= value < 1 << 63:
         raise ValueError(f"{what} {value} is not in 0 .. 2**63 - 1")
     return value
+
+
+def _wanted(version: int | str) -> int | str:
+    if isinstance(version, str):
+        if version != "latest":
+            raise ValueError(f"a version is a number or 'latest', not {version!r}")
+        return version
+    return _number(version, "version")
 
 
 def _nobody(kind: str, fields: dict[str, object]) -> None:

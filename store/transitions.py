@@ -15,6 +15,7 @@ import xxhash
 from msgspec.structs import replace
 
 from holdfast.comms.errors import Mismatch, StaleEpoch
+from holdfast.comms.plane import Handle
 from holdfast.comms.transport import Peer
 from holdfast.store.catalog import Catalog, Holder, Past, Pin, Replica, Shard, Version
 
@@ -156,6 +157,12 @@ def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Ca
     return _with(catalog, _with_shard(version, replace(shard, replicas=good)))
 
 
+def disown(catalog: Catalog, holder_id: str, kept: Collection[Handle]) -> Catalog:
+    """A holder keeps only `kept`: whatever else the catalogue says of it is not so."""
+    dropped = _drop_replicas(catalog, {holder_id}, kept)
+    return catalog if dropped == catalog else _lose(dropped)
+
+
 def missing(catalog: Catalog, holder_id: str) -> Iterator[tuple[Version, Shard, int]]:
     """Parts that a holder could make a replica of, and its turn: 0 if it should, 1 if the first ones fail
     to, ...
@@ -234,12 +241,17 @@ def _without(catalog: Catalog, numbers: Collection[int]) -> Catalog:
 
 
 def _remove(catalog: Catalog, gone: Collection[str]) -> Catalog:
-    """Holders and all that is theirs. A version that has a part without any replica is lost."""
+    """Holders and all that is theirs."""
     if not gone:
         return catalog
     catalog = _drop_drafts(catalog, gone)
     holders = tuple(holder for holder in catalog.holders if holder.id not in gone)
     catalog = _drop_replicas(replace(catalog, holders=holders), gone)
+    return _lose(catalog)
+
+
+def _lose(catalog: Catalog) -> Catalog:
+    """Let versions go that have a part without any replica."""
     without = [each for each in catalog.versions if not all(shard.replicas for shard in each.shards)]
     lost = [each.number for each in without if each.visible]
     past = tuple(each for each in catalog.past if each.number not in lost)
@@ -256,10 +268,11 @@ def _drop_drafts(catalog: Catalog, publishers: Collection[str]) -> Catalog:
     return catalog
 
 
-def _drop_replicas(catalog: Catalog, gone: Collection[str]) -> Catalog:
+def _drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handle] = ()) -> Catalog:
+    """Without the replicas of some holders, except those with handles in `but`."""
     for version in catalog.versions:
         for shard in version.shards:
-            kept = tuple(each for each in shard.replicas if each.holder not in gone)
+            kept = tuple(each for each in shard.replicas if each.holder not in gone or each.handle in but)
             if len(kept) < len(shard.replicas):
                 version = _with_shard(version, replace(shard, replicas=kept))
         catalog = _with(catalog, version)
