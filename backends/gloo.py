@@ -12,7 +12,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,36 @@ _NATIVE_OPS = {
 }
 _GRACE_SECONDS = 0.2
 """How long a broken connection may wait for the kernel's word on whose process ended."""
-_making = threading.Lock()
+
+
+class _Gate:
+    """Lets the ranks of one group at a time make it (several, when they are threads of this process).
+
+    New sockets then belong to that group.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._group: object = None
+        self._inside = 0
+
+    @contextmanager
+    def open_for(self, group: object, deadline: float) -> Iterator[None]:
+        with self._changed:
+            limit = deadline - time.monotonic()
+            if not self._changed.wait_for(lambda: not self._inside or self._group == group, limit):
+                raise OpTimeout("connect", 0, limit)
+            self._group = group
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+
+_gate = _Gate()
 
 
 class GlooTransport(Transport):
@@ -94,7 +124,7 @@ class GlooTransport(Transport):
         limit = context.deadline - time.monotonic()
         options._timeout = timedelta(seconds=max(limit, 0.001))
         options._threads = 2
-        with _making:
+        with _gate.open_for((context.name, context.epoch, context.peers), context.deadline):
             before = _connected_sockets()
             try:
                 group = gloo(context.store, self.rank, self.size, options)
@@ -111,7 +141,7 @@ class GlooTransport(Transport):
     def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float) -> None:
         self._seq += 1
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
         began = time.monotonic()
         limit = timedelta(seconds=max(deadline - began, 0.001))
         try:
@@ -127,7 +157,7 @@ class GlooTransport(Transport):
         while self._error is None and time.monotonic() < until and "imed out" not in str(error):
             time.sleep(0.001)
         if self._error is not None:
-            return self._error
+            return self._error.again()
         waited = time.monotonic() - began
         if "imed out" in str(error) or time.monotonic() >= deadline:
             return OpTimeout(op, self._seq, waited)

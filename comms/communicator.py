@@ -16,7 +16,7 @@ from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.execution import Body, Executor
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins import BackendInfo
-from holdfast.comms.reproducible import reduce_exactly
+from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport import Context, Transport
 from holdfast.comms.work import Work
@@ -80,6 +80,8 @@ class Communicator:
         backend, only on the values (see `holdfast.comms.reproducible`).
         """
         self._check.reducible(tensor, op)
+        if reproducible:
+            check_exact(op)
         transport = self._transport
 
         def body(deadline: float) -> None:

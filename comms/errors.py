@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self, TypeVar
 from typing import Any
 
 _HEAP_TYPE = 1 << 9
@@ -29,6 +30,26 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
 
 class HoldfastError(RuntimeError):
     """Root of the tree: catch this to catch everything that holdfast itself raises."""
+
+    def again(self) -> Self:
+        """An equal error without a traceback: raise this where an error is kept and may be raised many times.
+
+        A kept error that is raised itself would hold the frames it passed through, and all that they hold.
+        """
+        return _rebuilt(type(self), self.args, self.__dict__)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+E = TypeVar("E", bound=HoldfastError)
+
+
+def _rebuilt(kind: type[E], args: tuple[object, ...], fields: dict[str, object]) -> E:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update({name: value for name, value in fields.items() if name != "__notes__"})
+    return error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (type(self), self.args, self.__dict__)

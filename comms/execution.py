@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.comms.agreement import Agreement
-from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
 from holdfast.comms.transport import Context, Transport
@@ -85,18 +85,21 @@ class Executor:
             if self._registry.observed:
                 body = self._observed(body, name, self._seq, nbytes)
             if not async_op and self._last.done():
-                self._run(body, deadline)
+                self._run(name, self._seq, body, deadline)
                 return DONE
-            work = self._enqueue(name, body, deadline)
+            work = self._enqueue(name, self._seq, body, deadline)
             if not async_op:
                 work.wait()
             return work
         finally:
             self._entry.release()
 
-    def _run(self, body: Body, deadline: float) -> None:
+    def _run(self, name: str, seq: int, body: Body, deadline: float) -> None:
         try:
             body(deadline)
+        except OpTimeout as error:
+            self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
+            raise OpTimeout(name, seq, error.waited, error.missing_ranks) from None
         except BaseException as error:
             self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
             raise
@@ -105,7 +108,7 @@ class Executor:
         over = self._over
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
-    def _enqueue(self, name: str, body: Body, deadline: float) -> Work:
+    def _enqueue(self, name: str, seq: int, body: Body, deadline: float) -> Work:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
             self._worker.start()
@@ -113,7 +116,7 @@ class Executor:
         def task() -> None:
             if self._over is not None:
                 self._refuse()
-            self._run(body, deadline)
+            self._run(name, seq, body, deadline)
 
         self._last = work = Work(name)
         self._queue.put((work, task))

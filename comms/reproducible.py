@@ -69,13 +69,17 @@ def sum_contributions(
     )
 
 
+def check_exact(op: ReduceOp) -> None:
+    """Raise `Unsupported` for a reduction that has no reproducible form."""
+    if op.name == "product":
+        raise Unsupported("a reproducible product", "sum logarithms")
+
+
 def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
     """A reproducible all_reduce of a contiguous tensor, in place."""
     if not tensor.dtype.is_floating_point or op.name in _ORDER_FREE:
         transport.all_reduce(tensor, op, deadline)
         return
-    if op.name == "product":
-        raise Unsupported("a reproducible product", "sum logarithms")
     given = arithmetic.before(tensor, op)
     _sum(transport, [given], [1] * transport.size, tensor, deadline)
     arithmetic.after(tensor, op, transport.size)

@@ -39,24 +39,24 @@ Combine = Callable[[Block, Block, Block], object]
 """combine(a, b, out): out = a op b; out may be a or b."""
 
 
-def _torch_combine(function: Callable[..., torch.Tensor]) -> Combine:
+def _with_out(function: Callable[..., object]) -> Combine:
     return lambda a, b, out: function(a, b, out=out)
 
 
 _WITH_NUMPY: dict[str, Combine] = {
     "sum": np.add,
     "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": _with_out(np.minimum),
+    "max": _with_out(np.maximum),
     "band": np.bitwise_and,
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
 _WITH_TORCH: dict[str, Combine] = {
-    "sum": _torch_combine(torch.add),
-    "product": _torch_combine(torch.mul),
-    "min": _torch_combine(torch.minimum),
-    "max": _torch_combine(torch.maximum),
+    "sum": _with_out(torch.add),
+    "product": _with_out(torch.mul),
+    "min": _with_out(torch.minimum),
+    "max": _with_out(torch.maximum),
 }
 _BASE = {"avg": "sum", "premul_sum": "sum"}
 

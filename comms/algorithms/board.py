@@ -211,7 +211,7 @@ class Board:
             if ready():
                 return
             if self._error is not None:
-                raise self._error
+                raise self._error.again()
             _sched_yield()
         look_at_peers = 0.0
         while True:
@@ -231,7 +231,7 @@ class Board:
             if ready():
                 return
             if self._error is not None:
-                raise self._error
+                raise self._error.again()
             now = time.monotonic()
             if now >= look_at_peers:
                 look_at_peers = now + _LIVENESS_SECONDS
@@ -242,7 +242,7 @@ class Board:
     def check(self) -> None:
         """Raise what `fail` was given, if anything."""
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
 
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""

@@ -50,24 +50,26 @@ class Channels:
         unread: list[tuple[int, int, int]] = []
 
         def progress() -> bool:
-            blocked: set[int] = set()
-            for message in list(to_post):
-                if message[1] in blocked:
-                    continue
-                posted = self._post(message)
+            full: set[int] = set()
+            still_to_post = []
+            for message in to_post:
+                dst = message[1]
+                posted = None if dst in full else self._post(message)
                 if posted is None:
-                    blocked.add(message[1])
-                    continue
-                to_post.remove(message)
-                entry, number = posted
-                if message[0].nbytes > INLINE_BYTES:
-                    unread.append((message[1], entry, number))
-            for message in list(to_take):
-                if self._take(message):
-                    to_take.remove(message)
-            for waiting in list(unread):
-                if self._was_taken(*waiting):
-                    unread.remove(waiting)
+                    full.add(dst)
+                    still_to_post.append(message)
+                elif message[0].nbytes > INLINE_BYTES:
+                    unread.append((dst, *posted))
+            to_post[:] = still_to_post
+            empty: set[tuple[int, int]] = set()
+            still_to_take = []
+            for message in to_take:
+                line = (message[1], message[2])
+                if line in empty or not self._take(message):
+                    empty.add(line)
+                    still_to_take.append(message)
+            to_take[:] = still_to_take
+            unread[:] = [waiting for waiting in unread if not self._was_taken(*waiting)]
             return not (to_post or to_take or unread)
 
         def missing() -> list[int]:

@@ -27,7 +27,7 @@ from holdfast.comms.algorithms.board import ABORTED, CLOSED, SLOT_BYTES, Board
 from holdfast.comms.algorithms.channels import Channels
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors import DTYPES
+from holdfast.comms.tensors import DTYPES, unpack
 from holdfast.comms.transport import Transport
 
 SCRATCH_BYTES = 256 * 1024
@@ -265,7 +265,9 @@ class DirectTransport(Transport):
         inline = self._publish("all_reduce", [given], deadline, of=tensor, reduction=op.name, same_count=True)
         self._meet_all("all_reduce", deadline)
         if inline:
-            if tensor.numel():
+            if self.size == 1:
+                unpack(given, tensor)
+            elif tensor.numel():
                 self._reduce_slots(tensor, op)
             self._finish("all_reduce", deadline, wait=False)
         else:
@@ -286,8 +288,6 @@ class DirectTransport(Transport):
             blocks = [arithmetic.block_at(board.bytes, board.slot(r, parity), dtype, count) for r in range(self.size)]
             self._slot_blocks[key] = blocks
         out = arithmetic.block_of(tensor)
-        if self.size == 1:
-            return
         combine = arithmetic.combiner(dtype, op)
         with arithmetic.silent():
             combine(blocks[0], blocks[1], out)

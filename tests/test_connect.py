@@ -1,0 +1,220 @@
+"""How ranks find each other: every form of rendezvous, preference lists, and what happens when they disagree."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import comms
+from holdfast.comms.transport import Peer
+
+
+def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """Call `body(rank)` in a thread each; results or exceptions by rank."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def total(comm: comms.Communicator) -> float:
+    tensor = torch.tensor([float(comm.rank + 1)])
+    with comm:
+        comm.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_meet_in_a_file(tmp_path: Path, backend: str) -> None:
+    place = f"file://{tmp_path}/meeting"
+    sums = in_threads(
+        2,
+        lambda rank: total(
+            comms.connect("gloo" if backend == "gloo" else "inproc", rank=rank, size=2, rendezvous=place)
+        ),
+    )
+    assert sums == [3.0, 3.0]
+
+
+def test_meet_at_a_port_and_in_a_store() -> None:
+    port = free_port()
+    connect = comms.connect
+    assert in_threads(2, lambda r: total(connect("inproc", rank=r, size=2, rendezvous=f"tcp://127.0.0.1:{port}"))) == [
+        3,
+        3,
+    ]
+    store = dist.HashStore()
+    assert in_threads(3, lambda r: total(connect("inproc", rank=r, size=3, rendezvous=store))) == [6, 6, 6]
+
+
+def test_meet_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    for backend in ("inproc", "shm", "gloo", "auto"):
+        assert total(comms.connect(backend, name=backend)) == 1.0
+
+
+def test_a_name_may_be_used_again_after_close(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+    for _ in range(3):
+        assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
+
+
+def test_the_first_backend_that_all_can_run_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast.comms"):
+        comm = comms.connect("inproc,shm,gloo", rank=0, size=1, rendezvous=f"file://{tmp_path}/m")
+    assert comm.backend == "inproc"
+    assert [record.message for record in caplog.records] == ["communicator 'default' of 1 ranks uses inproc"]
+    comm.close()
+
+
+def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
+    with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/m") as comm:
+        assert (comm.backend, comm.rank, comm.size, comm.epoch, str(comm.device)) == ("shm", 0, 1, 0, "cpu")
+
+
+def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
+    from holdfast.comms.connect import choose_backend
+    from holdfast.comms.liveness import this_process
+
+    here = this_process()
+    there = Peer("another host", 1, 1)
+    assert choose_backend("auto", [here, here]) == "shm"
+    assert choose_backend("auto", [here, there]) == "gloo"
+    with pytest.raises(comms.BackendUnavailable, match="different hosts"):
+        choose_backend("shm", [here, there])
+
+
+def test_an_unknown_backend_names_what_is_known() -> None:
+    with pytest.raises(comms.BackendUnavailable) as caught:
+        comms.connect("smoke-signals", rank=0, size=1)
+    assert caught.value.name == "smoke-signals"
+    assert "gloo, inproc, shm" in str(caught.value)
+    with pytest.raises(comms.BackendUnavailable, match=r"holdfast\[ucx\]") as caught:
+        comms.connect("ucx", rank=0, size=1)
+    assert caught.value.install_hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": 2, "size": 2}, "out of range"),
+        ({"rank": -1, "size": 2}, "out of range"),
+        ({"rank": 0, "size": 0}, "out of range"),
+        ({"rank": 0, "size": 1, "rendezvous": "carrier://pigeon"}, "none of env://"),
+        ({"rank": 0, "size": 1, "rendezvous": "tcp://nowhere"}, "host and a port"),
+        ({"rank": 0, "size": 1, "rendezvous": "file://relative"}, "absolute path"),
+        ({"rank": 0, "size": 1, "rendezvous": "env://"}, "MASTER_ADDR"),
+        ({"size": 1}, "RANK is not in the environment"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match=said):
+        comms.connect("inproc", **arguments)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcome = in_threads(
+        2,
+        lambda rank: comms.connect("inproc", rank=rank, size=4, rendezvous=f"file://{tmp_path}/meeting", timeout=0.5),
+    )
+    assert time.monotonic() - began < 5.0
+    for error in outcome:
+        assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
+
+
+def test_a_server_that_never_comes_is_a_timeout() -> None:
+    with pytest.raises(comms.OpTimeout):
+        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+
+
+def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+
+    def body(rank: int) -> float:
+        comm = comms.connect("inproc", rank=rank, size=2, rendezvous=place)
+        if rank == 1:
+            with pytest.raises(comms.Mismatch, match="rank 1 of 'default' is connected"):
+                comms.connect("inproc", rank=1, size=2, rendezvous=place)
+        return total(comm)
+
+    assert in_threads(2, body) == [3.0, 3.0]
+
+
+def test_a_rank_taken_by_another_process_is_refused_at_once(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+    with comms.connect("shm", rank=0, size=1, rendezvous=place):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                module = importlib.import_module("holdfast.comms.connect")
+                module._open.clear()
+                module._counts.clear()
+                comms.connect("shm", rank=0, size=1, rendezvous=place)
+            except comms.Mismatch as error:
+                status = 0 if "taken by another process" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"), [({"size": 3}, "must pass the same size"), ({"backend": "inproc,gloo"}, "must ask for the same")]
+)
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
+    def body(rank: int) -> comms.Communicator:
+        arguments: dict[str, Any] = {"backend": "inproc", "size": 2} | (odd if rank else {})
+        place = f"file://{tmp_path}/meeting"
+        return comms.connect(arguments.pop("backend"), rank=rank, rendezvous=place, timeout=2.0, **arguments)
+
+    for error in in_threads(2, body):
+        assert isinstance(error, comms.HoldfastError)
+        assert said in str(error) or isinstance(error, comms.OpTimeout)
+
+
+def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
+    from holdfast.comms.connect import connect_members
+    from holdfast.comms.liveness import this_process
+
+    stranger = Peer(this_process().host, 2**22, 1)
+    with pytest.raises(comms.Unsupported):
+        connect_members(
+            "inproc", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=1.0
+        )
+    with pytest.raises(comms.PeerFailed) as caught:
+        connect_members(
+            "shm", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=5.0
+        )
+    assert caught.value.ranks == (1,)
