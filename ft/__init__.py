@@ -1,0 +1,12 @@
+"""Evidence of failure -> membership -> rebuild -> resume.
+
+with ft.Session(min_size=2) as session:
+    for attempt in session.steps(total): ...
+"""
+
+from holdfast.ft.attempt import Attempt
+from holdfast.ft.session import Session
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.view import Job, Member, View
+
+__all__ = ["Attempt", "Job", "Member", "Session", "Timeouts", "View"]

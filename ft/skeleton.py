@@ -22,7 +22,11 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class _Value(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="v"):
-    value: bool | int | float | str | bytes | None
+    value: bool | int | float | str | None
+
+
+class _Bytes(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="b"):
+    value: bytes
 
 
 class _Big(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
@@ -49,7 +53,7 @@ class _Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, t
     index: int
 
 
-Node = _Value | _Big | _Dict | _List | _Tuple | _Set | _Tensor
+Node = _Value | _Bytes | _Big | _Dict | _List | _Tuple | _Set | _Tensor
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
@@ -82,8 +86,10 @@ def _describe(value: Any, tensors: list[torch.Tensor], where: str) -> Node:
             raise TypeError(f"{where} is a {value.layout} tensor: only dense ones can be given to a newcomer")
         tensors.append(value.detach())
         return _Tensor(len(tensors) - 1)
-    if value is None or isinstance(value, bool | float | str | bytes):
+    if value is None or isinstance(value, bool | float | str):
         return _Value(value)
+    if isinstance(value, bytes):
+        return _Bytes(value)
     if isinstance(value, int):
         return _Value(int(value)) if -_WORD <= value < _WORD else _Big(str(value))
     if isinstance(value, dict):
@@ -105,7 +111,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], where: str) -> Node:
 
 def _build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
     match node:
-        case _Value(value):
+        case _Value(value) | _Bytes(value):
             return value
         case _Big(digits):
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast.comms.communicator import Communicator
@@ -25,11 +25,16 @@ class Tenure:
         self._over: HoldfastError | None = None
         self._comm: Communicator | None = None
         self._ended: HoldfastError | None = None
+        self._on_over: Callable[[int], None] = lambda epoch: None
 
     @property
     def view(self) -> View | None:
         """The newest view that was installed here."""
         return self._view
+
+    def on_over(self, tell: Callable[[int], None]) -> None:
+        """Call `tell(epoch)`, from any thread, when `epoch` and those before it hold no more."""
+        self._on_over = tell
 
     # What the runtime says ------------------------------------------------------------------------------------
 
@@ -38,6 +43,7 @@ class Tenure:
         with self._changed:
             self._view, self._over, self._comm = view, None, None
             self._changed.notify_all()
+        self._on_over(view.epoch - 1)
 
     def revoke(self, epoch: int, error: HoldfastError) -> bool:
         """`epoch` is over, and so is every op in it; False if that was known."""
@@ -49,6 +55,7 @@ class Tenure:
             self._changed.notify_all()
         if comm is not None:
             comm.abort(error)
+        self._on_over(epoch)
         return True
 
     def end(self, error: HoldfastError) -> None:
@@ -56,10 +63,12 @@ class Tenure:
         with self._changed:
             self._ended = self._ended or error
             self._over = self._over or error
-            comm = self._comm
+            view, comm = self._view, self._comm
             self._changed.notify_all()
         if comm is not None:
             comm.abort(error)
+        if view is not None:
+            self._on_over(view.epoch)
 
     # What the session does ------------------------------------------------------------------------------------
 
@@ -79,6 +88,11 @@ class Tenure:
     def is_over(self, epoch: int) -> bool:
         """Whether `epoch` is revoked or replaced."""
         return self._view is None or self._view.epoch != epoch or self._over is not None
+
+    def wait_over(self, epoch: int, timeout: float) -> bool:
+        """Wait until `epoch` is revoked or replaced; whether it was, within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over(epoch), timeout)
 
     def wait(self, newer_than: int, timeout: float) -> View:
         """The newest view once its epoch exceeds `newer_than` and it holds.

@@ -188,4 +188,4 @@ def _unpack(piece: _Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _checksum(chunk: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(chunk.cpu().numpy()))
+    return xxhash.xxh3_128_digest(chunk.cpu().numpy().data)

@@ -1,0 +1,67 @@
+"""One try at one step: what `Session.steps` yields, to be entered with `with`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+
+FAILURES = (PeerFailed, Revoked, OpTimeout)
+"""What the death of a peer can look like inside an attempt."""
+
+
+class Transaction(Protocol):
+    """What an attempt needs of its session."""
+
+    def commit(self) -> None:
+        """Agree that the step is done. Raises one of `FAILURES`."""
+
+    def recover(self, failure: HoldfastError) -> bool:
+        """Wait for the next epoch; whether the step turned out to be committed. Raises if there is no next epoch."""
+
+
+class Attempt:
+    """One try at step number `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
+
+    `shards` are the parts of the step that are this rank's: together the ranks have each of the job's shards once.
+    After the `with` block `committed` says whether the step is done, on all ranks alike. If it is not, a peer has
+    failed, and the same step comes again.
+    """
+
+    def __init__(self, transaction: Transaction, comm: Communicator, step: int, shards: tuple[int, ...]) -> None:
+        self.step = step
+        self.comm = comm
+        self.epoch = comm.epoch
+        self.rank = comm.rank
+        self.shards = shards
+        self.committed = False
+        self.entered = False
+        self._transaction = transaction
+
+    def __repr__(self) -> str:
+        state = ", committed" * self.committed
+        return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
+
+    def __enter__(self) -> Attempt:
+        if self.entered:
+            raise HoldfastError("this attempt was made already; each that steps() yields can be entered once")
+        self.entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            try:
+                self._transaction.commit()
+            except FAILURES as failure:
+                self.committed = self._transaction.recover(failure)
+            else:
+                self.committed = True
+            return False
+        if not isinstance(error, FAILURES):
+            return False
+        self.committed = self._transaction.recover(error)
+        return True

@@ -1,0 +1,149 @@
+"""A process's membership at work in a thread of its own, and what a session may ask of it.
+
+Three threads: the event loop of the `Reactor`, one that asks the register, one that watches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from holdfast.comms.errors import CorruptData, Revoked, StaleEpoch
+from holdfast.comms.liveness import this_process
+from holdfast.ft import vocabulary as v
+from holdfast.ft.control import kv
+from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.events import EventLog
+from holdfast.ft.joining import Settings, candidate_job
+from holdfast.ft.reactor import Reactor
+from holdfast.ft.register import Register
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.tenure import Tenure
+from holdfast.ft.view import Member, View
+
+START_SECONDS = 30.0
+WATCH_SECONDS = 1.0
+AWAY_SECONDS = 0.2
+
+
+class Runtime:
+    """One process in a job, from construction to `close`."""
+
+    def __init__(self, settings: Settings, tenure: Tenure, events: EventLog, identity: str, host: str) -> None:
+        """Listen on `host`, and join the job or be a spare of it. Raises what `candidate_job` raises."""
+        self._identity, self._settings, self._tenure = identity, settings, tenure
+        self._calls: dict[Future[bytes], int] = {}
+        self._calls_lock = threading.Lock()
+        self._closing = threading.Event()
+        with contextlib.ExitStack() as undo:
+            self._register = undo.enter_context(Register.open(settings.register))
+            view = self._register.read()
+            job = candidate_job(settings, view)
+            self._pool = ThreadPoolExecutor(1, f"holdfast-register-{identity}")
+            undo.callback(self._pool.shutdown)
+            self._thread = LoopThread(f"holdfast-ft-{identity}")
+            undo.callback(self._thread.close)
+            self._reactor = self._thread.run(self._make_reactor(events), START_SECONDS)
+            undo.callback(self._end_reactor)
+            self._thread.run(self._reactor.begin(host, job, view), START_SECONDS)
+            watched = undo.enter_context(Register.open(settings.register))
+            self._watcher = threading.Thread(
+                target=self._watch, args=(watched,), name=f"holdfast-watch-{identity}", daemon=True
+            )
+            self._watcher.start()
+            undo.callback(self._watcher.join)
+            undo.callback(watched.close)
+            undo.callback(self._closing.set)
+            tenure.on_over(self._end_calls)
+            self._undo = undo.pop_all()
+
+    @property
+    def was_spare(self) -> bool:
+        """Whether this process has waited outside of a running view."""
+        return self._reactor.was_spare
+
+    def at_step(self, step: int) -> None:
+        """Fault points are to be told that the session is at `step`."""
+        self._reactor.step = step
+
+    def finish(self) -> None:
+        """All steps are committed on this rank."""
+        self._feed_soon(v.LocalFinished())
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this process is gone for the job, as if it had died."""
+        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason)
+
+    def store(self, view: View) -> dist.Store:
+        """Where the members of `view` meet to build its communicator: served by its first member."""
+        first, timeout = view.members[0], self._settings.timeouts.rebuild
+        if first.id == self._identity:
+            return kv.ControlStore(self._reactor.table, view.epoch, timeout)
+        call = functools.partial(self._call, first, view.epoch)
+        return kv.ControlStore(kv.RemoteTable(call, timeout), view.epoch, timeout)
+
+    def close(self) -> None:
+        """End every thread, connection and descriptor. Idempotent."""
+        self._undo.close()
+
+    async def _make_reactor(self, events: EventLog) -> Reactor:
+        return Reactor(self._identity, self._settings, self._tenure, events, self._register, self._pool)
+
+    def _end_reactor(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._thread.run(self._reactor.end(), START_SECONDS)
+
+    def _feed_soon(self, event: v.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+            self._thread.loop.call_soon_threadsafe(self._reactor.feed, event)
+
+    # Remote calls of the session's thread, which end when their epoch does ----------------------------------------
+
+    def _call(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
+        links = self._reactor.links
+        answer = asyncio.run_coroutine_threadsafe(links.call(member, method, body, timeout), self._thread.loop)
+        with self._calls_lock:
+            self._calls[answer] = epoch
+        try:
+            if self._tenure.is_over(epoch):
+                answer.cancel()
+            return answer.result(timeout + 1.0)
+        except CancelledError:
+            raise Revoked(epoch, "it was revoked while its communicator was being built") from None
+        finally:
+            with self._calls_lock:
+                del self._calls[answer]
+
+    def _end_calls(self, epoch: int) -> None:
+        """No epoch up to `epoch` holds any more."""
+        with self._calls_lock:
+            ended = [answer for answer, of in self._calls.items() if of <= epoch]
+        for answer in ended:
+            answer.cancel()
+
+    # The thread that watches the register -------------------------------------------------------------------------
+
+    def _watch(self, register: Register) -> None:
+        epoch = 0
+        while not self._closing.is_set():
+            try:
+                view = register.watch(epoch, WATCH_SECONDS)
+            except (RegisterAway, CorruptData):
+                self._closing.wait(AWAY_SECONDS)
+                continue
+            if view is not None:
+                epoch = view.epoch
+                self._feed_soon(v.ViewRead(view))
+
+
+def new_identity() -> str:
+    """A name for this process that no other process of any time has."""
+    return f"p{this_process().pid}-{secrets.token_hex(3)}"

@@ -1,0 +1,404 @@
+"""A process's part in a job whose steps are transactions: committed on all ranks or on none, whoever dies.
+
+with ft.Session(min_size=2) as session:
+    session.attach("model", model)
+    for attempt in session.steps(total):
+        with attempt:
+            attempt.comm.all_reduce(gradients(attempt.shards))
+        if attempt.committed:
+            optimizer.step()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.connect import connect_members
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.ft import faultpoints, joining, transfer
+from holdfast.ft.attempt import FAILURES, Attempt
+from holdfast.ft.events import EventLog, Listener
+from holdfast.ft.register import Register
+from holdfast.ft.runtime import Runtime, new_identity
+from holdfast.ft.skeleton import take_apart
+from holdfast.ft.tenure import Tenure
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.verdict import FIELDS, FOUNDER, HOLDER, NEWCOMER, Verdict, Vote, judge
+from holdfast.ft.view import View
+
+_log = logging.getLogger("holdfast.ft")
+
+
+class Session:
+    """A context manager: inside, this process belongs to the job, as a member or as a spare.
+
+    `backend` is a name, a preference list or "auto"; `size` how many members the job wants; `min_size` how few it can
+    run with; `shards` into how many parts a step's work is divided, whatever the size (default: `size`). What is not
+    given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE, HOLDFAST_JOB, HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+
+    Refused here, before anything is changed: ValueError and TypeError for bad arguments, `KeyRefused`, `WrongKey`,
+    `Mismatch` for a register of another job or one in use with another configuration, `BackendUnavailable`,
+    `RegisterAway`.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        *,
+        size: int | None = None,
+        min_size: int = 1,
+        job: str | None = None,
+        register: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+        shards: int | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  (frozen)
+        device: str | torch.device | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._settings = joining.settle(
+            backend=backend,
+            size=size,
+            min_size=min_size,
+            job=job,
+            register=register,
+            key_file=key_file,
+            shards=shards,
+            timeouts=timeouts,
+            device=device,
+        )
+        with Register.open(self._settings.register) as opened:
+            joining.candidate_job(self._settings, opened.read())
+        self._host = host
+        self._identity = new_identity()
+        self._events = EventLog(self._identity)
+        self._tenure = Tenure()
+        self._runtime: Runtime | None = None
+        self._attached: dict[str, transfer.Stateful] = {}
+        self._comm: Communicator | None = None
+        self._retired: list[Communicator] = []
+        self._view: View | None = None
+        self._standing = NEWCOMER
+        self._done = 0
+        self._prepared = False
+        self._total = -1
+        self._pending: Verdict | None = None
+        self._over = False
+        self._used = False
+
+    # What a user asks -----------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """This process's name in the job: that of its member in views, and of its events."""
+        return self._identity
+
+    @property
+    def view(self) -> View | None:
+        """The view that this process works in; None before the first."""
+        return self._view
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that this process works in; None before the first."""
+        return None if self._view is None else self._view.epoch
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank in `view`; None before it has one."""
+        return None if self._view is None else self._view.rank_of(self._identity)
+
+    @property
+    def size(self) -> int | None:
+        """How many members `view` has; None before the first."""
+        return None if self._view is None else len(self._view.members)
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed here: the number of the step that comes next."""
+        return self._done
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
+        return self._events.subscribe(listener)
+
+    def attach(self, name: str, thing: transfer.Stateful) -> None:
+        """Keep `thing` the same on all ranks: newcomers get its state from those that have it.
+
+        Raises TypeError at once for what has no state_dict and load_state_dict, or whose state cannot travel.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise TypeError(f"{name!r} cannot be attached: {type(thing).__name__} has no {method}()")
+        if name in self._attached:
+            raise ValueError(f"something is attached as {name!r} already")
+        if self._used:
+            raise HoldfastError(f"{name!r} must be attached before steps()")
+        take_apart(thing.state_dict())
+        self._attached[name] = thing
+
+    def steps(self, total: int) -> Iterator[Attempt]:
+        """Attempts at steps 0 to `total` - 1, each of which comes again until it is committed; the job ends after them.
+
+        A spare waits in here until it is promoted or the job is finished. Whatever can no longer be gone on with ends
+        in an error that says why: `StaleEpoch` if this process was evicted.
+        """
+        if not isinstance(total, int) or isinstance(total, bool) or total < 0:
+            raise ValueError(f"steps({total!r}): how many must be a whole number, 0 or more")
+        if self._runtime is None:
+            raise HoldfastError("the session is not open: write `with Session(...) as session:`")
+        if self._used:
+            raise HoldfastError("steps() can be called once: a job is one run of steps")
+        self._used = True
+        self._total = total
+        return self._steps(self._runtime)
+
+    def __enter__(self) -> Session:
+        if self._runtime is not None:
+            raise HoldfastError("a session can be entered once; make another one")
+        self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._events.emit("error", error=f"{type(error).__name__}: {error}")
+        runtime = self._runtime
+        if runtime is not None and not self._over:
+            runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
+        for comm in [*self._retired, *([self._comm] if self._comm is not None else [])]:
+            self._close(comm)
+        if runtime is not None:
+            runtime.close()
+        self._events.close()
+
+    # The steps ------------------------------------------------------------------------------------------------
+
+    def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
+        self._enter_job(runtime)
+        while not self._over and self._ready():
+            if self._done >= self._total:
+                self._finish(runtime)
+                continue
+            assert self._comm is not None
+            attempt = Attempt(self, self._comm, self._done, self._shards())
+            yield attempt
+            if not attempt.entered:
+                raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
+        self._events.emit("finished", step=self._done - 1)
+
+    def _enter_job(self, runtime: Runtime) -> None:
+        """Wait until this process is in a running view or the job is over, and build its first communicator."""
+        view = self._next_view(0)
+        if view.phase != "running":
+            self._over = True
+            return
+        self._standing = NEWCOMER if runtime.was_spare else FOUNDER
+        self._rebuild(view)
+
+    def _ready(self) -> bool:
+        """Bring newcomers up to date and begin an attempt, in the newest epoch; False if the job is over."""
+        while not self._over:
+            comm = self._comm
+            assert comm is not None and self._runtime is not None
+            try:
+                self._synchronise(comm)
+                self._runtime.at_step(self._done)
+                with self._tenure.held(comm.epoch):
+                    self._reach("step.begin")
+                    if self._done < self._total:
+                        self._events.emit("attempt", step=self._done, epoch=comm.epoch)
+                return True
+            except FAILURES as failure:
+                self._go_on(failure)
+        return False
+
+    def commit(self) -> None:
+        """Agree with all ranks that the step is done, having done this rank's part of it."""
+        comm = self._comm
+        assert comm is not None
+        self._reach("commit.before_prepare")
+        with self._tenure.held(comm.epoch):
+            self._prepared = True
+            self._events.emit("prepared", step=self._done, epoch=comm.epoch)
+        self._reach("commit.before_barrier")
+        comm.barrier()
+        self._reach("commit.after_barrier")
+        with self._tenure.held(comm.epoch):
+            self._note_commit("normal", comm.epoch)
+        self._reach("commit.after_commit")
+
+    def recover(self, failure: HoldfastError) -> bool:
+        """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
+        comm, done = self._comm, self._done
+        assert comm is not None
+        self._go_on(failure)
+        if self._done == done:
+            self._events.emit("aborted_step", step=done, epoch=comm.epoch)
+        return self._done > done
+
+    def _go_on(self, failure: HoldfastError) -> None:
+        assert self._comm is not None
+        epoch = self._comm.epoch
+        self._await_end(epoch, failure)
+        self._rebuild(self._next_view(epoch, failure))
+
+    def _finish(self, runtime: Runtime) -> None:
+        """Declare the job finished, and wait until that is agreed."""
+        comm = self._comm
+        assert comm is not None
+        self._reach("finish.before_propose")
+        runtime.finish()
+        self._rebuild(self._next_view(comm.epoch))
+
+    def _conclude(self, view: View) -> None:
+        """The job is finished: all steps are committed, so if one is open here it is as well."""
+        if self._prepared and self._done == self._total - 1:
+            self._note_commit("finished", view.epoch)
+        if self._done < self._total and self._standing == HOLDER:
+            raise HoldfastError(
+                f"the job was finished after {self._done} of {self._total} steps here; call steps() alike on all ranks"
+            )
+        self._over = True
+
+    # The next epoch -------------------------------------------------------------------------------------------
+
+    def _next_view(self, newer_than: int, failure: HoldfastError | None = None) -> View:
+        """The newest view once it is newer and this process is in it. A spare may wait for as long as the job runs."""
+        timeouts = self._settings.timeouts
+        patience = timeouts.rebuild + timeouts.join
+        while True:
+            try:
+                return self._tenure.wait(newer_than, patience)
+            except OpTimeout as late:
+                if newer_than:
+                    raise late from failure
+
+    def _await_end(self, epoch: int, failure: HoldfastError) -> None:
+        """Wait until `epoch` is over. Raises `failure` if nobody is found dead or stalled meanwhile."""
+        timeouts = self._settings.timeouts
+        if not self._tenure.wait_over(epoch, 1.2 * timeouts.suspect + timeouts.heartbeat):
+            raise failure
+
+    def _rebuild(self, view: View) -> None:
+        """Build the communicator of `view`, or of the first later one that stands, and settle what was open."""
+        began = time.monotonic()
+        while view.phase == "running":
+            try:
+                verdict = self._build(view)
+            except FAILURES as failure:
+                self._await_end(view.epoch, failure)
+                view = self._next_view(view.epoch, failure)
+                continue
+            if verdict.committed:
+                self._note_commit("recovered", view.epoch)
+            self._prepared = False
+            self._pending = verdict if verdict.receivers else None
+            if self._standing == FOUNDER and not verdict.receivers:
+                self._standing = HOLDER
+            self._events.emit(
+                "rebuilt", epoch=view.epoch, seconds=time.monotonic() - began, rank=self.rank, size=self.size
+            )
+            self._close_retired()
+            return
+        self._conclude(view)
+
+    def _build(self, view: View) -> Verdict:
+        """Connect the members of `view`, and agree on what becomes of the open step."""
+        assert self._runtime is not None
+        rank = view.rank_of(self._identity)
+        assert rank is not None
+        if self._comm is not None:
+            self._retired.append(self._comm)
+            self._comm = None
+        timeouts = self._settings.timeouts
+        self._reach("rebuild.before_connect", view)
+        comm = connect_members(
+            view.job.backend,
+            rank=rank,
+            size=len(view.members),
+            store=self._runtime.store(view),
+            peers=[member.peer for member in view.members],
+            epoch=view.epoch,
+            name=view.job.name,
+            device=self._settings.device,
+            timeout=timeouts.rebuild,
+            op_timeout=timeouts.operation,
+        )
+        self._comm, self._view = comm, view
+        self._tenure.carry(comm)
+        self._reach("rebuild.before_votes")
+        mine = Vote(self._standing, self._done, self._prepared, self._total)
+        votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
+        comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=timeouts.rebuild)
+        verdict = judge([Vote.of(row) for row in votes.tolist()], rank)
+        self._reach("rebuild.after_votes")
+        return verdict
+
+    def _synchronise(self, comm: Communicator) -> None:
+        """Give the state to newcomers, or take it as one. All who hold it are at the start of the same step."""
+        verdict = self._pending
+        if verdict is None:
+            return
+        if comm.rank != verdict.source and comm.rank not in verdict.receivers:
+            self._pending = None
+            return
+        pipe = transfer.Pipe(comm, verdict.source, verdict.receivers, self._settings.timeouts.operation)
+        began = time.monotonic()
+        if comm.rank == verdict.source:
+            self._reach("sync.before_header")
+            given = transfer.give(pipe, self._attached, self._done, lambda: self._reach("sync.before_chunk"))
+        else:
+            given = transfer.take(
+                pipe,
+                self._attached,
+                lambda: self._reach("sync.before_chunk"),
+                lambda: self._reach("sync.before_load"),
+            )
+            self._done = given.done
+            seconds = time.monotonic() - began
+            self._events.emit(
+                "synced",
+                step=given.done - 1,
+                epoch=comm.epoch,
+                source=verdict.source,
+                bytes=given.nbytes,
+                seconds=seconds,
+            )
+            self._reach("sync.after_load")
+        self._standing = HOLDER
+        self._pending = None
+
+    def _note_commit(self, how: str, epoch: int) -> None:
+        self._events.emit("committed", step=self._done, epoch=epoch, how=how)
+        self._done += 1
+        self._prepared = False
+
+    def _close_retired(self) -> None:
+        for comm in self._retired:
+            self._close(comm)
+        self._retired.clear()
+
+    def _close(self, comm: Communicator) -> None:
+        try:
+            comm.close()
+        except HoldfastError as error:
+            _log.warning("the communicator of epoch %d could not be closed: %s", comm.epoch, error)
+
+    # Small things ---------------------------------------------------------------------------------------------
+
+    def _shards(self) -> tuple[int, ...]:
+        """This rank's shards: neighbours, as evenly divided as can be."""
+        assert self._view is not None and self._comm is not None
+        rank, size, shards = self._comm.rank, self._comm.size, self._view.job.shards
+        return tuple(range(shards * rank // size, shards * (rank + 1) // size))
+
+    def _reach(self, point: str, view: View | None = None) -> None:
+        where = view or self._view
+        if where is not None:
+            rank = where.rank_of(self._identity)
+            faultpoints.reach(point, self._done, -1 if rank is None else rank, where.epoch)
