@@ -18,23 +18,28 @@ INSIDE_GENERATION = "inside a generation"
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """How many processes of each role. `spares` are trainers that wait for another to die."""
+    """How many processes of each role. `spares` are trainers that wait for another to die; each version of the weights
+    is kept by `replicas` of the holders.
+    """
 
     trainers: int = 2
     spares: int = 1
     generators: int = 2
     holders: int = 2
+    replicas: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("trainers", 1), ("spares", 0), ("generators", 1), ("holders", 1)):
+        for name, least in (("trainers", 1), ("spares", 0), ("generators", 1), ("holders", 1), ("replicas", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.replicas > self.holders:
+            raise ValueError(f"{self.holders} holders cannot keep {self.replicas} replicas")
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run takes place: the driver's control address, the job's name and key, and its register's URL.
 
-    `replicas` holders keep a copy of each version; `faults` may break workers.
+    `replicas` holders keep a copy of each of the newest `keep` versions; `faults` may break workers.
     """
 
     address: str
@@ -42,4 +47,5 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes
     register: str
     replicas: int
+    keep: int
     faults: tuple[Fault, ...] = ()

@@ -128,7 +128,11 @@ class Driver:
 
     def _start(self, role: Role, replaces: str = "") -> None:
         name = f"{role}-{next(self._numbers[role])}"
-        bodies = {"trainer": train, "generator": generate_units, "holder": hold_weights}
+        bodies: dict[Role, Callable[..., None]] = {
+            "trainer": train,
+            "generator": generate_units,
+            "holder": hold_weights,
+        }
         arguments: list[object] = [self.site, name]
         if role != "holder":
             arguments.append(self.recipe)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from holdfast.rl.client import DriverClient
 from holdfast.rl.crew import Site
-from holdfast.store import WeightStore
+from holdfast.rl.diary import Diary
+from holdfast.rl.weights import open_store
 
 
 def hold_weights(site: Site, name: str) -> None:
     """The whole life of the holder `name`: until the run is over."""
-    with WeightStore(site.register, replicas=site.replicas, hold=True), DriverClient(site, name) as driver:
+    with Diary(name) as diary, open_store(site, diary, hold=True), DriverClient(site, name) as driver:
         driver.stay()

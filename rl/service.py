@@ -54,6 +54,9 @@ class Service:
         self.ledger = Ledger(recipe)
         self.buffer = ReplayBuffer(recipe)
         self.digests: dict[str, str] = {}
+        self.epoch, self.size = 0, 0
+        self.ranks: dict[str, int] = {}
+        """The trainers of the newest `epoch` that have asked for samples, and their ranks among its `size`."""
         self.failure: HoldfastError | None = None
         self._audience, self._pause = audience, pause
         self._rewards: dict[int, list[float]] = {}
@@ -129,6 +132,10 @@ class Service:
 
     async def _on_take(self, worker: str, body: bytes) -> bytes:
         request = wire.decode(body, wire.TakeRequest)
+        if request.epoch > self.epoch:
+            self.epoch, self.size, self.ranks = request.epoch, request.size, {}
+        if request.epoch == self.epoch:
+            self.ranks[worker] = request.rank
         self._publish(request.published)
         self._commit(request.step, request.epoch, request.size)
         deadline = time.monotonic() + PATIENCE
@@ -164,8 +171,8 @@ class Service:
     def _accept(self, worker: str, unit: Unit, result: bytes) -> None:
         now = time.monotonic()
         if unit.kind == "evaluate":
-            score = wire.decode(result, wire.Score)
-            if unit.version not in self._scored:
+            if result and unit.version not in self._scored:
+                score = wire.decode(result, wire.Score)
                 self._scored.add(unit.version)
                 self._audience(Evaluated(time=now, version=unit.version, exact_match=score.exact_match))
         else:
@@ -190,6 +197,8 @@ class Service:
 
     def _commit(self, steps: int, epoch: int, size: int) -> None:
         for step in range(self.buffer.committed, steps):
+            if len(self._rewards.get(step, ())) < self.recipe.units:
+                raise ValueError(f"step {step} cannot be committed: some of its units were never generated")
             rewards = self._rewards.pop(step)
             self._audience(
                 StepCommitted(

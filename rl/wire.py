@@ -14,7 +14,10 @@ from holdfast.rl.units import Unit
 
 
 class WorkRequest(msgspec.Struct, frozen=True):
-    """A generator's call `work`: here is what became of `done` (encoded samples, or an encoded `Score`); what next?"""
+    """A generator's call `work`: here is what became of `done`; what next?
+
+    The result is encoded samples, or an encoded `Score`, or nothing for an evaluation that can no longer be made.
+    """
 
     done: Unit | None = None
     result: bytes = b""

@@ -14,7 +14,6 @@ from holdfast.rl.crew import Crew
 from holdfast.rl.recipe import Recipe
 
 Victim = Literal["trainer", "generator", "holder"]
-Activity = Literal["generate", "evaluate", "fetch", "train", "reduce", "update", "publish", "rebuild"]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -54,10 +53,13 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """What a process did from `start` to `end`, for which step (or, for weights, which version)."""
+    """What a process did from `start` to `end`, for which step (or, for weights, which version).
+
+    `activity` is one of `holdfast.rl.diary.Activity`, or "rebuild".
+    """
 
     process: str
-    activity: Activity
+    activity: str
     start: float
     end: float
     step: int

@@ -1,0 +1,136 @@
+"""Strikes the planned faults: SIGKILL, at a moment when it hurts.
+
+A trainer dies inside the reduction of the gradients, when all others are in it and wait for its part. A generator dies
+between the first and the second token of a unit. A holder dies when it has the newest published weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from holdfast.harness.demo.plan import Plan
+from holdfast.harness.demo.record import Victim
+from holdfast.rl import wire
+from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION
+from holdfast.rl.driver import Driver
+from holdfast.rl.happenings import Happening, Published
+from holdfast.store import WeightStore
+
+ENTER_SECONDS = 0.005
+"""From the moment when the last survivor was let into the reduction to the blow."""
+
+GATHER_SECONDS = 5.0
+"""How long the victim is held inside the reduction for the others to arrive."""
+
+RESTORE_SECONDS = 10.0
+_LOOK_SECONDS = 0.002
+
+
+class Struck(Happening, frozen=True, tag="struck"):
+    """A worker was killed. `where` says in words what it was doing."""
+
+    victim: Victim
+    process: str
+    pid: int
+    where: str
+    step: int
+
+
+class Restored(Happening, frozen=True, tag="restored"):
+    """A version of the weights has its full number of replicas again, at new holders."""
+
+    version: int
+    holders: tuple[str, ...]
+
+
+class Faults:
+    """The faults of one run. `pause` and `hear` are for the driver and its audience; `tell` hears what is done here."""
+
+    def __init__(self, plan: Plan, store: WeightStore, tell: Callable[[Happening], None]) -> None:
+        self._plan, self._store, self._tell = plan, store, tell
+        self._pending: set[Victim] = {strike.victim for strike in plan.strikes}
+        self._inside: set[str] = set()
+        self._gathered = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.driver: Driver | None = None
+
+    @property
+    def pending(self) -> frozenset[Victim]:
+        """The faults that were planned and not struck yet."""
+        return frozenset(self._pending)
+
+    async def pause(self, worker: str, reached: wire.Reached) -> None:
+        """Called when `worker` is at a point; returns when it may go on."""
+        if reached.point == INSIDE_GENERATION and "generator" in self._pending:
+            self._strike("generator", worker, "between two tokens of a unit", reached.step)
+            await asyncio.sleep(GATHER_SECONDS)
+        elif reached.point == INSIDE_REDUCTION and "trainer" in self._pending:
+            await self._in_reduction(worker, reached.step)
+
+    def hear(self, happening: Happening) -> None:
+        """Called for everything that happens."""
+        strike = self._plan.strike("holder")
+        if isinstance(happening, Published) and strike is not None and happening.version >= strike.step:
+            self._kill_holder(strike.step)
+
+    async def close(self) -> None:
+        """End what still looks for replicas."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _in_reduction(self, worker: str, step: int) -> None:
+        service = self._the_driver().service
+        victim = self._plan.recipe.seed % service.size
+        self._inside.add(worker)
+        if len(self._inside) == service.size:
+            self._gathered.set()
+        if service.ranks[worker] != victim:
+            return
+        async with asyncio.timeout(GATHER_SECONDS):
+            await self._gathered.wait()
+        await asyncio.sleep(ENTER_SECONDS)
+        self._strike("trainer", worker, f"rank {victim} inside the all_reduce", step)
+        await asyncio.sleep(GATHER_SECONDS)
+
+    def _kill_holder(self, step: int) -> None:
+        if "holder" not in self._pending:
+            return
+        version = self._store.latest()
+        assert version is not None
+        driver = self._the_driver()
+        holders = driver.alive("holder")
+        for holder in self._store.holders("latest"):
+            if (name := driver.named(holder.pid)) in holders and name is not None:
+                self._strike("holder", name, f"holding the newest weights, version {version}", step)
+                task = asyncio.create_task(self._look_for_replicas(version, holder.pid))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return
+
+    def _strike(self, victim: Victim, name: str, where: str, step: int) -> None:
+        worker = self._the_driver().worker(name)
+        if worker is None:
+            return
+        self._pending.discard(victim)
+        now = time.monotonic()
+        worker.kill()
+        self._tell(Struck(time=now, victim=victim, process=name, pid=worker.pid, where=where, step=step))
+
+    async def _look_for_replicas(self, version: int, killed: int) -> None:
+        """Say when the newest version again has its replicas, none of them in the process that was `killed`."""
+        deadline = time.monotonic() + RESTORE_SECONDS
+        driver = self._the_driver()
+        while time.monotonic() < deadline:
+            holders = [holder for holder in self._store.holders("latest") if holder.pid != killed]
+            alive = tuple(driver.named(holder.pid) or f"process {holder.pid}" for holder in holders)
+            if len(alive) >= self._plan.crew.replicas:
+                self._tell(Restored(time=time.monotonic(), version=self._store.latest() or version, holders=alive))
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _the_driver(self) -> Driver:
+        assert self.driver is not None
+        return self.driver

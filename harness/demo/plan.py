@@ -1,0 +1,73 @@
+"""What a demo run is to be: chosen before anything starts."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins import Unavailable
+from holdfast.comms.registry import registry
+from holdfast.harness.demo.record import Victim
+from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION, Crew, Fault
+from holdfast.rl.recipe import Recipe
+
+ENOUGH_STEPS = 300
+"""Runs shorter than this are too short to judge whether they have learned."""
+
+TIMEOUT = 900.0
+"""Seconds after which a run has failed, however slow the machine."""
+
+
+def check_backend(name: str) -> None:
+    """Raise `BackendUnavailable` for a backend that cannot run here, or cannot connect processes."""
+    backend = registry().backend(name)
+    if isinstance(backend.status, Unavailable):
+        raise BackendUnavailable(name, backend.status.reason, backend.status.install_hint)
+    if backend.info.connect is None or backend.info.capabilities.one_process:
+        raise BackendUnavailable(name, "it cannot connect processes", "use shm or gloo")
+
+
+class Strike(msgspec.Struct, frozen=True):
+    """One fault: whom to kill, and in which step."""
+
+    victim: Victim
+    step: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. No `strikes`, no faults."""
+
+    recipe: Recipe
+    backend: str
+    crew: Crew = Crew()
+    strikes: tuple[Strike, ...] = ()
+    timeout: float = TIMEOUT
+
+    def with_faults(self) -> Self:
+        """This plan, with one fault of each kind: after about a quarter, a half and three quarters of the steps."""
+        last = self.recipe.steps - 1
+        return msgspec.structs.replace(
+            self,
+            strikes=(
+                Strike("trainer", round(0.25 * last)),
+                Strike("generator", round(0.5 * last)),
+                Strike("holder", round(0.75 * last)),
+            ),
+        )
+
+    def strike(self, victim: Victim) -> Strike | None:
+        """The planned fault of this kind."""
+        return next((strike for strike in self.strikes if strike.victim == victim), None)
+
+    @property
+    def points(self) -> tuple[Fault, ...]:
+        """Where workers must stop to be struck."""
+        where = {"trainer": INSIDE_REDUCTION, "generator": INSIDE_GENERATION}
+        return tuple((where[each.victim], each.step) for each in self.strikes if each.victim in where)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether the run is too short to judge whether it has learned."""
+        return self.recipe.steps < ENOUGH_STEPS

@@ -1,0 +1,74 @@
+"""How each blow was recovered from, as stages with times: from what was heard, and from the event logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.harness.demo.faults import Restored, Struck
+from holdfast.harness.demo.record import Blow, Stage
+from holdfast.harness.invariants import Event
+from holdfast.rl.happenings import Happening, UnitDone, WorkerLost, WorkerStarted
+
+RECOVERED = {
+    "trainer": ("detected", "rebuilt", "next step committed"),
+    "generator": ("detected", "replaced", "unit redone"),
+    "holder": ("detected", "replaced", "replicated again"),
+}
+"""The stages of a recovery that is complete."""
+
+
+def blows(began: float, happenings: Sequence[Happening], events: Sequence[Event]) -> tuple[Blow, ...]:
+    """Every fault that was struck. `began` is on `time.monotonic()`."""
+    return tuple(
+        Blow(
+            struck.victim,
+            struck.process,
+            struck.pid,
+            struck.where,
+            struck.step,
+            struck.time - began,
+            tuple(_stages(struck, happenings, events)),
+        )
+        for struck in happenings
+        if isinstance(struck, Struck)
+    )
+
+
+def complete(blow: Blow) -> bool:
+    """Whether the recovery from `blow` reached its last stage."""
+    return tuple(stage.name for stage in blow.stages) == RECOVERED[blow.victim]
+
+
+def _stages(struck: Struck, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[Stage]:
+    times = _of_trainer(struck, events) if struck.victim == "trainer" else _of_other(struck, happenings)
+    for name, at in zip(RECOVERED[struck.victim], times, strict=True):
+        if at is None:
+            return
+        yield Stage(name, at - struck.time)
+
+
+def _of_trainer(struck: Struck, events: Sequence[Event]) -> tuple[float | None, ...]:
+    after = [event for event in events if event.time > struck.time]
+    detected = next((event.time for event in after if event.kind == "detected"), None)
+    rebuilt = [event for event in after if event.kind == "rebuilt"]
+    first = rebuilt[0].integer("epoch") if rebuilt else 0
+    all_rebuilt = max((event.time for event in rebuilt if event.integer("epoch") == first), default=None)
+    committed = next(
+        (event.time for event in after if event.kind == "committed" and event.integer("step") >= struck.step), None
+    )
+    return detected, all_rebuilt, committed
+
+
+def _of_other(struck: Struck, happenings: Sequence[Happening]) -> tuple[float | None, ...]:
+    after = [each for each in happenings if each.time >= struck.time]
+    lost = next((each for each in after if isinstance(each, WorkerLost) and each.name == struck.process), None)
+    replaced = next(
+        (each.time for each in after if isinstance(each, WorkerStarted) and each.replaces == struck.process), None
+    )
+    good: float | None = None
+    if struck.victim == "holder":
+        good = next((each.time for each in after if isinstance(each, Restored)), None)
+    elif lost is not None:
+        redone = [each for each in after if isinstance(each, UnitDone) and each.unit in lost.requeued]
+        good = redone[-1].time if len(redone) == len(lost.requeued) > 0 else None
+    return lost.time if lost else None, replaced, good

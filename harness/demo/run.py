@@ -1,0 +1,165 @@
+"""One run of the demo, from nothing to its record: starts the job, breaks it, watches it, judges it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from holdfast.ft.keys import load_key
+from holdfast.harness.contract import LocalContract
+from holdfast.harness.demo.display import Display
+from holdfast.harness.demo.engine import ZygoteEngine
+from holdfast.harness.demo.faults import Faults
+from holdfast.harness.demo.plan import Plan
+from holdfast.harness.demo.record import DemoRun
+from holdfast.harness.demo.recorder import Recorder
+from holdfast.harness.demo.recovery import blows
+from holdfast.harness.demo.spans import spans
+from holdfast.harness.demo.tail import LogTail
+from holdfast.harness.demo.verdict import judge
+from holdfast.harness.invariants import Event, examine, read_directory
+from holdfast.rl import model
+from holdfast.rl.crew import Site
+from holdfast.rl.driver import Driver
+from holdfast.rl.happenings import Happening
+from holdfast.store import WeightStore
+
+JOB = "demo"
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The files and the engine of a run; `setup_seconds` is what it took to have them."""
+
+    contract: LocalContract
+    engine: ZygoteEngine
+    setup_seconds: float
+
+    @staticmethod
+    def prepare(plan: Plan, directory: Path, began: float) -> Stage:
+        """Make everything in the empty, owner-only `directory`, and import what workers need. `began` is when the user
+        began to wait, on `time.monotonic()`.
+        """
+        contract = LocalContract.create(JOB, directory, plan.backend, plan.crew.trainers)
+        logs = directory / "output"
+        logs.mkdir(mode=0o700)
+        engine = ZygoteEngine(logs, contract.environ())
+        engine.warm_up()
+        return Stage(contract, engine, time.monotonic() - began)
+
+
+class Performance:
+    """A run of `plan` on `stage`, shown by `display`."""
+
+    def __init__(self, plan: Plan, stage: Stage, display: Display) -> None:
+        self._plan, self._stage, self._display = plan, stage, display
+        self._recorder = Recorder()
+        self._tail = LogTail(stage.contract.events_directory)
+        self._stored = ""
+
+    def run(self) -> DemoRun:
+        """The record of the run. Raises `RunFailed` and the like if it came to no end, `KeyboardInterrupt` also on
+        SIGTERM; no process is left behind.
+        """
+        began = datetime.now().astimezone().isoformat(timespec="seconds")
+        contract = self._stage.contract
+        with WeightStore(contract.register_url, hold=False) as store:
+            faults = Faults(self._plan, store, self._recorder.hear)
+            try:
+                digest = asyncio.run(self._perform(store, faults))
+            finally:
+                self._look()
+                self._display.close(self._recorder)
+        seconds = time.monotonic() - self._recorder.began
+        events = read_directory(contract.events_directory)
+        found = tuple(examine(events))
+        recorder = self._recorder
+        struck = blows(recorder.began, recorder.happenings, events)
+        names = {life.pid: life.name for life in recorder.lives.values()}
+        return DemoRun(
+            backend=self._plan.backend,
+            began=began,
+            seconds=seconds,
+            setup_seconds=self._stage.setup_seconds,
+            recipe=self._plan.recipe,
+            crew=self._plan.crew,
+            steps=tuple(recorder.steps),
+            evaluations=tuple(recorder.evaluations),
+            lives=tuple(recorder.lives.values()),
+            spans=spans(recorder.began, events, names),
+            blows=struck,
+            notes=tuple(recorder.notes),
+            findings=found,
+            outcome=judge(self._plan, recorder, events, found, struck, faults.pending, digest, self._stored),
+        )
+
+    async def _perform(self, store: WeightStore, faults: Faults) -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def audience(happening: Happening) -> None:
+            self._recorder.hear(happening)
+            faults.hear(happening)
+
+        driver = Driver(self._plan.recipe, self._plan.crew, self._site(), self._stage.engine, audience, faults.pause)
+        faults.driver = driver
+        watching = asyncio.create_task(self._watch())
+        try:
+            return await driver.run(self._plan.timeout, lambda: self._compare(store))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            watching.cancel()
+            await faults.close()
+
+    def _site(self) -> Site:
+        contract, plan = self._stage.contract, self._plan
+        return Site(
+            address="",
+            job=contract.name,
+            key=load_key(contract.key_file),
+            register=contract.register_url,
+            replicas=plan.crew.replicas,
+            keep=plan.recipe.lag + 3,
+            faults=plan.points,
+        )
+
+    def _compare(self, store: WeightStore) -> None:
+        """Take the digest of the weights that the store holds at the end."""
+        policy = model.build(self._plan.recipe.seed)
+        store.get(self._plan.recipe.steps, policy.state_dict())
+        self._stored = model.digest(policy)
+
+    async def _watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        for event in self._tail.new():
+            self._say(event)
+        self._display.refresh(self._recorder)
+
+    def _say(self, event: Event) -> None:
+        """Note what the trainers' sessions write down, where it says something new."""
+        names = {life.pid: name for name, life in self._recorder.lives.items()}
+        who = names.get(event.pid, event.process)
+        match event.kind:
+            case "detected":
+                self._recorder.note(event.time, who, f"has detected a death: {event.text('evidence')}")
+            case "installed" if event.integer("rank") == 0:
+                text = f"epoch {event.integer('epoch')} of {len(event.names('members'))} ranks"
+                self._recorder.note(event.time, who, f"{text}: {event.text('reason')}")
+            case "rebuilt":
+                text = f"is in epoch {event.integer('epoch')}, rebuilt in {event.number('seconds') * 1e3:.1f} ms"
+                self._recorder.note(event.time, who, text)
+            case "synced":
+                self._recorder.note(event.time, who, f"has taken over the state after step {event.integer('step')}")
+            case "lost":
+                self._recorder.note(event.time, who, f"version {event.integer('version')} is lost")

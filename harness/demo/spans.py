@@ -1,0 +1,26 @@
+"""What every process did and when, read from the event logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.harness.demo.record import Span
+from holdfast.harness.invariants import Event
+
+
+def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[Span, ...]:
+    """The activities of workers, and their rebuilds. `names` are those of the workers by pid: what ft writes is under
+    the names of members. `began` is on `time.monotonic()`.
+    """
+    found = []
+    for event in events:
+        if event.kind == "did":
+            activity, step = event.text("activity"), event.integer("step")
+        elif event.kind == "rebuilt":
+            activity, step = "rebuild", event.integer("epoch")
+        else:
+            continue
+        end = event.time - began
+        name = names.get(event.pid, event.process)
+        found.append(Span(name, activity, end - event.number("seconds"), end, step))
+    return tuple(found)

@@ -1,0 +1,34 @@
+"""Follows the event logs of a running job: what all its processes have written since the last look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from holdfast.harness.invariants import Event, event_of
+
+
+class LogTail:
+    """The logs (`*.jsonl`) of one directory, and how far each has been read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> list[Event]:
+        """The events that are new, in the order of time. Lines that are not complete yet are left for later.
+
+        Raises `CorruptData` for a line that is not an event.
+        """
+        events: list[Event] = []
+        for path in self._directory.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(complete)
+            events += [
+                event_of(msgspec.json.decode(line, type=dict[str, object])) for line in complete.splitlines() if line
+            ]
+        return sorted(events, key=lambda event: event.time)

@@ -1,0 +1,86 @@
+"""Whether a run did what it had to do, and if not, why not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from holdfast.harness.demo.faults import Struck
+from holdfast.harness.demo.plan import Plan
+from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Outcome, Victim
+from holdfast.harness.demo.recorder import Recorder
+from holdfast.harness.demo.recovery import complete
+from holdfast.harness.invariants import Event, Finding
+from holdfast.rl.happenings import WorkerLost
+
+AVERAGED = 3
+"""The last evaluations, of which the mean is the rate at the end: single ones are jagged."""
+
+RISE = 0.25
+"""How much the held-out exact match must rise over reinforcement, in a run that is long enough."""
+
+
+def rates(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
+    """The held-out exact match after the warm-up, and at the end."""
+    ordered = sorted(evaluations, key=lambda each: each.version)
+    last = ordered[1:][-AVERAGED:] or ordered
+    return ordered[0].exact_match, sum(each.exact_match for each in last) / len(last)
+
+
+def lost_steps(steps: int, events: Sequence[Event]) -> int:
+    """How many of the run's steps nobody committed."""
+    committed = {event.integer("step") for event in events if event.kind == "committed"}
+    return steps - len(committed & set(range(steps)))
+
+
+def lost_versions(recorder: Recorder, plan: Plan, stored: str, digest: str) -> int:
+    """How many versions of the weights were never published, or are not what they should be at the end."""
+    return plan.recipe.steps - recorder.version + (stored != digest)
+
+
+def judge(
+    plan: Plan,
+    recorder: Recorder,
+    events: Sequence[Event],
+    found: Sequence[Finding],
+    struck: Sequence[Blow],
+    pending: Collection[Victim],
+    digest: str,
+    stored: str,
+) -> Outcome:
+    """The verdict on a run. `digest` is that of the trainers' final weights, `stored` that of the store's."""
+    before, after = rates(recorder.evaluations)
+    steps, versions = lost_steps(plan.recipe.steps, events), lost_versions(recorder, plan, stored, digest)
+    failures = []
+    if not plan.too_short and after < before + RISE:
+        failures.append(f"held-out exact match went from {before:.1%} to {after:.1%}: it had to rise by {RISE:.0%}")
+    if steps:
+        failures.append(f"{steps} steps were lost")
+    if versions:
+        failures.append(f"{versions} versions of the weights were lost")
+    failures += [f"the {victim} was not struck" for victim in sorted(pending)]
+    failures += [
+        f"the recovery from the death of {blow.process} is not complete" for blow in struck if not complete(blow)
+    ]
+    failures += [
+        f"{violation.invariant}: {violation.process}: {violation.message}"
+        for finding in found
+        for violation in finding.violations
+    ]
+    victims = {each.process for each in recorder.happenings if isinstance(each, Struck)}
+    failures += [
+        f"{each.name} was lost though nobody struck it: {each.how}"
+        for each in recorder.happenings
+        if isinstance(each, WorkerLost) and each.name not in victims
+    ]
+    return Outcome(recorder.untrained, before, after, digest, None, steps, versions, plan.too_short, tuple(failures))
+
+
+def verified(run: DemoRun, again: DemoRun) -> DemoRun:
+    """`run`, with what `again`, a run of the same recipe without faults, says about its final weights."""
+    outcome, other = run.outcome, again.outcome
+    failures = outcome.failures + tuple(f"without faults: {failure}" for failure in other.failures)
+    if other.digest != outcome.digest:
+        failures += (f"the final weights are {outcome.digest}, and without faults {other.digest}",)
+    return replace(run, outcome=replace(outcome, verified=other.digest, failures=failures))
