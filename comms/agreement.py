@@ -22,15 +22,19 @@ class Agreement:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._mine = torch.zeros(_BYTES, dtype=torch.uint8)
+        self._count = 0
         self._all = [torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(transport.size)]
 
-    def checked(
-        self, body: Callable[[float], None], op: str, seq: int, agreed: Callable[[], str]
-    ) -> Callable[[float], None]:
-        """`body`, behind the check that every rank issues `op` with the same words as op number `seq`."""
+    def checked(self, body: Callable[[float], None], op: str, agreed: Callable[[], str]) -> Callable[[float], None]:
+        """`body`, behind the check that every rank issues `op` with the same words, as its next collective.
+
+        Sends and receives do not count: ranks may well differ in those.
+        """
+        self._count += 1
+        number = self._count
 
         def run(deadline: float) -> None:
-            said = f"{op}({agreed()}) as op {seq}".encode()[:_BYTES]
+            said = f"{op}({agreed()}) as op {number}".encode()[:_BYTES]
             self._mine.zero_()
             self._mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
             self._transport.all_gather(self._all, self._mine, deadline)

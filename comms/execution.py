@@ -81,7 +81,7 @@ class Executor:
             self._seq += 1
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             if self._agreement is not None and agreed is not None:
-                body = self._agreement.checked(body, name, self._seq, agreed)
+                body = self._agreement.checked(body, name, agreed)
             if self._registry.observed:
                 body = self._observed(body, name, self._seq, nbytes)
             if not async_op and self._last.done():
