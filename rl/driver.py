@@ -88,8 +88,8 @@ class Driver:
         """The names of the living workers of a role."""
         return tuple(name for name, place in self._places.items() if place.role == role)
 
-    async def run(self, timeout: float, before_end: Callable[[], None] = lambda: None) -> str:
-        """Do the whole run; the digest of the final weights. `before_end` is called while all workers still live.
+    async def run(self, timeout: float) -> str:
+        """Do the whole run; the digest of the final weights.
 
         Raises `RunFailed`, also after `timeout` seconds, and whatever the service met. No worker is left behind.
         """
@@ -107,7 +107,6 @@ class Driver:
                 raise RunFailed(
                     f"{self.service.buffer.committed} of {self.recipe.steps} steps are committed after {timeout:.0f} s"
                 ) from None
-            before_end()
             await self._stop()
             return next(iter(self.service.digests.values()))
         finally:

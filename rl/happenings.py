@@ -66,10 +66,11 @@ class UnitDone(Happening, frozen=True, tag="unit_done"):
 
 
 class Evaluated(Happening, frozen=True, tag="evaluated"):
-    """The held-out exact match of a version."""
+    """The held-out exact match of a version, and the digest of its weights as the store gave them."""
 
     version: int
     exact_match: float
+    digest: str
 
 
 class PointReached(Happening, frozen=True, tag="point_reached"):

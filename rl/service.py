@@ -174,7 +174,9 @@ class Service:
             if result and unit.version not in self._scored:
                 score = wire.decode(result, wire.Score)
                 self._scored.add(unit.version)
-                self._audience(Evaluated(time=now, version=unit.version, exact_match=score.exact_match))
+                self._audience(
+                    Evaluated(time=now, version=unit.version, exact_match=score.exact_match, digest=score.digest)
+                )
         else:
             samples = wire.unpack_samples(result, self.recipe.unit_samples)
             try:

@@ -31,9 +31,10 @@ class WorkReply(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The result of an `evaluate` unit: the share of held-out problems answered exactly."""
+    """The result of an `evaluate` unit: the share of held-out problems answered exactly, and the weights' digest."""
 
     exact_match: float
+    digest: str
 
 
 class TakeRequest(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ class Recorder:
     happenings: list[Happening] = field(default_factory=list)
     untrained: float = 0.0
     version: int = -1
+    stored: dict[int, str] = field(default_factory=dict)
+    """The digests of versions as the store gave them, where they were evaluated."""
 
     def note(self, at: float, process: str, text: str) -> None:
         """Add a line to the log; `at` is on `time.monotonic()`."""
@@ -54,6 +56,7 @@ class Recorder:
                 return
             case Evaluated():
                 self.evaluations.append(Evaluation(happening.version, at, happening.exact_match))
+                self.stored[happening.version] = happening.digest
                 return
             case WarmedUp():
                 self.untrained = happening.untrained

@@ -22,7 +22,6 @@ from holdfast.harness.demo.spans import spans
 from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.demo.verdict import judge
 from holdfast.harness.invariants import Event, examine, read_directory
-from holdfast.rl import model
 from holdfast.rl.crew import Site
 from holdfast.rl.driver import Driver
 from holdfast.rl.happenings import Happening
@@ -60,7 +59,6 @@ class Performance:
         self._plan, self._stage, self._display = plan, stage, display
         self._recorder = Recorder()
         self._tail = LogTail(stage.contract.events_directory)
-        self._stored = ""
 
     def run(self) -> DemoRun:
         """The record of the run. Raises `RunFailed` and the like if it came to no end, `KeyboardInterrupt` also on
@@ -71,7 +69,7 @@ class Performance:
         with WeightStore(contract.register_url, hold=False) as store:
             faults = Faults(self._plan, store, self._recorder.hear)
             try:
-                digest = asyncio.run(self._perform(store, faults))
+                digest = asyncio.run(self._perform(faults))
             finally:
                 self._look()
                 self._display.close(self._recorder)
@@ -95,10 +93,10 @@ class Performance:
             blows=struck,
             notes=tuple(recorder.notes),
             findings=found,
-            outcome=judge(self._plan, recorder, events, found, struck, faults.pending, digest, self._stored),
+            outcome=judge(self._plan, recorder, events, found, struck, faults.pending, digest),
         )
 
-    async def _perform(self, store: WeightStore, faults: Faults) -> str:
+    async def _perform(self, faults: Faults) -> str:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -111,7 +109,7 @@ class Performance:
         faults.driver = driver
         watching = asyncio.create_task(self._watch())
         try:
-            return await driver.run(self._plan.timeout, lambda: self._compare(store))
+            return await driver.run(self._plan.timeout)
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         finally:
@@ -129,12 +127,6 @@ class Performance:
             keep=plan.recipe.lag + 3,
             faults=plan.points,
         )
-
-    def _compare(self, store: WeightStore) -> None:
-        """Take the digest of the weights that the store holds at the end."""
-        policy = model.build(self._plan.recipe.seed)
-        store.get(self._plan.recipe.steps, policy.state_dict())
-        self._stored = model.digest(policy)
 
     async def _watch(self) -> None:
         while True:

@@ -34,9 +34,12 @@ def lost_steps(steps: int, events: Sequence[Event]) -> int:
     return steps - len(committed & set(range(steps)))
 
 
-def lost_versions(recorder: Recorder, plan: Plan, stored: str, digest: str) -> int:
-    """How many versions of the weights were never published, or are not what they should be at the end."""
-    return plan.recipe.steps - recorder.version + (stored != digest)
+def lost_versions(steps: int, recorder: Recorder, events: Sequence[Event], digest: str) -> int:
+    """How many versions of the weights were never published, or lost later, or are not those of the trainers at the
+    end, whose digest is `digest`.
+    """
+    lost = {event.integer("version") for event in events if event.kind == "lost"}
+    return steps - recorder.version + len(lost) + (recorder.stored.get(steps) != digest)
 
 
 def judge(
@@ -47,11 +50,11 @@ def judge(
     struck: Sequence[Blow],
     pending: Collection[Victim],
     digest: str,
-    stored: str,
 ) -> Outcome:
-    """The verdict on a run. `digest` is that of the trainers' final weights, `stored` that of the store's."""
+    """The verdict on a run. `digest` is that of the trainers' final weights."""
     before, after = rates(recorder.evaluations)
-    steps, versions = lost_steps(plan.recipe.steps, events), lost_versions(recorder, plan, stored, digest)
+    steps = lost_steps(plan.recipe.steps, events)
+    versions = lost_versions(plan.recipe.steps, recorder, events, digest)
     failures = []
     if not plan.too_short and after < before + RISE:
         failures.append(f"held-out exact match went from {before:.1%} to {after:.1%}: it had to rise by {RISE:.0%}")
