@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, RegionGone
 from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.transport import Peer
 from holdfast.store import transitions
@@ -214,6 +214,11 @@ class Keeper:
         memory = self.allocate(reader.nbytes)
         try:
             reader.everything(memory[: reader.nbytes])
+        except RegionGone as error:
+            _log.debug("cannot make a replica yet: %s", error)
+            self.give_back(memory)
+            self._book.bury_dead()
+            return
         except HoldfastError:
             self.give_back(memory)
             raise

@@ -73,6 +73,8 @@ class Publication:
 
     def _announce(self, shard: Shard) -> tuple[int, Catalog]:
         terms = self._terms
+        if self._book.read()[1].version(terms.version) is not None:
+            self._book.bury_dead()  # whoever began this version may be gone, and nobody has noticed yet
         try:
             return self._book.change(
                 lambda now: transitions.announce(

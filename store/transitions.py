@@ -142,7 +142,7 @@ def bury(catalog: Catalog, dead: Collection[Peer]) -> Catalog:
     """Processes are gone, with their replicas, their pins, and what they were publishing."""
     pins = tuple(pin for pin in catalog.pins if pin.peer not in dead)
     if len(pins) < len(catalog.pins):
-        catalog = replace(catalog, pins=pins)
+        catalog = _settle(replace(catalog, pins=pins))
     return _remove(catalog, {holder.id for holder in catalog.holders if holder.peer in dead})
 
 
