@@ -1,4 +1,9 @@
-"""Which processes of this host have ended, as the kernel tells the event loop; and how to end one for certain."""
+"""Which processes of this host have ended, as the kernel tells the event loop; and how to end one for certain.
+
+The kernel tells of a process's end only once it has taken its memory apart: 5 to 50 ms for one that uses torch. The
+end of a single thread is told at once. So a few threads of each process are followed too, and when one of them ends
+while the process is exiting, that is proof enough: nothing stops an exit that has begun.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.comms.liveness import open_pidfd, this_host
@@ -14,6 +20,20 @@ from holdfast.ft.view import Member
 from holdfast.ft.vocabulary import Death
 
 OnDeaths = Callable[[tuple[Death, ...]], None]
+
+PIDFD_THREAD = os.O_EXCL
+"""The flag of pidfd_open that takes a thread's number; since Linux 6.9."""
+_EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
+_SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A process and the descriptors that tell of it: `process` for all of it, `threads` for some of its threads."""
+
+    member: Member
+    process: int
+    threads: tuple[int, ...]
 
 
 class ProcessWatch:
@@ -27,72 +47,133 @@ class ProcessWatch:
         self._loop = asyncio.get_running_loop()
         self._on_deaths = on_deaths
         self._poll = select.poll()
-        self._fds: dict[str, int] = {}
-        self._members: dict[int, Member] = {}
+        self._followed: dict[str, _Followed] = {}
+        self._owners: dict[int, str] = {}
         self._gone: set[str] = set()
 
     def follow(self, members: Iterable[Member]) -> None:
         """Follow exactly these from now on."""
         wanted = {m.id: m for m in members if m.peer.host == this_host() and m.peer.pid != os.getpid()}
-        for member_id in self._fds.keys() - wanted.keys():
-            self._let_go(self._fds[member_id])
+        for member_id in self._followed.keys() - wanted.keys():
+            self._let_go(member_id)
         self._gone &= wanted.keys()
         gone = []
-        for member_id in wanted.keys() - self._fds.keys() - self._gone:
+        for member_id in wanted.keys() - self._followed.keys() - self._gone:
             member = wanted[member_id]
             fd = open_pidfd(member.peer)
             if fd is None:
                 self._gone.add(member_id)
                 gone.append(_death(member))
                 continue
-            self._fds[member_id], self._members[fd] = fd, member
-            self._poll.register(fd, select.POLLIN)
-            self._loop.add_reader(fd, self._look)
+            self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member))
+            for each in (fd, *followed.threads):
+                self._listen(each, member_id)
         if gone:
             self._loop.call_soon(self._on_deaths, tuple(gone))
 
-    def follows(self, member_id: str) -> bool:
-        """Whether this process would be told of the member's death."""
-        return member_id in self._fds
-
     def fence(self, member: Member) -> bool:
         """SIGKILL a followed process; False if it is not followed. Its death is told of as any other."""
-        fd = self._fds.get(member.id)
-        if fd is None:
+        followed = self._followed.get(member.id)
+        if followed is None:
             return False
         try:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            signal.pidfd_send_signal(followed.process, signal.SIGKILL)
         except ProcessLookupError:
             pass
         return True
 
     def close(self) -> None:
         """Follow nobody any more."""
-        for fd in list(self._members):
-            self._let_go(fd)
+        for member_id in list(self._followed):
+            self._let_go(member_id)
 
     def _look(self) -> None:
-        ended = [self._members[fd] for fd, _ in self._poll.poll(0) if fd in self._members]
-        for member in ended:
-            self._let_go(self._fds[member.id])
-            self._gone.add(member.id)
-        if ended:
-            self._on_deaths(tuple(_death(member) for member in ended))
+        """Some descriptor is ready: take in all that are, so that simultaneous deaths are told of together."""
+        ended: dict[str, Member] = {}
+        for fd, _ in self._poll.poll(0):
+            member_id = self._owners.get(fd)
+            if member_id is None or member_id in ended:
+                continue
+            followed = self._followed[member_id]
+            if fd == followed.process or is_exiting(followed.member.peer.pid):
+                ended[member_id] = followed.member
+            else:
+                self._ignore(fd)
+                self._look_again(followed, _SECOND_LOOKS)
+        self._tell(ended)
 
-    def _let_go(self, fd: int) -> None:
-        self._loop.remove_reader(fd)
-        self._poll.unregister(fd)
-        del self._fds[self._members.pop(fd).id]
-        os.close(fd)
+    def _look_again(self, followed: _Followed, delays: tuple[float, ...]) -> None:
+        """A thread has ended, its process not yet: it closes in good order, or is about to be seen exiting."""
+        if not delays:
+            return
+
+        def look() -> None:
+            if self._followed.get(followed.member.id) is not followed:
+                return
+            if is_exiting(followed.member.peer.pid):
+                self._tell({followed.member.id: followed.member})
+            else:
+                self._look_again(followed, delays[1:])
+
+        self._loop.call_later(delays[0], look)
+
+    def _tell(self, ended: dict[str, Member]) -> None:
+        for member_id in ended:
+            self._let_go(member_id)
+            self._gone.add(member_id)
+        if ended:
+            self._on_deaths(tuple(_death(member) for member in ended.values()))
+
+    def _listen(self, fd: int, member_id: str) -> None:
+        self._owners[fd] = member_id
+        self._poll.register(fd, select.POLLIN)
+        self._loop.add_reader(fd, self._look)
+
+    def _ignore(self, fd: int) -> None:
+        if self._owners.pop(fd, None) is not None:
+            self._loop.remove_reader(fd)
+            self._poll.unregister(fd)
+
+    def _let_go(self, member_id: str) -> None:
+        followed = self._followed.pop(member_id)
+        for fd in (followed.process, *followed.threads):
+            self._ignore(fd)
+            os.close(fd)
+
+
+def _open_threads(member: Member) -> tuple[int, ...]:
+    """Descriptors for those threads of a process that still are; none where the kernel cannot."""
+    fds = []
+    for number in member.threads:
+        try:
+            fd = os.pidfd_open(number, PIDFD_THREAD)
+        except OSError:
+            continue
+        if Path(f"/proc/{member.peer.pid}/task/{number}").exists():
+            fds.append(fd)
+        else:
+            os.close(fd)
+    return tuple(fds)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, Ctrl-Z) now. False for one that is gone, or cannot be looked at."""
+    return _stat(pid)[:1] == [b"T"]
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process has begun to exit, or is gone."""
+    fields = _stat(pid)
+    return not fields or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """/proc/pid/stat from the state on; empty for a process that is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return False
-    return stat[stat.rindex(b")") + 2 :][:1] == b"T"
+        return []
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def _death(member: Member) -> Death:

@@ -78,10 +78,13 @@ class Reactor:
         self._proposals: set[asyncio.Task[None]] = set()
         self._spare_for: View | None = None
 
-    async def begin(self, host: str, job: Job, view: View | None) -> None:
-        """Listen on `host` and take part in `job`, of which the register shows `view`."""
+    async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
+        """Listen on `host` and take part in `job`, of which the register shows `view`.
+
+        `threads` are the kernel's numbers of threads of this process that end no sooner than this reactor.
+        """
         address = await self.links.start(host)
-        me = Member(self._identity, address, this_process())
+        me = Member(self._identity, address, this_process(), threads)
         self._silence = Silence(me, self._settings.timeouts, is_stopped)
         self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends))
         self._events.emit("joined", address=address)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import secrets
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -40,7 +41,7 @@ class Runtime:
         self._identity, self._settings, self._tenure = identity, settings, tenure
         self._calls: dict[Future[bytes], int] = {}
         self._calls_lock = threading.Lock()
-        self._closing = threading.Event()
+        self._begun, self._closing = threading.Event(), threading.Event()
         with contextlib.ExitStack() as undo:
             self._register = undo.enter_context(Register.open(settings.register))
             view = self._register.read()
@@ -51,7 +52,6 @@ class Runtime:
             undo.callback(self._thread.close)
             self._reactor = self._thread.run(self._make_reactor(events), START_SECONDS)
             undo.callback(self._end_reactor)
-            self._thread.run(self._reactor.begin(host, job, view), START_SECONDS)
             watched = undo.enter_context(Register.open(settings.register))
             self._watcher = threading.Thread(
                 target=self._watch, args=(watched,), name=f"holdfast-watch-{identity}", daemon=True
@@ -59,7 +59,12 @@ class Runtime:
             self._watcher.start()
             undo.callback(self._watcher.join)
             undo.callback(watched.close)
+            undo.callback(self._begun.set)
             undo.callback(self._closing.set)
+            threads = (os.getpid(), self._thread.native_id, self._watcher.native_id)
+            live_long = tuple(number for number in threads if number is not None)
+            self._thread.run(self._reactor.begin(host, job, view, live_long), START_SECONDS)
+            self._begun.set()
             tenure.on_over(self._end_calls)
             self._undo = undo.pop_all()
 
@@ -132,6 +137,7 @@ class Runtime:
     # The thread that watches the register -------------------------------------------------------------------------
 
     def _watch(self, register: Register) -> None:
+        self._begun.wait()
         epoch = 0
         while not self._closing.is_set():
             try:

@@ -15,12 +15,14 @@ Phase = Literal["forming", "running", "finished", "failed"]
 class Member(msgspec.Struct, frozen=True):
     """A process that takes part. `id` is its own for ever: a process that comes back has another one.
 
-    `address` is its control endpoint, "host:port".
+    `address` is its control endpoint, "host:port". `threads` are the kernel's numbers of threads that live as long as
+    it takes part: their end is the first sign of its own.
     """
 
     id: str
     address: str
     peer: Peer
+    threads: tuple[int, ...] = ()
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -43,6 +43,11 @@ class LoopThread:
             raise
 
     @property
+    def native_id(self) -> int | None:
+        """The kernel's number of the thread."""
+        return self._thread.native_id
+
+    @property
     def alive(self) -> bool:
         """Whether the loop still runs."""
         return self._thread.is_alive()
