@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.bench import rounds, show
+from holdfast.harness.bench import recovery, rounds, show
 from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.contestants import Arena, ContestantFailed, missing
 from holdfast.harness.bench.data import allocate, count_wrong, fill, pattern
@@ -288,3 +289,50 @@ def test_nothing_to_plot_is_said(tmp_path: Path) -> None:
 def test_import_cost_is_measured_in_fresh_processes() -> None:
     cost = measure(processes=1)
     assert cost.torch > cost.extra > 0
+
+
+# Recovery ---------------------------------------------------------------------------------------------------------
+
+
+def _logged(pid: int, kind: str, time: float, **fields: int) -> dict[str, Any]:
+    return {"pid": pid, "kind": kind, "time": time, **fields}
+
+
+def test_a_recovery_is_over_when_its_last_survivor_has_reduced() -> None:
+    events = [
+        _logged(1, "first_op", 90.0, epoch=1),
+        _logged(1, "detected", 100.003),
+        _logged(2, "detected", 100.002),
+        _logged(1, "installed", 100.004, epoch=2),
+        _logged(2, "installed", 100.005, epoch=2),
+        _logged(1, "rebuilt", 100.007, epoch=2),
+        _logged(2, "rebuilt", 100.006, epoch=2),
+        _logged(1, "first_op", 100.008, epoch=2),
+        _logged(2, "first_op", 100.009, epoch=2),
+        _logged(2, "first_op", 105.0, epoch=3),
+        _logged(3, "first_op", 100.5, epoch=2),
+    ]
+    kill = recovery.analyse(events, 0, killed=100.0, epoch=1, survivors={1, 2}, gone=100.0015)
+    taken = (kill.gone, kill.detect, kill.agree, kill.rebuild, kill.total)
+    assert taken == pytest.approx((1.5, 2.0, 5.0, 7.0, 9.0))
+
+
+def test_a_recovery_without_a_trace_is_an_error() -> None:
+    with pytest.raises(recovery.NotRecovered, match="detected"):
+        recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+def test_recovery_is_measured_on_real_kills(spares: int) -> None:
+    bench = recovery.run("shm", ranks=3, kills=2, spares=spares)
+    assert len(bench.kills) == 2
+    assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
+    assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
+    show.show_recovery(bench, show.console())
+
+
+def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
+    assert CliRunner().invoke(app, ["recovery", "--size", "big"]).exit_code == 2
+    unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
+    assert unknown.exit_code == 1
+    assert "BackendUnavailable" in unknown.stderr

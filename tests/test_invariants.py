@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from holdfast.comms.errors import CorruptData
+from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import (
     CHECKERS,
     Bounds,
@@ -315,3 +319,31 @@ def test_a_field_of_the_wrong_type_is_refused() -> None:
 def test_events_of_one_process_keep_their_order_at_equal_times() -> None:
     first, second = Event(1.0, "a", 1, "attempt", {}), Event(1.0, "a", 1, "prepared", {})
     assert merge([[first, second], []]) == [first, second]
+
+
+# Real logs ---------------------------------------------------------------------------------------------------------
+
+
+def _reduce(session: Any, steps: int) -> int:
+    done = 0
+    for attempt in session.steps(steps):
+        with attempt:
+            attempt.comm.all_reduce(torch.ones(1000))
+            time.sleep(0.005)
+        done += attempt.committed
+    return done
+
+
+def test_a_real_job_whose_ranks_are_killed_breaks_nothing() -> None:
+    with LocalCluster(3, "shm", spares=1, session={"min_size": 2}, echo=False) as cluster:
+        job = cluster.start(_reduce, 120)
+        for step in (20, 60):
+            job.wait_for("committed", step=step)
+            job.kill(1)
+        job.results(timeout=60.0)
+        findings = examine([event_of(event) for event in job.events()])
+    assert [violation for finding in findings for violation in finding.violations] == []
+    looked = {finding.invariant: finding.looked for finding in findings}
+    assert looked["one membership an epoch"] >= 3 + 3 + 2
+    assert looked["committed steps are kept"] >= 2 * 120
+    assert looked["no effect of a revoked epoch"] >= 3 * 2 * 120

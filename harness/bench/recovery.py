@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import statistics
 import time
@@ -42,11 +43,12 @@ class NotRecovered(HoldfastError):
 class Recovery(msgspec.Struct, frozen=True):
     """One kill. All in milliseconds since just before the signal was sent, each when the last survivor got there.
 
-    `detect`: the first of them knows. `agree`: the next epoch is installed. `rebuild`: its communicator is connected.
+    `gone`: the kernel has taken the process apart and tells the killer so. `detect`: the first survivor knows. `agree`: the next epoch is installed. `rebuild`: its communicator is connected.
     `total`: its first all_reduce is complete and correct.
     """
 
     rank: int
+    gone: float
     detect: float
     agree: float
     rebuild: float
@@ -77,6 +79,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     nbytes: int
     kills: tuple[Recovery, ...]
     total: Spread
+    gone: Spread
     detect: Spread
     agree: Spread
     rebuild: Spread
@@ -91,6 +94,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             nbytes,
             kills,
             total=Spread.of(kill.total for kill in kills),
+            gone=Spread.of(kill.gone for kill in kills),
             detect=Spread.of(kill.detect for kill in kills),
             agree=Spread.of(kill.agree - kill.detect for kill in kills),
             rebuild=Spread.of(kill.rebuild - kill.agree for kill in kills),
@@ -135,8 +139,10 @@ def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
         time.sleep(0.05)
 
 
-def analyse(events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int]) -> Recovery:
-    """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids)."""
+def analyse(
+    events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int], gone: float = 0.0
+) -> Recovery:
+    """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids); it ended at `gone`."""
 
     def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
         times: dict[int, float] = {}
@@ -150,6 +156,7 @@ def analyse(events: list[dict[str, Any]], rank: int, killed: float, epoch: int, 
 
     return Recovery(
         rank=rank,
+        gone=1e3 * (gone - killed),
         detect=since("detected", min),
         agree=since("installed", max),
         rebuild=since("rebuilt", max),
@@ -162,10 +169,14 @@ def _kill_one(job: Job, rank: int) -> Recovery:
     members = [member.peer.pid for member in view.members]
     victim = next(process for process in job.processes if process.pid == members[rank])
     survivors = set(members) - {victim.pid}
+    end = select.poll()
+    end.register(victim.pidfd, select.POLLIN)
     killed = time.monotonic()
     victim.signal(signal.SIGKILL)
+    end.poll(1e3 * LIMIT)
+    gone = time.monotonic()
     time.sleep(SETTLE)
-    return analyse(_wait_for_all(job, view.epoch, survivors), rank, killed, view.epoch, survivors)
+    return analyse(_wait_for_all(job, view.epoch, survivors), rank, killed, view.epoch, survivors, gone)
 
 
 def run(

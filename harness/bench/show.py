@@ -109,6 +109,7 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
         table.add_column(name, justify="right")
     for name, spread in (
         ("whole recovery", bench.total),
+        ("the process is gone, as the killer sees it", bench.gone),
         ("detect", bench.detect),
         ("agree on the next epoch", bench.agree),
         ("rebuild the communicator", bench.rebuild),

@@ -11,7 +11,7 @@ look at:
     prepared(step, epoch)               its part of the step is done
     committed(step, epoch, how)         the step is done for good
     aborted_step(step, epoch)           the attempt is undone
-    synced(step, epoch)                 it took over the state after the step from others
+    synced(step, epoch)                 it took over the state after the step from others (-1: before the first)
     finished, error                     the process ended, well or not
     op(op, seq, epoch, seconds, ...)    an op ended; `error` says how if not well, `timeout` is its limit
     (seconds) fault(what, target)                 the harness broke something on purpose published(version),
