@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.harness.bench.cli import app as bench_app
+from holdfast.harness.demo.command import demo
 
 app = typer.Typer(
     name="holdfast",
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command()(demo)
 
 
 def _version(asked: bool) -> None:

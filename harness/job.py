@@ -32,7 +32,7 @@ from holdfast.harness.session_worker import WHERE_ARE_YOU, Ended, session_target
 class Job:
     """A running job. A context manager; `close` (or that of its cluster) ends what still runs.
 
-    `processes` are all that were started, spares included, in no particular order of rank.
+    `processes` are all that were started, spares included, whatever their rank; `directory` holds their files.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Job:
         kwargs: dict[str, Any],
     ) -> None:
         self._settings = settings
-        self._directory = directory
+        self.directory = directory
         self._contract = LocalContract.create(directory.name, directory, settings.backend, settings.size)
         self._register = self._contract.register()
         self._ended: dict[int, Ended | None] = {}
@@ -137,8 +137,11 @@ class Job:
         return self._signal(rank, signal.SIGKILL)
 
     def pause(self, rank: int) -> int:
-        """SIGSTOP the process that holds `rank` in the newest view; its pid."""
-        return self._signal(rank, signal.SIGSTOP)
+        """SIGSTOP the process that holds `rank` in the newest view, and wait until it has stopped; its pid."""
+        process = self._holder(rank)
+        process.signal(signal.SIGSTOP)
+        process.wait_stopped(5.0)
+        return process.pid
 
     def resume(self, rank: int) -> int:
         """SIGCONT the process that holds `rank` in the newest view; its pid."""
@@ -162,7 +165,7 @@ class Job:
             process.close()
         self._register.close()
         self._echo.pump()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     # -- inside
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -90,6 +91,17 @@ class Process:
     def kill(self) -> None:
         """SIGKILL."""
         self.signal(signal.SIGKILL)
+
+    def wait_stopped(self, timeout: float) -> None:
+        """Return once the process is stopped (after SIGSTOP) or has ended. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout
+        while self.alive():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} (pid {self.pid}) has not stopped after {timeout:.3g} s")
+            time.sleep(0.001)
 
     def wait(self, timeout: float) -> Exit:
         """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""

@@ -185,6 +185,69 @@ def test_run_gives_the_environment_contract(tmp_path: Path) -> None:
     assert "exited with" not in done.stdout
 
 
+# -- run: jobs
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
+
+
+def last_losses(output: str) -> list[str]:
+    """The loss that each rank printed for the last step."""
+    return [line.split("loss ")[1].split()[0] for line in output.splitlines() if "step 99:" in line]
+
+
+def test_run_runs_a_job(tmp_path: Path) -> None:
+    done = holdfast("run", "-n", "2", "--spares", "1", "--logs", tmp_path / "events", EXAMPLE, "--steps", "100")
+    assert done.returncode == 0, done.stdout
+    losses = last_losses(done.stdout)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+    assert len(list((tmp_path / "events").glob("*.jsonl"))) == 3
+
+
+def test_run_survives_a_kill_with_the_same_bits(tmp_path: Path) -> None:
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        textwrap.dedent("""
+            import os, runpy, signal, sys
+            from holdfast import ft
+            steps = ft.Session.steps
+
+            def deadly(session, total):
+                for attempt in steps(session, total):
+                    if attempt.step == 50 and attempt.rank == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    yield attempt
+
+            ft.Session.steps = deadly
+            sys.argv = sys.argv[1:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        """)
+    )
+    clean = holdfast("run", "-n", "2", EXAMPLE, "--steps", "100")
+    broken = holdfast("run", "-n", "2", killer, EXAMPLE, "--steps", "100")
+    assert clean.returncode == broken.returncode == 0, broken.stdout
+    assert "was ended by SIGKILL" in broken.stdout
+    assert last_losses(broken.stdout) == last_losses(clean.stdout)[:1]
+
+
+def test_run_fails_if_the_job_does_not_finish(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(3):
+                with attempt:
+                    raise ValueError("no such luck")
+        """,
+    )
+    done = holdfast("run", "-n", "2", path)
+    assert done.returncode == 1
+    assert "ValueError: no such luck" in done.stdout
+    assert "the job did not finish" in done.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> None:
     path = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")

@@ -1,0 +1,212 @@
+"""`LocalCluster.start`: a job of sessions on this machine, and what can be done to it while it runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comms import Unsupported
+from holdfast.ft import Session, Timeouts
+from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
+
+QUICK = {"timeouts": Timeouts(heartbeat=0.1, suspect=1.0, operation=10.0, rebuild=5.0, join=10.0)}
+
+
+def train(session: Session, steps: int, pause: float = 0.0) -> tuple[int | None, float, int]:
+    """Sum the numbers of all shards in each step; (rank, sum over all steps, pid)."""
+    total = 0.0
+    for attempt in session.steps(steps):
+        with attempt:
+            time.sleep(pause)
+            tensor = torch.tensor([float(sum(attempt.shards))])
+            attempt.comm.all_reduce(tensor)
+        if attempt.committed:
+            total += float(tensor)
+    return session.rank, total, os.getpid()
+
+
+# -- normal use
+
+
+def test_a_job_gives_its_results_by_rank(process_backend: str) -> None:
+    with LocalCluster(3, process_backend) as cluster:
+        job = cluster.start(train, 4)
+        results = job.results(timeout=60.0)
+    assert [(rank, total) for rank, total, _ in results] == [(rank, 4 * 3.0) for rank in range(3)]
+
+
+def test_a_spare_that_is_not_needed_gives_no_result() -> None:
+    with LocalCluster(2, spares=1) as cluster:
+        job = cluster.start(train, 3)
+        assert len(job.processes) == 3
+        assert [rank for rank, _, _ in job.results()] == [0, 1]
+
+
+def test_ranks_can_be_asked_for_their_processes() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 50, 0.02)
+        pids = [job.pid(rank) for rank in range(2)]
+        assert set(pids) == {process.pid for process in job.processes}
+        assert [pid for _, _, pid in job.results()] == pids
+
+
+def test_two_jobs_run_side_by_side() -> None:
+    with LocalCluster(2) as cluster:
+        first, second = cluster.start(train, 3), cluster.start(train, 5)
+        assert [total for _, total, _ in second.results()] == [5.0, 5.0]
+        assert [total for _, total, _ in first.results()] == [3.0, 3.0]
+
+
+def test_events_of_all_processes_come_in_order_of_time() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 3)
+        job.results()
+        events = job.events()
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    committed = [(event["pid"], event["step"]) for event in events if event["kind"] == "committed"]
+    assert len(committed) == len(set(committed)) == 2 * 3
+
+
+def test_what_a_job_prints_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(session: Session) -> None:
+        for attempt in session.steps(1):
+            with attempt:
+                print("at work")
+
+    with LocalCluster(2) as cluster:
+        cluster.start(work).results()
+    assert capsys.readouterr().out.count("at work") == 2
+
+
+# -- breaking it
+
+
+def test_a_killed_rank_is_replaced_by_a_spare() -> None:
+    with LocalCluster(3, spares=1, session=QUICK) as cluster:
+        job = cluster.start(train, 200, 0.005)
+        job.wait_for("committed", step=5)
+        before = [job.pid(rank) for rank in range(3)]
+        killed = job.kill(1)
+        assert killed == before[1]
+        results = job.results()
+        after = [pid for _, _, pid in results]
+        assert job.wait_for("detected", timeout=1.0)
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert after[1] not in before
+
+
+def test_a_job_without_spares_goes_on_without_the_killed_rank() -> None:
+    with LocalCluster(3, session=QUICK) as cluster:
+        job = cluster.start(train, 200, 0.005)
+        job.wait_for("committed", step=5)
+        job.kill(2)
+        results = job.results()
+    assert [(rank, total) for rank, total, _ in results] == [(0, 600.0), (1, 600.0)], "no step lost, none done twice"
+
+
+def test_a_paused_rank_goes_on_when_it_is_resumed() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 100, 0.005)
+        job.wait_for("committed", step=5)
+        pid = job.pause(1)
+        assert _state(pid) == "T"
+        assert job.resume(1) == pid
+        assert [total for _, total, _ in job.results()] == [100.0, 100.0]
+
+
+def test_a_rank_that_stays_paused_is_left_out() -> None:
+    with LocalCluster(3, session=QUICK) as cluster:
+        job = cluster.start(train, 200, 0.005)
+        job.wait_for("committed", step=5)
+        job.pause(2)
+        assert [rank for rank, _, _ in job.results()] == [0, 1]
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_the_network_cannot_be_cut_here() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 3)
+        with pytest.raises(Unsupported, match=r"kill\(rank\)"):
+            job.partition([0], [1])
+        job.results()
+
+
+# -- failures
+
+
+def test_the_failure_of_a_member_is_raised() -> None:
+    def fail(session: Session) -> None:
+        for attempt in session.steps(3):
+            with attempt:
+                raise ValueError("no such luck")
+
+    with LocalCluster(2) as cluster:
+        job = cluster.start(fail)
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            job.results()
+    assert isinstance(caught.value, RankFailed)
+
+
+def test_results_that_do_not_come_in_time_say_where_the_ranks_are() -> None:
+    def dawdle(session: Session) -> None:
+        for attempt in session.steps(1):
+            with attempt:
+                time.sleep(600)
+
+    with LocalCluster(2) as cluster:
+        job = cluster.start(dawdle)
+        job.view()
+        with pytest.raises(RunTimeout, match="in dawdle") as caught:
+            job.results(timeout=0.5)
+        assert caught.value.ranks == (0, 1)
+        with pytest.raises(RunTimeout):
+            job.results(timeout=0.1)
+
+
+def test_a_job_that_cannot_form_says_why() -> None:
+    def never(session: Session) -> None:
+        for attempt in session.steps(1):
+            with attempt:
+                pass
+
+    with LocalCluster(2, session={"min_size": 7}) as cluster:
+        job = cluster.start(never)
+        with pytest.raises(ValueError, match="min_size"):
+            job.results()
+
+
+def test_a_rank_out_of_range_is_refused() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 3)
+        with pytest.raises(ValueError, match="out of range"):
+            job.kill(2)
+        job.results()
+
+
+def test_the_death_of_all_is_raised() -> None:
+    with LocalCluster(2, session=QUICK) as cluster:
+        job = cluster.start(train, 1000, 0.01)
+        job.wait_for("committed", step=2)
+        for process in job.processes:
+            process.kill()
+        with pytest.raises(RankDied, match="SIGKILL"):
+            job.results()
+
+
+def test_closing_ends_a_running_job() -> None:
+    with LocalCluster(2) as cluster:
+        job = cluster.start(train, 100_000)
+        pids = [job.pid(rank) for rank in range(2)]
+        files = job.directory
+        job.close()
+        job.close()
+        assert not files.exists()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
