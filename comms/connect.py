@@ -6,6 +6,7 @@ satisfies on every rank is an error on every rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -102,10 +103,10 @@ def connect(
             ),
             timeout,
             check=any(o.check for o in offers),
-            on_close=lambda: _forget(identity),
+            on_close=functools.partial(_forget, identity, place),
         )
     except BaseException:
-        _forget(identity)
+        _forget(identity, place)
         raise
 
 
@@ -169,7 +170,8 @@ def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, 
     return Communicator(transport, context, info, timeout=timeout, check=check, **more)
 
 
-def _forget(identity: tuple[str, str, int]) -> None:
+def _forget(identity: tuple[str, str, int], place: places.Place) -> None:
+    """The rank may connect again. Until this is called `place` is held, and so the store that it may serve."""
     with _lock:
         _open.discard(identity)
 

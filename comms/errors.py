@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TypeVar
-from typing import Any
+from typing import Any, Self, cast
 
 _HEAP_TYPE = 1 << 9
 """The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
@@ -36,22 +35,10 @@ class HoldfastError(RuntimeError):
 
         A kept error that is raised itself would hold the frames it passed through, and all that they hold.
         """
-        return _rebuilt(type(self), self.args, self.__dict__)
+        fields = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
+        return cast(Self, rebuild(type(self), self.args, fields))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (type(self), self.args, self.__dict__)
-
-
-E = TypeVar("E", bound=HoldfastError)
-
-
-def _rebuilt(kind: type[E], args: tuple[object, ...], fields: dict[str, object]) -> E:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update({name: value for name, value in fields.items() if name != "__notes__"})
-    return error
-
-    def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (type(self), self.args, self.__dict__)
 
 

@@ -34,7 +34,7 @@ class Handle(msgspec.Struct, frozen=True):
         """Raises `CorruptData` for anything that is not an encoded handle."""
         try:
             return msgspec.msgpack.decode(data, type=Handle)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptData(f"not a memory handle: {error}") from error
 
 

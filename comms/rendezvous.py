@@ -108,7 +108,9 @@ def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | Non
         step = left if liveness is None else min(left, _LOOK_SECONDS)
         try:
             store.wait([key], timedelta(seconds=max(step, 0.001)))
-        except (dist.DistStoreError, TimeoutError) as error:
+        except RuntimeError as error:  # each store has a type of its own for a timeout
+            if isinstance(error, HoldfastError) and not isinstance(error, TimeoutError):
+                raise
             if liveness is not None and (dead := liveness.dead()):
                 raise PeerFailed(dead, f"its process ended before it gave {key!r}") from error
             if time.monotonic() >= deadline:

@@ -92,6 +92,23 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
     ranks.run(body)
 
 
+def test_payloads_of_many_segments(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        count = 3_000_001
+        steps = torch.arange(count) % 1000
+        tensor = (steps * (comm.rank + 1)).float()
+        comm.all_reduce(tensor)
+        total = comm.size * (comm.size + 1) // 2
+        assert torch.equal(tensor, (steps * total).float())
+        comm.all_reduce(tensor, ReduceOp.premul_sum(0.5))
+        assert torch.equal(tensor, (steps * total).float() * 0.5 * comm.size)
+        halves = (steps % 7).bfloat16()
+        comm.all_reduce(halves)
+        assert torch.equal(halves, (steps % 7 * comm.size).bfloat16())
+
+    ranks.run(body)
+
+
 def test_overflow_is_infinity_without_a_warning(ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> None:
         import warnings

@@ -6,6 +6,7 @@ read-modify-write: aligned eight-byte loads and stores are enough, in the order 
 A row, in 8-byte words, hot words on cache lines of their own:
 
     0   flag        the phase this rank has reached; only ever grows
+    1   progress    how far this rank is within an op of many segments; only ever grows
     8   asleep      1 while this rank sleeps on its doorbell
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED or ABORTED
@@ -30,7 +31,7 @@ from typing import Any
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 
 LINE = 8
-FLAG, ASLEEP, DOORBELL, STATE, NOTE = 0, 8, 16, 24, 25
+FLAG, PROGRESS, ASLEEP, DOORBELL, STATE, NOTE = 0, 1, 8, 16, 24, 25
 TABLE = 32
 ALIVE, CLOSED, ABORTED = 0, 1, 2
 NOTE_BYTES = 1024
@@ -123,10 +124,10 @@ class Board:
 
     # -- what this rank says
 
-    def raise_flag(self, phase: int) -> None:
-        """Say that this rank has reached `phase`, and wake those who sleep."""
+    def raise_flag(self, value: int, flag: int = FLAG) -> None:
+        """Say that this rank has reached a phase (or, of `PROGRESS`, a segment), and wake those who sleep."""
         words = self.words
-        words[self._mine + FLAG] = phase
+        words[self._mine + flag] = value
         for row in self._others:
             if words[row + ASLEEP]:
                 self._ring(row)
@@ -185,13 +186,13 @@ class Board:
             seq,
         )
 
-    def wait_for(self, rank: int, phase: int, deadline: float, op: str, seq: int) -> None:
-        """Return once `rank` has reached `phase`."""
-        words, at = self.words, self.rows[rank] + FLAG
+    def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
+        """Return once `rank` has reached a phase (or, of `PROGRESS`, a segment)."""
+        words, at = self.words, self.rows[rank] + flag
         for _ in range(self._looks):
-            if words[at] >= phase:
+            if words[at] >= value:
                 return
-        self.wait_until(lambda: words[at] >= phase, lambda: [rank], deadline, op, seq)
+        self.wait_until(lambda: words[at] >= value, lambda: [rank], deadline, op, seq)
 
     def wait_until(
         self,

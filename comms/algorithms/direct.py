@@ -8,8 +8,8 @@ Cost, for n ranks and b bytes a rank, with copies at B bytes/s: all_reduce is a 
 direct reads, 2 b (n-1)/n / B and three meetings (the bandwidth-optimal volume of Rabenseifner, "Optimization of
 Collective Reduction Operations", 2004, without his log n rounds); small payloads take one meeting.
 
-Each op has a number k and three phases: 4k+1 "my inputs are published", 4k+2 "my share is reduced", 4k+3 "I have read
-all I need". Slots and tables have two parities, so op k+2 waits until all have finished op k before it writes.
+Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have read all I need". Slots and
+tables have two parities, so op k+2 waits until all have finished op k before it writes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ import numpy as np
 import torch
 
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.board import ABORTED, CLOSED, SLOT_BYTES, Board
+from holdfast.comms.algorithms.board import ABORTED, CLOSED, PROGRESS, SLOT_BYTES, Board
 from holdfast.comms.algorithms.channels import Channels
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import DTYPES, unpack
 from holdfast.comms.transport import Transport
 
-SCRATCH_BYTES = 256 * 1024
+SCRATCH_BYTES = 512 * 1024
 """A working block: small enough to stay in a core's own cache between being read and being added."""
 COPY_BYTES = 4 * 1024 * 1024
 """The most that is copied without looking whether the op was aborted: well under a millisecond of work."""
+SEGMENT_BYTES = 4 * 1024 * 1024
+"""What all ranks reduce together before they read each other's results: a fraction of the shared cache."""
+_MOST_SEGMENTS = 1 << 20
 _INLINE = 1 << 63
 _MAPPED = 3
 
@@ -273,7 +276,7 @@ class DirectTransport(Transport):
         else:
             if given is not tensor:
                 tensor.copy_(given)
-            self._reduce_chunks(given, tensor, op, deadline)
+            self._reduce_segments(given, tensor, op, deadline)
         arithmetic.after(tensor, op, self.size)
 
     def _reduce_slots(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -294,30 +297,35 @@ class DirectTransport(Transport):
             for block in blocks[2:]:
                 combine(out, block, out)
 
-    def _reduce_chunks(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        """Large: each rank reduces the chunk it owns, reading the others' inputs, then reads the others' chunks.
+    def _reduce_segments(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
+        """Large: in every segment each rank reduces the part it owns, reading the others' inputs where they lie;
+        then it reads the parts that the others own. Segments are small enough that what one rank has just reduced is
+        still in the shared cache when the others read it, and a rank reduces the next one before it reads, so that
+        ranks rarely wait for each other.
 
-        The addresses in the table are those of `given`; results are read from `tensor`, whose address each rank
-        announces in the second entry.
+        `given` are the inputs, at the addresses in the tables; results come into `tensor`, which each rank announces
+        in the second entry of its table (it is the same, but for premul_sum).
         """
         board, words, seq = self._board, self._board.words, self._op
-        parity = seq & 1
-        flat = tensor.view(-1)
-        itemsize = tensor.dtype.itemsize
-        chunk = -(-flat.numel() // self.size // 16) * 16
-        bounds = [min(r * chunk, flat.numel()) for r in range(self.size + 1)]
-        bounds[-1] = flat.numel()
-        own = slice(bounds[self.rank], bounds[self.rank + 1])
-        tables = [board.table(r, parity) for r in range(self.size)]
-        first = bounds[self.rank] * itemsize
-        self._reduce_from([(r, words[tables[r] + 1] + first) for r in self._around()], flat[own], op)
+        tables = [board.table(r, seq & 1) for r in range(self.size)]
         words[tables[self.rank] + 3] = tensor.data_ptr()
-        board.raise_flag(4 * seq + 2)
-        for r in self._around():
-            board.wait_for(r, 4 * seq + 2, deadline, "all_reduce", seq)
-            start, nbytes = bounds[r] * itemsize, (bounds[r + 1] - bounds[r]) * itemsize
-            if nbytes:
-                self._copy(r, words[tables[r] + 3] + start, tensor.data_ptr() + start, nbytes)
+        flat = tensor.view(-1)
+        segments = _segments(flat.numel(), tensor.dtype.itemsize, self.size)
+        base = seq * _MOST_SEGMENTS
+        around = self._around()
+        for number in range(len(segments) + 1):
+            if number < len(segments):
+                start, stop = segments[number][self.rank], segments[number][self.rank + 1]
+                first = start * tensor.dtype.itemsize
+                self._reduce_from([(r, words[tables[r] + 1] + first) for r in around], flat[start:stop], op)
+                board.raise_flag(base + number + 1, PROGRESS)
+            if number > 0:
+                bounds = [bound * tensor.dtype.itemsize for bound in segments[number - 1]]
+                for r in around:
+                    board.wait_for(r, base + number, deadline, "all_reduce", seq, PROGRESS)
+                    start, nbytes = bounds[r], bounds[r + 1] - bounds[r]
+                    if nbytes:
+                        self._copy(r, words[tables[r] + 3] + start, tensor.data_ptr() + start, nbytes)
         self._finish("all_reduce", deadline, wait=True)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
@@ -470,6 +478,17 @@ class DirectTransport(Transport):
         self._slot_blocks.clear()
         self._board.release()
         self._release()
+
+
+def _segments(count: int, itemsize: int, size: int) -> list[list[int]]:
+    """`count` elements in segments, each given as the size + 1 bounds of the parts that the ranks own."""
+    length = max(SEGMENT_BYTES // itemsize, -(-count // (_MOST_SEGMENTS - 1)))
+    result = []
+    for start in range(0, count, length):
+        here = min(length, count - start)
+        part = -(-here // size // 16) * 16
+        result.append([start + min(r * part, here) for r in range(size)] + [start + here])
+    return result
 
 
 def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
