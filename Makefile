@@ -28,7 +28,7 @@ types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
 
 unit: $(STAMP)  ## the tests, on all cores (JOBS=n for n)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 demo: $(STAMP)  ## the reference workload: train, break it three times, see it recover, write report/report.html
 	$(BIN)/holdfast demo
