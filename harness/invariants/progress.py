@@ -20,8 +20,7 @@ class Progress(Checker):
     def observe(self, event: Event) -> None:
         self._now = event.time
         if event.kind in ("fault", "detected"):
-            if event.kind == "fault":
-                self.looked += 1
+            self.looked += 1
             self._overdue()
             self._fault = event
         elif event.kind in ("committed", "finished"):

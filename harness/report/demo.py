@@ -111,21 +111,21 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
 
 
 def _lanes(run: DemoRun) -> tuple[Lane, ...]:
-    killed = {blow.process for blow in run.blows}
+    killed = {blow.process: blow.time for blow in run.blows}
     known = sorted(
         run.lives, key=lambda life: (_ROLES.index(life.role) if life.role in _ROLES else len(_ROLES), life.started)
     )
     return tuple(_lane(life, killed, run.seconds) for life in known)
 
 
-def _lane(life: Life, killed: set[str], seconds: float) -> Lane:
+def _lane(life: Life, killed: dict[str, float], seconds: float) -> Lane:
     lost = life.ended is not None and life.how != ""
     return Lane(
         name=life.name,
         role=life.role,
         pid=life.pid,
         born=life.started,
-        ended=seconds if life.ended is None else life.ended,
+        ended=killed.get(life.name, seconds if life.ended is None else life.ended),
         fate="killed" if life.name in killed else "lost" if lost else "finished",
         note=f"in place of {life.replaces}" if life.replaces else "",
     )

@@ -9,7 +9,7 @@ from holdfast.harness.report.svg import Scale, badge, cross, drawing, duration, 
 from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
 TOP, BAR = 66.0, 20.0
-LETTER = 6.4
+LETTER = 6.9
 """About how wide a letter of a label is."""
 
 BEFORE, AFTER = 0.35, 0.25
