@@ -1,6 +1,4 @@
-"""All that complete a step hold equal bits: whoever logs a digest of its state logs the same one for a
-step.
-"""
+"""All that complete a step hold equal bits: whoever logs a digest of its state after it logs the same one."""
 
 from __future__ import annotations
 
