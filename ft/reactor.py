@@ -8,9 +8,10 @@ ever asked from a thread of its own, so one that is away delays a rebuild and ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 import msgspec
@@ -24,6 +25,7 @@ from holdfast.ft.control.rpc import Handler
 from holdfast.ft.events import EventLog
 from holdfast.ft.joining import Settings, one_host_backends
 from holdfast.ft.links import Links
+from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
 from holdfast.ft.processes import ProcessWatch, is_stopped
 from holdfast.ft.register import Register
@@ -40,6 +42,7 @@ _member = msgspec.msgpack.Decoder(Member)
 _deaths = msgspec.msgpack.Decoder(list[tuple[str, str]])
 _words = msgspec.msgpack.Decoder(tuple[str, str])
 _text = msgspec.msgpack.Decoder(str)
+_items = msgspec.msgpack.Decoder(tuple[int, dict[str, bytes]])
 
 
 class Reactor:
@@ -59,7 +62,7 @@ class Reactor:
     ) -> None:
         self.step = -1
         self.was_spare = False
-        self.table = kv.KeyValue()
+        self.table = SharedTable(self._share_soon)
         self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
         self._register, self._pool = register, pool
         self._loop = asyncio.get_running_loop()
@@ -233,6 +236,20 @@ class Reactor:
         rank = view.rank_of(self._identity) if view is not None else None
         faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
 
+    def _share_soon(self, epoch: int, items: Mapping[str, bytes]) -> None:
+        """From any thread: push to the others of the view what was set in the table, if this process is its first."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
+            self._loop.call_soon_threadsafe(self._share, epoch, items)
+
+    def _share(self, epoch: int, items: Mapping[str, bytes], only: str | None = None) -> None:
+        view = self._core.view if self._core is not None else None
+        if view is None or view.epoch != epoch or not view.members or view.members[0].id != self._identity:
+            return
+        body = _encode((epoch, items))
+        for member in view.members[1:]:
+            if only in (None, member.id):
+                self.links.notify(member.id, "share", body)
+
     # What is heard --------------------------------------------------------------------------------------------
 
     def _buried(self, deaths: tuple[v.Death, ...]) -> None:
@@ -242,6 +259,11 @@ class Reactor:
         self.feed(v.Proof(deaths))
 
     def _linked(self, member_id: str) -> None:
+        view = self._tenure.view
+        if view is not None and view.phase == "running" and not self._tenure.is_over(view.epoch):
+            items = self.table.items(view.epoch)
+            if items:
+                self._share(view.epoch, items, only=member_id)
         if self._spare_for is not None and self._spare_for.rank_of(member_id) is not None:
             self._introduce(member_id)
 
@@ -289,6 +311,7 @@ class Reactor:
             "spare": heard(lambda peer, body: self.feed(v.SpareAnnounced(_member.decode(body)))),
             "deaths": heard(lambda peer, body: self._buried(tuple(v.Death(*death) for death in _deaths.decode(body)))),
             "leave": heard(lambda peer, body: self._buried((v.Death(peer, f"it left: {_text.decode(body)}"),))),
+            "share": heard(lambda peer, body: self._hear_share(*_items.decode(body))),
             "suspect": heard(self._hear_suspicion),
             "clear": heard(lambda peer, body: self.feed(v.Cleared(_text.decode(body), peer))),
         }
@@ -298,6 +321,10 @@ class Reactor:
             return
         for verdict in self._silence.hear(peer, time.monotonic()):
             self._suspected(verdict)
+
+    def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
+        with contextlib.suppress(Revoked):  # it is about an epoch that is over here
+            self.table.receive(epoch, items)
 
     def _hear_suspicion(self, peer: str, body: bytes) -> None:
         member, evidence = _words.decode(body)

@@ -22,6 +22,7 @@ from holdfast.ft.control import kv
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.events import EventLog
 from holdfast.ft.joining import Settings, candidate_job
+from holdfast.ft.meeting import Replica
 from holdfast.ft.reactor import Reactor
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
@@ -89,11 +90,11 @@ class Runtime:
 
     def store(self, view: View) -> dist.Store:
         """Where the members of `view` meet to build its communicator: served by its first member."""
-        first, timeout = view.members[0], self._settings.timeouts.rebuild
+        first, timeout, table = view.members[0], self._settings.timeouts.rebuild, self._reactor.table
         if first.id == self._identity:
-            return kv.ControlStore(self._reactor.table, view.epoch, timeout)
+            return kv.ControlStore(table, view.epoch, timeout)
         call = functools.partial(self._call, first, view.epoch)
-        return kv.ControlStore(kv.RemoteTable(call, timeout), view.epoch, timeout)
+        return kv.ControlStore(Replica(table, kv.RemoteTable(call, timeout)), view.epoch, timeout)
 
     def close(self) -> None:
         """End every thread, connection and descriptor. Idempotent."""
@@ -137,16 +138,25 @@ class Runtime:
     # The thread that watches the register -------------------------------------------------------------------------
 
     def _watch(self, register: Register) -> None:
+        """Tell the reactor of new views, at once while the job is being formed.
+
+        Later its members tell each other, and the register is looked at now and then in case they could not: a thread
+        that woke at each change would compete with a rebuild for the processor.
+        """
         self._begun.wait()
-        epoch = 0
+        view: View | None = None
         while not self._closing.is_set():
             try:
-                view = register.watch(epoch, WATCH_SECONDS)
+                if view is None or view.phase == "forming":
+                    newest = register.watch(view.epoch if view is not None else 0, WATCH_SECONDS)
+                else:
+                    self._closing.wait(self._settings.timeouts.heartbeat)
+                    newest = register.read()
             except (RegisterAway, CorruptData):
                 self._closing.wait(AWAY_SECONDS)
                 continue
-            if view is not None:
-                epoch = view.epoch
+            if newest is not None and newest != view:
+                view = newest
                 self._feed_soon(v.ViewRead(view))
 
 

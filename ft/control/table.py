@@ -190,6 +190,11 @@ class KeyValue:
         with self._lock:
             return len(self._of(epoch))
 
+    def items(self, epoch: int) -> dict[str, bytes]:
+        """Everything that an epoch holds now."""
+        with self._lock:
+            return dict(self._of(epoch))
+
     def _of(self, epoch: int) -> dict[str, bytes]:
         if epoch < self._first:
             raise Revoked(epoch, self._reason)
