@@ -1,4 +1,4 @@
-"""All that complete a step hold equal bits: whoever logs a digest of its state after it logs the same one."""
+"""All that complete a step hold equal bits: digests of the state after a step are the same on all who log one."""
 
 from __future__ import annotations
 

@@ -13,9 +13,11 @@ look at:
     aborted_step(step, epoch)           the attempt is undone
     synced(step, epoch)                 it took over the state after the step from others (-1: before the first)
     finished, error                     the process ended, well or not
-    op(op, seq, epoch, seconds, ...)    an op ended; `error` says how if not well, `timeout` is its limit
-    (seconds) fault(what, target)                 the harness broke something on purpose published(version),
-    fetched(version), retired(version), lost(version)     what became of a version of the weights
+    op(op, seq, epoch, seconds, ...)    an op ended; `error` says how if not well, `timeout` is its limit (seconds)
+    any with step and digest            what the process holds after the step, as a checksum
+    detected(members)                   it knows that others are gone
+    fault(what, target)                 the harness broke something on purpose
+    published, fetched, retired, lost   (version) what became of a version of the weights
 """
 
 from __future__ import annotations
