@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-DEFAULT_REPORT = Path("holdfast-demo")
+DEFAULT_REPORT = Path("report")
+WIDTH = 120
+"""Columns of output that goes to no terminal."""
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; the default learns the task.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps; without it, enough to learn the task.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal final weights, with faults or without.")] = 0,
     backend: Annotated[str, typer.Option(help="What the trainers reduce gradients over: shm or gloo.")] = "shm",
     faults: Annotated[bool, typer.Option(help="Kill a trainer, a generator and a weight holder on the way.")] = True,
@@ -44,13 +49,17 @@ def demo(
     began = time.monotonic()
     from holdfast.comms.errors import HoldfastError
 
+    for module, extra in (("transformers", "rl"), ("jinja2", "report")):
+        if find_spec(module) is None:
+            typer.echo(f"holdfast demo: {module} is not installed; pip install 'holdfast[{extra}]'", err=True)
+            raise typer.Exit(2)
     try:
         report.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {report}: {error}", param_hint="--report") from error
     try:
         status = _demo(began, steps, seed, backend, faults, json, report, verify)
-    except (HoldfastError, ValueError, ImportError) as error:
+    except (HoldfastError, ValueError) as error:
         typer.echo(f"holdfast demo: {error}", err=True)
         status = 2
     except KeyboardInterrupt:
@@ -78,7 +87,7 @@ def _demo(
     check_backend(backend)
     recipe = Recipe(seed=seed) if steps is None else Recipe(seed=seed, steps=steps)
     plan = Plan(recipe=recipe, backend=backend)
-    console = Console(highlight=False, stderr=json)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
     def perform(plan: Plan, since: float) -> DemoRun:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
