@@ -25,6 +25,7 @@ import torch
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import ABORTED, CLOSED, PROGRESS, SLOT_BYTES, Board
 from holdfast.comms.algorithms.channels import Channels
+from holdfast.comms.algorithms.pairwise import keep_own
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import DTYPES, unpack
@@ -400,7 +401,7 @@ class DirectTransport(Transport):
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
         inline = self._publish("all_gather", [tensor], deadline, of=tensor)
-        _copy_own(outputs[self.rank], tensor)
+        keep_own(outputs[self.rank], tensor)
         for r in self._around():
             self._fetch(r, self._meet(r, "all_gather", deadline), 0, outputs[r])
         self._finish("all_gather", deadline, wait=not inline)
@@ -410,7 +411,7 @@ class DirectTransport(Transport):
 
     def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         inline = self._publish("all_to_all", inputs, deadline, of=inputs[self.rank])
-        _copy_own(outputs[self.rank], inputs[self.rank])
+        keep_own(outputs[self.rank], inputs[self.rank])
         for r in self._around():
             self._fetch(r, self._meet(r, "all_to_all", deadline), self.rank, outputs[r])
         self._finish("all_to_all", deadline, wait=not inline)
@@ -421,7 +422,7 @@ class DirectTransport(Transport):
     def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
         inline = self._publish("gather", [tensor], deadline, of=tensor, root=dst)
         if outputs is not None:
-            _copy_own(outputs[dst], tensor)
+            keep_own(outputs[dst], tensor)
             for r in self._around():
                 self._fetch(r, self._meet(r, "gather", deadline), 0, outputs[r])
             self._finish("gather", deadline, wait=False)
@@ -437,7 +438,7 @@ class DirectTransport(Transport):
     def _scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
         inline = self._publish("scatter", inputs or [], deadline, of=tensor, root=src)
         if inputs is not None:
-            _copy_own(tensor, inputs[src])
+            keep_own(tensor, inputs[src])
             self._finish("scatter", deadline, wait=not inline)
         else:
             self._fetch(src, self._meet(src, "scatter", deadline), self.rank, tensor)
@@ -489,11 +490,3 @@ def _segments(count: int, itemsize: int, size: int) -> list[list[int]]:
         part = -(-here // size // 16) * 16
         result.append([start + min(r * part, here) for r in range(size)] + [start + here])
     return result
-
-
-def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
-    """A rank's own share, which does not travel."""
-    if target.nbytes != source.nbytes:
-        raise Mismatch(f"a rank gives itself {source.nbytes} bytes and expects {target.nbytes}; both sizes must agree")
-    if target.data_ptr() != source.data_ptr():
-        target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))

@@ -1,0 +1,61 @@
+"""The messages of one collective op, as an algorithm sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comms.algorithms import arithmetic
+from holdfast.comms.ops import ReduceOp
+
+Posted = object
+"""A message under way; only the transport looks inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Sends and receives between this rank and the others, all under one tag."""
+
+    post_send: Callable[[torch.Tensor, int, int], Posted]
+    post_recv: Callable[[torch.Tensor, int, int], Posted]
+    complete: Callable[[Sequence[Posted], float, str, int], None]
+    rank: int
+    size: int
+    tag: int
+    op: str
+    seq: int
+    deadline: float
+
+    def begin_send(self, tensor: torch.Tensor, dst: int) -> Posted:
+        return self.post_send(tensor, dst, self.tag)
+
+    def begin_recv(self, tensor: torch.Tensor, src: int) -> Posted:
+        return self.post_recv(tensor, src, self.tag)
+
+    def finish(self, *posted: Posted) -> None:
+        self.complete(posted, self.deadline, self.op, self.seq)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self.finish(self.begin_send(tensor, dst))
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        self.finish(self.begin_recv(tensor, src))
+
+    def swap(self, given: torch.Tensor, dst: int, taken: torch.Tensor, src: int) -> None:
+        """Send `given` to `dst` and receive `taken` from `src`, at once."""
+        self.finish(self.begin_recv(taken, src), self.begin_send(given, dst))
+
+
+def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp) -> None:
+    """target = target op other, of two flat tensors."""
+    if target.numel():
+        block = arithmetic.block_of(target)
+        with arithmetic.silent():
+            arithmetic.combiner(target.dtype, op)(block, arithmetic.block_of(other), block)
+
+
+def bounds(count: int, parts: int) -> list[int]:
+    """The parts + 1 bounds of `count` elements in nearly equal parts."""
+    return [count * part // parts for part in range(parts + 1)]

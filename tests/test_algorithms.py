@@ -1,0 +1,193 @@
+"""The message algorithms, over threads that pass tensors through queues: 1 to 8 ranks, every algorithm, any size."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms import HoldfastError, Mismatch, ReduceOp
+from holdfast.comms.algorithms import bruck, cost, doubling, ring, tree
+from holdfast.comms.algorithms.exchange import Exchange
+from holdfast.comms.algorithms.messages import MessageTransport
+from holdfast.comms.liveness import this_process
+from holdfast.comms.transport import Context
+
+Tensor = torch.Tensor
+Mail = defaultdict[tuple[int, int, int], "queue.Queue[Tensor]"]
+
+QUICK_TO_SEND = cost.Link(latency=1e-9, bandwidth=1e9)
+SLOW_TO_SEND = cost.Link(latency=1.0, bandwidth=1e9)
+
+
+class QueueTransport(MessageTransport):
+    """Messages through queues in one process."""
+
+    def __init__(self, context: Context, link: cost.Link, mail: Mail) -> None:
+        super().__init__(context, link)
+        self._mail = mail
+        self.sent = 0
+
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        self.sent += 1
+        self._mail[self.rank, dst, tag].put(tensor.detach().clone())
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Any:
+        return tensor, self._mail[src, self.rank, tag]
+
+    def _complete(self, posted: Sequence[Any], deadline: float, op: str, seq: int) -> None:
+        for each in posted:
+            if each is not None:
+                into, source = each
+                message = source.get(timeout=max(deadline - time.monotonic(), 0.01))
+                if message.nbytes != into.nbytes:
+                    raise Mismatch(f"{message.nbytes} bytes came, {into.nbytes} were expected")
+                into.view(-1).view(torch.uint8).copy_(message.view(-1).view(torch.uint8))
+
+    def abort(self, error: HoldfastError) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link = QUICK_TO_SEND) -> list[Any]:
+    """`body(transport)` on every rank, in threads; results by rank."""
+    mail: Mail = defaultdict(queue.Queue)
+    for src in range(size):
+        for dst in range(size):
+            for tag in (0, 1):
+                mail[src, dst, tag] = queue.Queue()
+    store, results = dist.HashStore(), [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            context = Context(
+                rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, time.monotonic() + 20
+            )
+            results[rank] = body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+ALL_REDUCES = {"ring": ring.all_reduce, "doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce}
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_all_reduce_gives_equal_and_right_bits(name: str, size: int) -> None:
+    def body(transport: QueueTransport) -> list[Tensor]:
+        found = []
+        for count in (1, 3, 8, 1001):
+            tensor = torch.randn(count, generator=torch.Generator().manual_seed(transport.rank))
+            if transport.size > 1:
+                ALL_REDUCES[name](transport._exchange("all_reduce", soon()), tensor, ReduceOp.SUM)
+            found.append(tensor)
+        return found
+
+    results = in_ranks(size, body)
+    for position, count in enumerate((1, 3, 8, 1001)):
+        inputs = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+        torch.testing.assert_close(results[0][position], torch.stack(inputs).sum(0))
+        assert all(torch.equal(results[0][position], other[position]) for other in results)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_trees_and_gathers_from_every_root(size: int) -> None:
+    def body(transport: QueueTransport) -> None:
+        rank = transport.rank
+        for root in range(size):
+            for run in (tree.broadcast, tree.pipelined_broadcast):
+                tensor = torch.full((70_000,), float(rank))
+                run(transport._exchange("broadcast", soon()), tensor, root)
+                assert torch.equal(tensor, torch.full((70_000,), float(root)))
+            total = torch.tensor([float(rank + 1)])
+            transport.reduce(total, root, ReduceOp.SUM, soon())
+            assert total.item() == (size * (size + 1) / 2 if rank == root else rank + 1)
+            lists = [torch.full((r + 1,), r) for r in range(size)]
+            outputs = [torch.zeros_like(t) for t in lists]
+            transport.gather(lists[rank], outputs if rank == root else None, root, soon())
+            assert rank != root or all(map(torch.equal, outputs, lists))
+            taken = torch.full((rank + 1,), -1)
+            transport.scatter(taken, lists if rank == root else None, root, soon())
+            assert torch.equal(taken, lists[rank])
+        for gather in (bruck.all_gather, ring.all_gather):
+            flats = [torch.full((3 * r,), float(r if r == rank else -1)) for r in range(size)]
+            gather(transport._exchange("all_gather", soon()), flats)
+            assert all(torch.equal(flat, torch.full((3 * r,), float(r))) for r, flat in enumerate(flats))
+        transport.barrier(soon())
+
+    in_ranks(size, body)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 8), count=st.integers(0, 300), op=st.sampled_from([ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG])
+)
+def test_reductions_of_any_size(size: int, count: int, op: ReduceOp) -> None:
+    def body(transport: QueueTransport) -> tuple[Tensor, Tensor]:
+        whole = (torch.arange(count) % 17 + transport.rank).double()
+        part = torch.empty(count, dtype=torch.float64)
+        transport.reduce_scatter(part, [whole + r for r in range(size)], op, soon())
+        transport.all_reduce(whole, op, soon())
+        return whole, part
+
+    inputs = torch.stack([(torch.arange(count) % 17 + rank).double() for rank in range(size)])
+    expected = {"sum": inputs.sum(0), "max": inputs.amax(0), "avg": inputs.sum(0) / size}[op.name]
+    for rank, (whole, part) in enumerate(in_ranks(size, body)):
+        assert torch.equal(whole, expected)
+        torch.testing.assert_close(part, expected + rank * (size if op.name == "sum" else 1))
+
+
+def test_all_ranks_use_the_constants_of_rank_0() -> None:
+    links = in_ranks(3, lambda transport: transport._link)
+    assert links == [QUICK_TO_SEND] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_small_tensors_take_few_messages_and_large_ones_little_volume(size: int) -> None:
+    link = cost.Link(latency=5e-6, bandwidth=5e9)
+    assert cost.choose(cost.all_reduce(link, size, 8)) == "doubling"
+    assert cost.choose(cost.all_gather(link, size, 8)) in ("bruck", "ring")
+    assert cost.choose(cost.broadcast(link, size, 8)) == "binomial"
+    if size > 2:
+        assert cost.choose(cost.all_reduce(link, size, 64 << 20)) in ("ring", "halving")
+        assert cost.choose(cost.all_gather(link, size, 64 << 20)) == "ring"
+        assert cost.choose(cost.broadcast(link, size, 64 << 20)) == "pipeline"
+
+
+def test_the_model_counts_the_messages_that_are_sent() -> None:
+    """Each algorithm sends as often as its docstring says."""
+
+    def count(run: Callable[[Exchange, Tensor], None]) -> Callable[[QueueTransport], int]:
+        def body(transport: QueueTransport) -> int:
+            run(transport._exchange("op", soon()), torch.ones(64))
+            return transport.sent
+
+        return body
+
+    assert in_ranks(8, count(lambda e, t: doubling.all_reduce(e, t, ReduceOp.SUM))) == [3] * 8
+    assert in_ranks(8, count(lambda e, t: doubling.halving_all_reduce(e, t, ReduceOp.SUM))) == [6] * 8
+    assert in_ranks(8, count(lambda e, t: ring.all_reduce(e, t, ReduceOp.SUM))) == [14] * 8
+    assert in_ranks(8, count(lambda e, t: bruck.barrier(e))) == [3] * 8
