@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from holdfast.harness.bench.definitions import (
     show_size,
 )
 from holdfast.harness.bench.imports import measure
+from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.results import Row, Timing, ratios
 from holdfast.harness.bench.wire import Measure
 
@@ -204,9 +207,15 @@ def test_a_library_that_cannot_run_is_left_out_with_the_reason() -> None:
 
 
 def test_an_op_that_a_library_refuses_is_a_failure_of_that_op_alone() -> None:
-    bench = rounds.run(_plan(("all_reduce", "copy"), ("memcpy",), sizes="8"))
-    assert [(failure.op, failure.contestant) for failure in bench.failures] == [("all_reduce", "memcpy")]
-    assert [row.op for row in bench.rows] == ["copy"]
+    bench = rounds.run(_plan(("copy", "barrier"), ("torch-gloo",), sizes="8"))
+    assert [(failure.op, failure.contestant) for failure in bench.failures] == [("copy", "torch-gloo")]
+    assert [row.op for row in bench.rows] == ["barrier"]
+
+
+def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
+    bench = rounds.run(_plan(("all_gather", "barrier"), ("memcpy",), sizes="1K"))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    assert [(row.op, row.nbytes) for row in bench.rows] == [("all_gather", 1024), ("barrier", 0)]
 
 
 def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
@@ -336,3 +345,20 @@ def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1
     assert "BackendUnavailable" in unknown.stderr
+
+
+# Noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_our_own_children_use_is_not_noise() -> None:
+    noise = Noise()
+    burn = "import time; end = time.monotonic() + 1.0\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True, timeout=30)
+    mine = noise.cpus()
+    other = Noise(lambda: None)
+    with subprocess.Popen([sys.executable, "-c", burn]) as child:
+        time.sleep(0.8)
+        theirs = other.cpus()
+        child.wait(30)
+    assert 0 <= mine <= os.cpu_count()  # type: ignore[operator]
+    assert theirs > 0.2, "a child that still runs cannot be told from others"

@@ -18,12 +18,12 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-MEMCPY = "memcpy"
 
-
-def _contestants(op: str, backends: str, peers: bool, only: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _contestants(
+    op: str, backends: str, peers: bool, only: str | None, bound: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All that take part, and those of them that are ours."""
-    from holdfast.harness.bench.contestants import PEERS
+    from holdfast.harness.bench.contestants import MEMCPY, PEERS
     from holdfast.harness.bench.launch import HOLDFAST
 
     if op == "copy":
@@ -33,7 +33,7 @@ def _contestants(op: str, backends: str, peers: bool, only: str | None) -> tuple
     unknown = set(chosen) - set(PEERS)
     if unknown:
         raise ValueError(f"unknown peers {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
-    return ours + chosen, ours
+    return ours + chosen + ((MEMCPY,) if bound else ()), ours
 
 
 def _bench(
@@ -44,6 +44,7 @@ def _bench(
     dtype: str,
     peers: bool,
     only: str | None,
+    bound: bool,
     rounds: int,
     seconds: float,
     iterations: int | None,
@@ -54,7 +55,7 @@ def _bench(
     from holdfast.harness.bench.rounds import Plan, run
 
     try:
-        everyone, ours = _contestants(ops[0], backends, peers, only)
+        everyone, ours = _contestants(ops[0], backends, peers, only, bound)
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
         plan = Plan(
@@ -103,6 +104,7 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
             bool, typer.Option("--peers", help="Run other libraries interleaved, and print ratios.")
         ] = False,
         only: Annotated[str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")] = None,
+        bound: Annotated[bool, typer.Option("--bound", help="Copy as many bytes in turn: what memory allows.")] = False,
         rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5,
         seconds: Annotated[float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")] = 1.0,
         iterations: Annotated[
@@ -111,7 +113,7 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
         json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None,
     ) -> None:
-        _bench(ops, backends, ranks, sizes, dtype, peers, only, rounds, seconds, iterations, json, plot)
+        _bench(ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, json, plot)
 
     return command
 

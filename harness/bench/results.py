@@ -81,14 +81,14 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where it ran."""
+    """Where it ran. `others` is how many of the CPUs other processes used meanwhile, on average."""
 
     processor: str
     cpus: int
     kernel: str
     python: str
     torch: str
-    load: float
+    others: float
 
 
 class Bench(msgspec.Struct, frozen=True):

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.harness.bench.contestants import Arena, ContestantFailed, Group, missing
+from holdfast.harness.bench.contestants import MEMCPY, Arena, ContestantFailed, Group, missing
 from holdfast.harness.bench.definitions import OPERATIONS, SMALL, Operation
+from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
 from holdfast.harness.bench.wire import Measure, Measured
 
@@ -30,6 +31,9 @@ LONGEST_TURN = 120.0
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to measure. `contestants` in order; those in `ours` are compared with the rest.
+
+    `MEMCPY` is not a library: whatever the op, each of its ranks copies S bytes in its own memory. Most ops must read
+    and write that much on every rank, so it is their bound.
 
     Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
     ops timed one by one in a turn instead.
@@ -89,12 +93,13 @@ class _Contest:
     def turn(self, entry: _Entry) -> tuple[list[float], list[float]]:
         """One turn of a library: seconds of its ops one by one, and of its blocks."""
         self._seed += 2
-        order = Measure(
-            self.operation.name, self.c, self.plan.dtype, self._seed, entry.singles, entry.blocks, entry.block
-        )
+        name, c = self.operation.name, self.c
+        if entry.group.contestant == MEMCPY:
+            name, c = "copy", self.nbytes // np.dtype(self.plan.dtype).itemsize
+        order = Measure(name, c, self.plan.dtype, self._seed, entry.singles, entry.blocks, entry.block)
         answers = entry.group.measure(order, LONGEST_TURN)
         entry.wrong += sum(answer.wrong for answer in answers)
-        if self.operation.name == "barrier":
+        if name == "barrier":
             entry.wrong += _early(answers)
         return _slowest(answers, blocks=False), _slowest(answers, blocks=True)
 
@@ -164,8 +169,8 @@ def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list
     return [contest.row(entry) for entry in entries], failures
 
 
-def machine() -> Machine:
-    """This machine."""
+def machine(noise: Noise) -> Machine:
+    """This machine, and what others did on it."""
     import torch
 
     model = next(
@@ -182,7 +187,7 @@ def machine() -> Machine:
         kernel=platform.release(),
         python=platform.python_version(),
         torch=str(torch.__version__),
-        load=os.getloadavg()[0],
+        others=noise.cpus(),
     )
 
 
@@ -203,7 +208,7 @@ def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
 
     Libraries that cannot run here, or cannot start, are in `skipped` with the reason.
     """
-    here = machine()
+    noise = Noise()
     skipped = {name: reason for name in plan.contestants if (reason := missing(name)) is not None}
     taking_part: dict[str, str] = {}
     rows: list[Row] = []
@@ -225,7 +230,7 @@ def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
                         failures += failed
     return Bench(
         command=plan.command,
-        machine=here,
+        machine=machine(noise),
         contestants=taking_part,
         skipped=skipped,
         rows=tuple(rows),

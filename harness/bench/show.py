@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from holdfast.harness.bench.recovery import RecoveryBench
 
 
+QUIET = 0.1
+"""CPUs that others may use before the figures are in doubt."""
+
+
 def show_time(microseconds: float) -> str:
     """Three figures and a unit."""
     for unit, name in ((1e6, "s"), (1e3, "ms")):
@@ -76,8 +80,8 @@ def show(bench: Bench, out: Console) -> None:
     """Print the whole bench."""
     here = bench.machine
     out.print(
-        f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}, "
-        f"load {here.load:.2f} at the start"
+        f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}; "
+        f"[{'yellow' if here.others > QUIET else 'default'}]other processes used {here.others:.2f} CPUs meanwhile[/]"
     )
     for name, detail in bench.contestants.items():
         out.print(f"  {name}: {detail}")
@@ -101,7 +105,7 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
     table = Table(
         title=f"SIGKILL of 1 of {bench.ranks} ranks in all_reduce, {bench.backend}{spares}, {len(bench.kills)} kills",
         title_justify="left",
-        caption="until the last survivor's next correct all_reduce",
+        caption=f"until the last survivor's next correct all_reduce; others used {bench.others:.2f} CPUs meanwhile",
         caption_justify="left",
     )
     table.add_column("")
