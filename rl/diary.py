@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 from holdfast.ft.events import EventLog
 
-Activity = Literal["generate", "evaluate", "fetch", "train", "reduce", "update", "publish"]
+Activity = Literal["generate", "evaluate", "fetch", "train", "update", "publish"]
 
 
 class Diary:
@@ -28,8 +28,8 @@ class Diary:
         yield
         self._log.emit("did", activity=activity, step=step, seconds=time.monotonic() - began)
 
-    def observe(self, kind: str, fields: dict[str, object]) -> None:
-        """Write down what the weight store tells its observer."""
+    def note(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Note that something happened, now. Also what a weight store takes for an observer."""
         self._log.emit(kind, **fields)
 
     def close(self) -> None:

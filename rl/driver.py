@@ -136,7 +136,7 @@ class Driver:
         if role != "holder":
             arguments.append(self.recipe)
         if role == "trainer":
-            arguments.append(not replaces)
+            arguments.append(not self.service.running)
         worker = self._engine.start(name, bodies[role], *arguments, on_exit=lambda how: self._exited(name, how))
         self._places[name] = Place(worker, role)
         self._audience(WorkerStarted(time=time.monotonic(), name=name, role=role, pid=worker.pid, replaces=replaces))
@@ -146,24 +146,25 @@ class Driver:
         place = self._places.pop(name)
         place.worker.close()
         self._left.set()
-        if self._ending or (place.role == "trainer" and not how and self.service.digests):
+        if self._ending:
+            return
+        if place.role == "trainer" and not how:
+            if not self.service.digests and not self.alive("trainer"):
+                self.service.fail(RunFailed("all trainers returned, and none has committed all steps"))
             return
         requeued = self.service.lose(name)
+        how = how or "returned before the run was over"
         self._audience(
-            WorkerLost(
-                time=now,
-                name=name,
-                role=place.role,
-                pid=place.worker.pid,
-                how=how or "returned before the run was over",
-                requeued=requeued,
-            )
+            WorkerLost(time=now, name=name, role=place.role, pid=place.worker.pid, how=how, requeued=requeued)
         )
         self._lost += 1
         if self._lost > _RESTARTS:
-            self.service.fail(RunFailed(f"{self._lost} workers were lost, the last of them {name}, which {how}"))
-        else:
+            self.service.fail(RunFailed(f"{self._lost} workers were lost, the last of them {name}: {how}"))
+            return
+        try:
             self._start(place.role, replaces=name)
+        except HoldfastError as error:
+            self.service.fail(error)
 
     async def _watch(self) -> None:
         """End generators that are stuck."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from holdfast.rl import task
 
@@ -43,7 +43,7 @@ def last_logits(model: LlamaForCausalLM, tokens: torch.Tensor, keep: int) -> tor
 
 def digest(model: LlamaForCausalLM) -> str:
     """32 hexadecimal digits that depend on every bit of the weights."""
-    state = hashlib.blake2b(digest_size=16)
+    state = xxhash.xxh3_128()
     for name, tensor in model.state_dict().items():
         state.update(name.encode())
         state.update(tensor.numpy().tobytes())

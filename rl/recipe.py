@@ -15,7 +15,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seed: int = 0
-    steps: int = 1000
+    steps: int = 800
     units: int = 4
     prompts: int = 8
     group: int = 8
@@ -25,7 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     warmup_rate: float = 2e-3
     rate: float = 5e-4
     rate_warmup: int = 10
-    rate_decay: int = 1200
+    rate_decay: int = 1000
     rate_floor: float = 0.1
     entropy: float = 0.02
     clip: float = 0.2

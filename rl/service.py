@@ -78,6 +78,11 @@ class Service:
         }
 
     @property
+    def running(self) -> bool:
+        """A trainer is in a step, so the job has its first members."""
+        return self.epoch > 0
+
+    @property
     def done(self) -> bool:
         """All steps are committed, the last weights are published, and all evaluations are in."""
         return (

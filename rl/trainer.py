@@ -26,6 +26,9 @@ from holdfast.rl.warmup import warm_up
 from holdfast.rl.weights import open_store
 from holdfast.store import StoreTimeout, WeightStore
 
+REDUCTION = "sum_contributions"
+"""The op that is a reproducible all_reduce of the gradients."""
+
 SAMPLES_SECONDS = 60.0
 """How long a trainer waits for the samples of a step."""
 
@@ -88,13 +91,13 @@ class Trainer:
                 grpo.gradient(self.policy, wire.unpack_samples(each, self.recipe.unit_samples), self.recipe)
                 for each in taken
             ]
-        with self._diary.doing("reduce", step):
-            sum_contributions(comm, gradients, self._total)
+        sum_contributions(comm, gradients, self._total)
 
     def update(self, step: int) -> None:
         """Take the optimizer's step with the gradient of the attempt at `step`, which is committed."""
         with self._diary.doing("update", step):
             grpo.update(self.policy, self.optimizer, self._total, self.recipe, step)
+        self._diary.note("updated", {"step": step, "digest": model.digest(self.policy)})
 
     def publish(self, version: int, epoch: int) -> None:
         """See to it that the present weights are published as `version`. Raises `Revoked` if a later epoch does."""
@@ -120,9 +123,18 @@ class Trainer:
 
     @hookimpl
     def before_op(self, event: OpEvent) -> None:
-        """A plugin's hook: an op has begun here."""
-        if event.op == "sum_contributions":
+        """A plugin's hook: an op begins here."""
+        if event.op == REDUCTION:
             self._driver.reach(INSIDE_REDUCTION, self._step)
+
+    @hookimpl
+    def after_op(self, event: OpEvent) -> None:
+        """A plugin's hook: an op has ended here."""
+        fields: dict[str, object] = {"op": event.op, "seq": event.seq, "epoch": event.epoch, "step": self._step}
+        fields |= {"seconds": event.seconds, "bytes": event.nbytes}
+        if event.error is not None:
+            fields["error"] = f"{type(event.error).__name__}: {event.error}"
+        self._diary.note("op", fields)
 
 
 def train(site: Site, name: str, recipe: Recipe, founder: bool) -> None:
@@ -140,7 +152,7 @@ def train(site: Site, name: str, recipe: Recipe, founder: bool) -> None:
         trainer = Trainer(recipe, store, driver, diary, revocations)
         if founder:
             trainer.warm_up()
-        with ft.Session(shards=recipe.units) as session, _observed(trainer, site):
+        with ft.Session(shards=recipe.units) as session, _observed_by(trainer):
             session.subscribe(revocations.listen)
             session.attach("policy", trainer.policy)
             session.attach("optimizer", trainer.optimizer)
@@ -154,13 +166,10 @@ def train(site: Site, name: str, recipe: Recipe, founder: bool) -> None:
 
 
 @contextmanager
-def _observed(trainer: Trainer, site: Site) -> Iterator[None]:
-    """Let `trainer` hear of its ops, if a fault is planned in one."""
-    if not any(point == INSIDE_REDUCTION for point, _ in site.faults):
-        yield
-        return
-    register(trainer)
+def _observed_by(plugin: object) -> Iterator[None]:
+    """Let the hooks of `plugin` hear of every op of this process."""
+    register(plugin)
     try:
         yield
     finally:
-        unregister(trainer)
+        unregister(plugin)

@@ -9,4 +9,4 @@ from holdfast.store import WeightStore
 
 def open_store(site: Site, diary: Diary, *, hold: bool) -> WeightStore:
     """The run's store; close it after use. What happens in it goes into `diary`."""
-    return WeightStore(site.register, replicas=site.replicas, hold=hold, keep=site.keep, observe=diary.observe)
+    return WeightStore(site.register, replicas=site.replicas, hold=hold, keep=site.keep, observe=diary.note)

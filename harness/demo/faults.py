@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from holdfast.ft.events import EventLog
 from holdfast.harness.demo.plan import Plan
 from holdfast.harness.demo.record import Victim
 from holdfast.rl import wire
@@ -21,7 +22,7 @@ from holdfast.store import WeightStore
 ENTER_SECONDS = 0.005
 """From the moment when the last survivor was let into the reduction to the blow."""
 
-GATHER_SECONDS = 5.0
+GATHER_SECONDS = 20.0
 """How long the victim is held inside the reduction for the others to arrive."""
 
 RESTORE_SECONDS = 10.0
@@ -48,8 +49,8 @@ class Restored(Happening, frozen=True, tag="restored"):
 class Faults:
     """The faults of one run. `pause` and `hear` are for the driver and its audience; `tell` hears what is done here."""
 
-    def __init__(self, plan: Plan, store: WeightStore, tell: Callable[[Happening], None]) -> None:
-        self._plan, self._store, self._tell = plan, store, tell
+    def __init__(self, plan: Plan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
+        self._plan, self._store, self._log, self._tell = plan, store, log, tell
         self._pending: set[Victim] = {strike.victim for strike in plan.strikes}
         self._inside: set[str] = set()
         self._gathered = asyncio.Event()
@@ -115,6 +116,7 @@ class Faults:
         if worker is None:
             return
         self._pending.discard(victim)
+        self._log.emit("fault", what="kill", target=name, target_pid=worker.pid, step=step)
         now = time.monotonic()
         worker.kill()
         self._tell(Struck(time=now, victim=victim, process=name, pid=worker.pid, where=where, step=step))

@@ -55,7 +55,7 @@ class Life(msgspec.Struct, frozen=True):
 class Span(msgspec.Struct, frozen=True):
     """What a process did from `start` to `end`, for which step (or, for weights, which version).
 
-    `activity` is one of `holdfast.rl.diary.Activity`, or "rebuild".
+    `activity` is one of `holdfast.rl.diary.Activity`, or "reduce", or "rebuild".
     """
 
     process: str

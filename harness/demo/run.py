@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from holdfast.ft.events import EventLog
 from holdfast.ft.keys import load_key
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.demo.display import Display
@@ -66,8 +68,11 @@ class Performance:
         """
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         contract = self._stage.contract
-        with WeightStore(contract.register_url, hold=False) as store:
-            faults = Faults(self._plan, store, self._recorder.hear)
+        with (
+            WeightStore(contract.register_url, hold=False) as store,
+            closing(EventLog("demo", contract.events_directory)) as log,
+        ):
+            faults = Faults(self._plan, store, log, self._recorder.hear)
             try:
                 digest = asyncio.run(self._perform(faults))
             finally:

@@ -6,15 +6,20 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.harness.demo.record import Span
 from holdfast.harness.invariants import Event
+from holdfast.rl.trainer import REDUCTION
 
 
 def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[Span, ...]:
-    """The activities of workers, and their rebuilds. `names` are those of the workers by pid: what ft writes is under
-    the names of members. `began` is on `time.monotonic()`.
+    """The activities of workers, their reductions (also those that were broken off), and their rebuilds.
+
+    `names` are those of the workers by pid: what ft writes is under the names of members. `began` is on
+    `time.monotonic()`.
     """
     found = []
     for event in events:
-        if event.kind == "did":
+        if event.kind == "op" and event.text("op") == REDUCTION:
+            activity, step = "reduce", event.integer("step")
+        elif event.kind == "did":
             activity, step = event.text("activity"), event.integer("step")
         elif event.kind == "rebuilt":
             activity, step = "rebuild", event.integer("epoch")

@@ -33,6 +33,7 @@ def as_object(run: DemoRun) -> dict[str, Any]:
         "steps_lost": outcome.steps_lost,
         "versions_lost": outcome.versions_lost,
         "violations": [msgspec.to_builtins(violation) for finding in run.findings for violation in finding.violations],
+        "looked": {finding.invariant: finding.looked for finding in run.findings},
         "faults": [
             {
                 "victim": blow.victim,
