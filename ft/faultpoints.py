@@ -89,4 +89,8 @@ def parse(text: str) -> Fault | None:
     return fault
 
 
-arm(parse(os.environ.get(VARIABLE, "")))
+def arm_from_environment() -> None:
+    """Arm what `HOLDFAST_FAULT` asks for, if it asks for anything. Raises ValueError for what it cannot mean."""
+    text = os.environ.get(VARIABLE)
+    if text:
+        arm(parse(text))

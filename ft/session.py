@@ -74,6 +74,7 @@ class Session:
         )
         with Register.open(self._settings.register) as opened:
             joining.candidate_job(self._settings, opened.read())
+        faultpoints.arm_from_environment()
         self._host = host
         self._identity = new_identity()
         self._events = EventLog(self._identity)

@@ -1,0 +1,401 @@
+"""Sessions in real processes that really die: steps are committed by all or by none, exactly once, whoever is killed.
+
+The job adds up numbers: each step the sum over its shards of (step + 1) * (shard + 1), so the end is known whatever
+happens on the way, and every rank keeps the list of steps that it has committed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import HoldfastError
+from holdfast.ft import Session, Timeouts
+from holdfast.ft.faultpoints import POINTS
+from holdfast.harness import LocalCluster
+from holdfast.harness.invariants import check, event_of
+from holdfast.harness.job import Job
+
+QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+SHARDS = 12
+STEPS = 40
+
+
+@dataclass
+class Tally:
+    """What the job works on; attached, so newcomers get it."""
+
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    steps: list[int] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total.copy_(state["total"])
+        self.steps = list(state["steps"])
+
+
+def tally_up(session: Session, steps: int = STEPS, pause: float = 0.01, gate: str = "") -> dict[str, Any]:
+    """Add up; what this process has at the end. In step 3 wait until the file `gate` is there."""
+    tally, epochs = Tally(), []
+    session.attach("tally", tally)
+    for attempt in session.steps(steps):
+        with attempt:
+            time.sleep(pause)
+            while attempt.step == 3 and gate and not Path(gate).exists():
+                time.sleep(0.005)
+            part = torch.full((5,), sum((attempt.step + 1) * (shard + 1) for shard in attempt.shards)).double()
+            attempt.comm.all_reduce(part)
+            epochs.append(attempt.epoch)
+        if attempt.committed:
+            tally.total += part
+            tally.steps.append(attempt.step)
+    return {
+        "rank": session.rank,
+        "size": session.size,
+        "total": tally.total.tolist(),
+        "steps": tally.steps,
+        "epochs": epochs,
+        "pid": os.getpid(),
+    }
+
+
+def expected(steps: int = STEPS) -> list[float]:
+    return [float(sum((s + 1) * (shard + 1) for s in range(steps) for shard in range(SHARDS)))] * 5
+
+
+def assert_exact(job: Job, results: list[dict[str, Any]], ranks: int, steps: int = STEPS) -> None:
+    """Every step was committed once, on all ranks alike, and no event of any process breaks an invariant."""
+    assert [result["rank"] for result in results] == list(range(ranks))
+    for result in results:
+        assert result["steps"] == list(range(steps))
+        assert result["total"] == expected(steps)
+    assert check([event_of(event) for event in job.events()]) == []
+
+
+def cluster(size: int, backend: str = "shm", spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
+    options = {"timeouts": QUICK, "shards": SHARDS, **session}
+    environ = {"HOLDFAST_FAULT": fault} if fault else {}
+    return LocalCluster(size, backend, spares=spares, environ=environ, session=options)
+
+
+def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01) -> Job:
+    """Start the job, and let it go past step 3 once all spares are there."""
+    gate = ranks.logs / "gate"
+    job = ranks.start(tally_up, steps, pause, str(gate))
+    deadline = time.monotonic() + 30.0
+    while sum(event["kind"] == "spare" for event in job.events()) < ranks.spares:
+        assert time.monotonic() < deadline, "the spares do not come"
+        time.sleep(0.01)
+    gate.touch()
+    return job
+
+
+# -- without faults
+
+
+def test_steps_divide_the_shards_and_are_committed_once(process_backend: str) -> None:
+    with cluster(3, process_backend) as ranks:
+        job = ranks.start(tally_up, 10)
+        assert_exact(job, job.results(), 3, 10)
+
+
+def test_one_process_is_a_job_too() -> None:
+    with cluster(1) as ranks:
+        job = ranks.start(tally_up, 5)
+        assert_exact(job, job.results(), 1, 5)
+
+
+def test_a_finished_job_lets_its_spares_go() -> None:
+    with cluster(2, spares=1) as ranks:
+        job = start_with_spares(ranks, 5)
+        assert_exact(job, job.results(), 2, 5)
+        assert [e["step"] for e in job.events() if e["kind"] == "finished"].count(-1) == 1, "the spare did no step"
+
+
+def test_all_ranks_start_from_the_state_of_the_first() -> None:
+    def start(session: Session) -> list[float]:
+        tally = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
+        session.attach("tally", tally)
+        for attempt in session.steps(1):
+            with attempt:
+                pass
+        return tally.total.tolist()
+
+    with cluster(3) as ranks:
+        job = ranks.start(start)
+        first = job.pid(0)
+        assert job.results() == [[float(first)] * 5] * 3
+
+
+# -- deaths
+
+
+def test_the_others_go_on_without_a_killed_rank(process_backend: str) -> None:
+    with cluster(3, process_backend) as ranks:
+        job = ranks.start(tally_up)
+        job.wait_for("committed", step=5)
+        job.kill(1)
+        results = job.results()
+        assert_exact(job, results, 2)
+    assert {result["size"] for result in results} == {2}
+
+
+def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(process_backend: str) -> None:
+    with cluster(3, process_backend, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("committed", step=5)
+        before = [job.pid(rank) for rank in range(3)]
+        job.kill(0)
+        results = job.results()
+        assert_exact(job, results, 3)
+    pids = [result["pid"] for result in results]
+    assert pids[1:] == before[1:]
+    assert pids[0] not in before
+
+
+def test_two_ranks_are_killed_at_once() -> None:
+    with cluster(4, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("committed", step=5)
+        job.kill(2)
+        job.kill(1)
+        assert_exact(job, job.results(), 3)
+
+
+def test_ranks_are_killed_one_after_the_other_until_one_is_left() -> None:
+    with cluster(4) as ranks:
+        job = ranks.start(tally_up, 80)
+        for step in (5, 20, 35):
+            job.wait_for("committed", step=step)
+            job.kill(0)
+            time.sleep(0.05)
+        assert_exact(job, job.results(), 1, 80)
+
+
+def test_a_stopped_rank_is_fenced_and_replaced() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(3, spares=1, timeouts=timeouts) as ranks:
+        job = start_with_spares(ranks, 100)
+        job.wait_for("committed", step=5)
+        began = time.monotonic()
+        pid = job.pause(1)
+        fenced = job.wait_for("fenced")
+        results = job.results()
+        assert_exact(job, results, 3, 100)
+    assert 0.3 < fenced["time"] - began < 3.0
+    assert "stopped at each of" in fenced["reason"]
+    assert pid not in [result["pid"] for result in results]
+
+
+def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
+    def hog(session: Session) -> list[int]:
+        import ctypes
+
+        done = []
+        for attempt in session.steps(6):
+            with attempt:
+                if attempt.step == 2 and attempt.rank == 1:
+                    ctypes.PyDLL(None).usleep(900_000)  # keeps the GIL
+                    ctypes.PyDLL(None).usleep(900_000)
+                attempt.comm.barrier()
+            done.append(attempt.epoch)
+        return done
+
+    timeouts = Timeouts(heartbeat=0.05, suspect=0.3, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(3, timeouts=timeouts) as ranks:
+        results = ranks.start(hog).results()
+    assert len({epoch for done in results for epoch in done}) == 1, "nobody was left out"
+
+
+# -- every line of the commit protocol, the rebuild and the transfer
+
+COMMIT = [point for point in POINTS if point.startswith(("step.", "commit."))]
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("point", COMMIT)
+def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spares: int) -> None:
+    with cluster(3, spares=spares, fault=f"{point}:7:{rank}:3") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 2 + spares, 15)
+
+
+@pytest.mark.parametrize("point", COMMIT)
+def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
+    with cluster(3, fault=f"{point}:{14}:1:3") as ranks:
+        job = ranks.start(tally_up, 15, 0.002)
+        results = job.results()
+        living = [result for result in results if result["steps"]]
+        assert all(result["steps"] == list(range(15)) and result["total"] == expected(15) for result in living)
+        assert check([event_of(event) for event in job.events()]) == []
+
+
+def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
+    with cluster(3, fault="finish.before_propose:15:0:3") as ranks:
+        job = ranks.start(tally_up, 15, 0.002)
+        results = job.results()
+        assert [result["steps"] for result in results] == [list(range(15))] * 2
+        assert [result["total"] for result in results] == [expected(15)] * 2
+        assert check([event_of(event) for event in job.events()]) == []
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize(
+    "second",
+    [
+        "rebuild.before_propose:7:0:3",
+        "rebuild.after_propose:7:0:3",
+        "rebuild.before_connect:7:0:4",
+        "rebuild.before_votes:7:0:4",
+        "rebuild.after_votes:7:0:4",
+        "rebuild.before_connect:-1:1:4",
+    ],
+)
+def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares: int) -> None:
+    """Rank 2 dies in step 7; rank 0, which proposes the next epoch, or the one after it, dies while that is built."""
+    with cluster(3, spares=spares, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 3 if spares else 1, 15)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "sync.before_header:7:0:4",
+        "sync.before_chunk:7:0:4",
+        "sync.before_chunk:-1:2:4",
+        "sync.before_load:-1:2:4",
+        "sync.after_load:-1:2:4",
+    ],
+)
+def test_giver_or_taker_of_the_state_is_killed(second: str) -> None:
+    with cluster(3, spares=2, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 3, 15)
+
+
+@pytest.mark.parametrize("point", ["sync.before_header", "sync.before_chunk", "rebuild.before_votes"])
+def test_the_first_rank_is_killed_before_anything_has_begun(point: str) -> None:
+    with cluster(3, fault=f"{point}:0:0:3") as ranks:
+        job = ranks.start(tally_up, 10, 0.002)
+        assert_exact(job, job.results(), 2, 10)
+
+
+# -- too few
+
+
+def test_below_min_size_the_job_waits_and_then_says_why_it_ends() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=2.0, join=1.0)
+    with cluster(2, min_size=2, timeouts=timeouts) as ranks:
+        job = ranks.start(tally_up)
+        job.wait_for("committed", step=5)
+        job.kill(1)
+        with pytest.raises(HoldfastError, match="1 are left of the 2 needed, and nobody came within 1 s"):
+            job.results()
+
+
+def test_a_spare_that_is_left_alone_is_told() -> None:
+    with cluster(2, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("spare")
+        job.wait_for("committed", step=5)
+        pids = {job.pid(0), job.pid(1)}
+        spare = next(process for process in job.processes if process.pid not in pids)
+        os.kill(spare.pid, 19)  # it must not be promoted
+        job.kill(0)
+        job.kill(1)
+        os.kill(spare.pid, 18)
+        with pytest.raises(HoldfastError, match=r"every member died|no process that is left holds the state"):
+            job.results()
+
+
+# -- errors that are no deaths
+
+
+def test_a_users_own_error_takes_that_rank_out_and_nobody_else() -> None:
+    def fail(session: Session) -> int:
+        for attempt in session.steps(20):
+            with attempt:
+                if attempt.step == 5 and attempt.rank == 1 and attempt.comm.size == 3:
+                    raise KeyError("a bug of the user")
+                attempt.comm.barrier()
+        return session.step
+
+    with cluster(3) as ranks:
+        job = ranks.start(fail)
+        assert job.results() == [20, 20]
+        left = [e for e in job.events() if e["kind"] == "detected"]
+        steps = [e["step"] for e in job.events() if e["kind"] == "finished"]
+    assert left and "it left: KeyError" in left[0]["evidence"]
+    assert steps == [19, 19]
+
+
+def test_a_timeout_with_everybody_alive_is_raised() -> None:
+    def late(session: Session) -> str:
+        for attempt in session.steps(3):
+            with attempt:
+                if attempt.rank == 1 and attempt.comm.size == 2:
+                    time.sleep(2.0)
+                attempt.comm.barrier(timeout=0.3)
+        return "finished"
+
+    with cluster(2) as ranks:
+        job = ranks.start(late)
+        job.results()
+        errors = [event["error"] for event in job.events() if event["kind"] == "error"]
+    assert len(errors) == 1 and errors[0].startswith("OpTimeout: barrier (op ")
+
+
+# -- the register is away for a while
+
+
+def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() -> None:
+    with cluster(3) as ranks:
+        job = ranks.start(tally_up, 120)
+        job.wait_for("committed", step=5)
+        path = next(ranks.logs.glob("**/register.sqlite"))
+        victim = job.processes[0]
+        path.rename(path.with_suffix(".away"))
+        step = max(e["step"] for e in job.events() if e["kind"] == "committed")
+        job.wait_for("committed", step=step + 20)
+        victim.signal(9)
+        away = job.wait_for("register_away")
+        time.sleep(0.3)
+        path.with_suffix(".away").rename(path)
+        results = job.results()
+        assert_exact(job, results, 2, 120)
+        installed = max(e["time"] for e in job.events() if e["kind"] == "installed")
+    assert installed > away["time"] + 0.25
+
+
+def test_an_evicted_session_can_do_nothing_more() -> None:
+    """Its own view of things does not matter: the register says who belongs to the job."""
+    from holdfast.ft.register import Register
+    from holdfast.ft.view import View
+
+    def linger(session: Session) -> None:
+        for attempt in session.steps(10_000):
+            with attempt:
+                time.sleep(0.002)
+                attempt.comm.barrier()
+
+    with cluster(2) as ranks:
+        job = ranks.start(linger)
+        job.wait_for("committed", step=5)
+        view = job.view()
+        path = next(ranks.logs.glob("**/register.sqlite"))
+        with Register.open(f"sqlite://{path}") as register:
+            without = View(view.epoch + 1, "running", view.members[:1], view.job, "somebody decided so")
+            assert register.compare_and_set(view.epoch, without)
+        event = job.wait_for("error")
+    assert event["error"] == "StaleEpoch: evicted in epoch 3: somebody decided so"

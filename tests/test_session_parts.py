@@ -1,0 +1,393 @@
+"""The parts of a session that can be tried alone: verdicts, state as data, silence, tenure, timeouts, fault points."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.transport import Peer
+from holdfast.ft import faultpoints, transfer
+from holdfast.ft.events import EventLog
+from holdfast.ft.silence import Silence
+from holdfast.ft.skeleton import put_together, take_apart
+from holdfast.ft.tenure import Tenure
+from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.verdict import FOUNDER, HOLDER, NEWCOMER, Vote, judge
+from holdfast.ft.view import Job, Member, View
+from holdfast.ft.vocabulary import Cleared, Stalled, Suspicion
+from holdfast.harness import LocalCluster
+
+# -- verdicts
+
+
+def holder(done: int, prepared: bool) -> Vote:
+    return Vote(HOLDER, done, prepared, 10)
+
+
+def test_a_step_that_all_had_prepared_is_committed() -> None:
+    verdicts = [judge([holder(4, True), holder(4, True)], rank) for rank in range(2)]
+    assert [(v.committed, v.done) for v in verdicts] == [(True, 5), (True, 5)]
+
+
+def test_a_step_that_one_had_not_prepared_is_done_again() -> None:
+    verdicts = [judge([holder(4, True), holder(4, False)], rank) for rank in range(2)]
+    assert [(v.committed, v.done) for v in verdicts] == [(False, 4), (False, 4)]
+
+
+def test_a_step_that_one_has_committed_is_committed_by_all() -> None:
+    votes = [holder(5, False), holder(4, True), holder(5, True)]
+    assert [judge(votes, rank).committed for rank in range(3)] == [False, True, False]
+    assert {judge(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
+
+
+def test_newcomers_have_no_vote_and_get_the_state_from_the_first_who_has_it() -> None:
+    votes = [Vote(NEWCOMER, 0, False, 10), holder(4, True), holder(4, True), Vote(FOUNDER, 0, False, 10)]
+    verdict = judge(votes, 1)
+    assert (verdict.committed, verdict.done) == (True, 5)
+    assert (verdict.source, verdict.receivers) == (1, (0, 3))
+    assert not judge(votes, 0).committed
+
+
+def test_founders_take_the_state_of_the_first_of_them() -> None:
+    votes = [Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(FOUNDER, 0, False, 10)]
+    verdict = judge(votes, 2)
+    assert (verdict.source, verdict.receivers) == (1, (0, 2))
+    assert (verdict.committed, verdict.done) == (False, 0)
+
+
+def test_nobody_with_the_state_is_the_end() -> None:
+    with pytest.raises(HoldfastError, match="everybody who had it died"):
+        judge([Vote(NEWCOMER, 0, False, 10)], 0)
+
+
+def test_ranks_with_other_jobs_in_mind_are_told() -> None:
+    with pytest.raises(Mismatch, match="rank 0: 10, rank 1: 20"):
+        judge([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
+    with pytest.raises(Mismatch, match="come apart"):
+        judge([holder(4, False), holder(5, False)], 0)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_schedule_of_deaths_makes_survivors_disagree(data: st.DataObject) -> None:
+    """A model of one step: ranks prepare, enter the barrier, leave it; at any time some die, and recovery may fail."""
+    size = data.draw(st.integers(2, 5))
+    prepared = [data.draw(st.booleans()) for _ in range(size)]
+    through = [all(prepared) and data.draw(st.booleans()) for _ in range(size)]
+    done = [int(left) for left in through]
+    waiting = [is_prepared and not left for is_prepared, left in zip(prepared, through, strict=True)]
+    alive = list(range(size))
+    for _ in range(data.draw(st.integers(1, 4))):
+        alive = [r for r in alive if data.draw(st.booleans())] or alive[:1]
+        votes = [Vote(HOLDER, done[r], waiting[r], 1) for r in alive]
+        verdicts = {r: judge(votes, i) for i, r in enumerate(alive)}
+        assert len({verdict.done for verdict in verdicts.values()}) == 1
+        if any(through):
+            assert verdicts[alive[0]].done == 1, "a committed step was lost"
+        heard = [r for r in alive if data.draw(st.booleans())]  # the others do not get to know: the epoch fails
+        for r in heard:
+            done[r], waiting[r] = verdicts[r].done, False
+    assert all(count in (0, 1) for count in done)
+
+
+# -- state as plain data
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers(), st.text()), inner, max_size=3)
+        | st.frozensets(st.integers(), max_size=3).map(set)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_data_survives_the_journey(value: Any) -> None:
+    description, tensors = take_apart(value)
+    assert put_together(description, tensors) == value
+
+
+def test_an_optimizers_state_survives_the_journey() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    again = put_together(*take_apart(state))
+    assert again["param_groups"] == state["param_groups"]
+    assert again["state"].keys() == state["state"].keys()
+    assert all(torch.equal(again["state"][0][name], value) for name, value in state["state"][0].items())
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"model": [object()]}, r"state\['model'\]\[0\] is a object"),
+        ({"f": print}, "builtin_function_or_method"),
+        ({"w": torch.eye(2).to_sparse()}, "sparse"),
+        ({object(): 1}, "a key of state is a object"),
+    ],
+)
+def test_what_cannot_travel_is_named(state: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        take_apart(state)
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["T", 3]), msgspec.msgpack.encode(["i", "x"])])
+def test_a_description_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptData):
+        put_together(data, [])
+
+
+# -- the transfer
+
+
+class Thing:
+    """Something to attach, with a state of any kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"w{i}": torch.randn(i, 7, generator=generator) for i in range(5)}
+    return {
+        **tensors,
+        "big": torch.randn(5_000_000, generator=generator),
+        "half": torch.randn(33, generator=generator).bfloat16(),
+        "flag": torch.tensor(True),
+        "transposed": torch.arange(12).reshape(3, 4).T,
+        "step": 3,
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key] for key, value in a.items()
+    )
+
+
+@pytest.mark.parametrize("receivers", [(0, 2), (2,)])
+def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tuple[int, ...]) -> None:
+    def move(comm: Communicator) -> tuple[int, bool, bool]:
+        thing = Thing(state_of(comm.rank))
+        pipe = transfer.Pipe(comm, 1, receivers, 20.0)
+        done = -1
+        if comm.rank == 1:
+            transfer.give(pipe, {"thing": thing}, 17, lambda: None)
+        elif comm.rank in receivers:
+            done = transfer.take(pipe, {"thing": thing}, lambda: None, lambda: None).done
+        return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
+
+    with LocalCluster(3) as cluster:
+        results = cluster.run(move)
+    for rank, (done, is_sources, is_own) in enumerate(results):
+        assert done == (17 if rank in receivers else -1)
+        assert is_sources == (rank == 1 or rank in receivers)
+        assert is_own == (rank not in receivers)
+
+
+class Tape:
+    """Stands in for a pipe: what is given is kept, and taken again, perhaps spoilt."""
+
+    def __init__(self, spoil: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
+        self.device = torch.device("cpu")
+        self._tensors: list[torch.Tensor] = []
+        self._spoil = spoil
+        self._taken = 0
+
+    def give(self, tensor: torch.Tensor) -> None:
+        self._tensors.append(tensor.clone())
+
+    def take(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._spoil(self._taken, self._tensors[self._taken]))
+        self._taken += 1
+
+
+def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
+    def flip(number: int, tensor: torch.Tensor) -> torch.Tensor:
+        if number == 2:
+            tensor[5] ^= 1
+        return tensor
+
+    tape: Any = Tape(flip)
+    transfer.give(tape, {"thing": Thing({"w": torch.ones(100)})}, 1, lambda: None)
+    mine = Thing({"w": torch.zeros(100)})
+    with pytest.raises(CorruptData, match="another checksum"):
+        transfer.take(tape, {"thing": mine}, lambda: None, lambda: None)
+    assert not mine.state["w"].any()
+
+
+def test_ranks_that_attach_different_things_are_told() -> None:
+    tape: Any = Tape()
+    transfer.give(tape, {"model": Thing({})}, 1, lambda: None)
+    with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
+        transfer.take(tape, {}, lambda: None, lambda: None)
+
+
+# -- silence
+
+
+def member(index: int, host: str = "here") -> Member:
+    return Member(f"p{index}", "x:1", Peer(host, 100 + index, 0))
+
+
+def watch(stopped: bool, host: str = "here") -> Silence:
+    silence = Silence(member(0), Timeouts(heartbeat=0.1, suspect=0.5), lambda pid: stopped)
+    silence.follow([member(0), member(1, host)], 0.0)
+    return silence
+
+
+def test_a_silent_process_that_is_never_seen_to_run_is_stalled() -> None:
+    silence = watch(stopped=True)
+    verdicts = [(t / 100, silence.look(t / 100)) for t in range(0, 60, 5)]
+    first = next((when, found) for when, found in verdicts if found)
+    assert first[0] == 0.5
+    assert isinstance(first[1][0], Stalled)
+
+
+def test_a_silent_process_that_runs_is_left_alone() -> None:
+    silence = watch(stopped=False)
+    assert not any(silence.look(t / 100) for t in range(0, 1000, 5))
+
+
+def test_whoever_was_away_itself_looks_again_before_it_judges() -> None:
+    silence = watch(stopped=True)
+    silence.look(0.05)
+    assert silence.look(30.0) == ()
+    assert silence.look(30.05) == ()
+
+
+def test_a_heartbeat_ends_the_silence() -> None:
+    silence = watch(stopped=True)
+    for t in range(0, 45, 5):
+        silence.look(t / 100)
+    silence.hear("p1", 0.45)
+    assert not any(silence.look(t / 100) for t in range(50, 90, 5))
+
+
+def test_on_another_host_silence_is_a_suspicion_until_a_heartbeat_comes() -> None:
+    silence = watch(stopped=True, host="there")
+    assert silence.look(0.4) == ()
+    assert silence.look(0.5) == (Suspicion("p1", "p0", "silent for 0.50 s"),)
+    assert silence.look(0.6) == ()
+    assert silence.hear("p1", 0.7) == (Cleared("p1", "p0"),)
+
+
+# -- tenure
+
+
+def view(epoch: int) -> View:
+    return View(epoch, "running", (member(0),), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
+
+
+def test_nothing_can_be_done_in_an_epoch_that_is_over() -> None:
+    tenure = Tenure()
+    tenure.install(view(1))
+    with tenure.held(1):
+        pass
+    assert tenure.revoke(1, PeerFailed((1,), "it died"))
+    assert not tenure.revoke(1, PeerFailed((2,), "it died too"))
+    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), tenure.held(1):
+        pass
+    tenure.install(view(2))
+    with pytest.raises(Revoked), tenure.held(1):
+        pass
+    with tenure.held(2):
+        pass
+
+
+def test_a_revoked_epoch_is_not_the_next_one() -> None:
+    tenure = Tenure()
+    tenure.install(view(1))
+    tenure.install(view(2))
+    tenure.revoke(2, Revoked(2))
+    with pytest.raises(OpTimeout):
+        tenure.wait(1, 0.01)
+    threading.Timer(0.05, tenure.install, [view(3)]).start()
+    assert tenure.wait(1, 10.0).epoch == 3
+
+
+def test_the_end_is_told_to_whoever_waits() -> None:
+    tenure = Tenure()
+    threading.Timer(0.05, tenure.end, [HoldfastError("it is over")]).start()
+    with pytest.raises(HoldfastError, match="it is over"):
+        tenure.wait(0, 10.0)
+
+
+# -- timeouts, fault points, events
+
+
+@pytest.mark.parametrize(
+    ("times", "why"),
+    [
+        ({"heartbeat": 0.4}, "at least twice heartbeat"),
+        ({"rebuild": 0.5}, "must exceed suspect"),
+        ({"operation": 0.2}, "before a stopped peer is found"),
+        ({"join": 0.05}, "nobody could join in time"),
+        ({"suspect": 0.0}, "must be finite and above 0"),
+        ({"rebuild": float("inf")}, "must be finite"),
+        ({"join": "1"}, "is not a number of seconds"),
+    ],
+)
+def test_timeouts_that_cannot_work_together_are_refused(times: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Timeouts(**times)
+
+
+def test_fault_points_are_named_and_cost_nothing_until_armed() -> None:
+    seen: list[tuple[str, int, int, int]] = []
+    faultpoints.reach("commit.before_barrier", 1, 2, 3)
+    faultpoints.arm(lambda *where: seen.append(where))
+    try:
+        faultpoints.reach("commit.before_barrier", 1, 2, 3)
+    finally:
+        faultpoints.arm(None)
+    assert seen == [("commit.before_barrier", 1, 2, 3)]
+    with pytest.raises(ValueError, match=r"no fault point 'commit\.somewhere'; there are step\.begin"):
+        faultpoints.parse("commit.somewhere:1:2")
+    with pytest.raises(ValueError, match="is not point:step:rank"):
+        faultpoints.parse("step.begin:1")
+    assert faultpoints.parse("") is None
+
+
+def test_every_fault_point_is_in_the_code() -> None:
+    code = "".join(path.read_text() for path in Path(faultpoints.__file__).parent.glob("*.py"))
+    for point in faultpoints.POINTS:
+        assert f'each("{point}"' in code, f"{point} is reached nowhere"
+
+
+def test_events_go_to_a_file_of_their_own_and_to_listeners(tmp_path: Path) -> None:
+    log, heard = EventLog("p1", tmp_path), list[dict[str, Any]]()
+    unsubscribe = log.subscribe(heard.append)
+    log.subscribe(lambda event: 1 / 0)
+    began = time.monotonic()
+    log.emit("installed", epoch=3, members=["p1"])
+    unsubscribe()
+    log.emit("finished")
+    log.close()
+    log.emit("late")
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "p1.jsonl").read_bytes().splitlines()]
+    assert [line["kind"] for line in lines] == ["installed", "finished"]
+    assert lines[0]["process"] == "p1" and lines[0]["epoch"] == 3 and began <= lines[0]["time"] <= time.monotonic()
+    assert heard == lines[:1]
