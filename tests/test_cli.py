@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,11 +43,11 @@ def test_version() -> None:
 def test_help_teaches_by_examples() -> None:
     done = holdfast("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("backends", "run", "bench"))
-    for command in ("backends", "run"):
+    assert all(command in done.stdout for command in ("backends", "run", "bench", "demo"))
+    for command in ("backends", "run", "demo"):
         done = holdfast(command, "--help")
         assert done.returncode == 0
-        assert f"holdfast {command} " in done.stdout.partition("Examples")[2]
+        assert f"holdfast {command}" in done.stdout.partition("Examples")[2]
 
 
 def test_an_unknown_command_is_refused() -> None:
@@ -90,32 +91,36 @@ ABSENT = {
 }
 
 
-@pytest.fixture
-def plugins(tmp_path: Path) -> str:
-    """A folder with two installed plugins: one that does not load, one whose backend cannot run here."""
+@pytest.fixture(scope="module")
+def with_plugins(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """`holdfast backends`, as a table and as JSON, where two more plugins are installed.
+
+    One of them does not load; the other's backend cannot run here.
+    """
+    folder = tmp_path_factory.mktemp("plugins")
     for name, source in {**BROKEN, **ABSENT}.items():
-        (tmp_path / name).write_text(textwrap.dedent(source))
-    info = tmp_path / "plugins-1.0.dist-info"
+        (folder / name).write_text(textwrap.dedent(source))
+    info = folder / "plugins-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[holdfast]\nbroken = broken_plugin\nwarp = absent_plugin\n")
-    return str(tmp_path)
+    shown, described = (holdfast("backends", *options, PYTHONPATH=str(folder)) for options in ((), ("--json",)))
+    assert shown.returncode == described.returncode == 0
+    return shown.stdout, json.loads(described.stdout)
 
 
-def test_a_plugin_that_does_not_load_is_reported_and_harms_no_other(plugins: str) -> None:
-    done = holdfast("backends", PYTHONPATH=plugins)
-    assert done.returncode == 0
-    assert "its plugin does not load: RuntimeError: cannot work" in done.stdout
-    found = json.loads(holdfast("backends", "--json", PYTHONPATH=plugins).stdout)
-    assert found["broken"] == {"broken": "RuntimeError: cannot work"}
-    assert found["backends"]["shm"]["available"] is True
+def test_a_plugin_that_does_not_load_is_reported_and_harms_no_other(with_plugins: tuple[str, dict[str, Any]]) -> None:
+    shown, described = with_plugins
+    assert "its plugin does not load: RuntimeError: cannot work" in shown
+    assert described["broken"] == {"broken": "RuntimeError: cannot work"}
+    assert described["backends"]["shm"]["available"] is True
 
 
-def test_a_backend_that_cannot_run_here_says_why_and_what_to_install(plugins: str) -> None:
-    done = holdfast("backends", PYTHONPATH=plugins)
-    assert "the card is not there" in done.stdout
-    assert "buy one" in done.stdout
-    warp = json.loads(holdfast("backends", "--json", PYTHONPATH=plugins).stdout)["backends"]["warp"]
+def test_a_backend_that_cannot_run_here_says_why_and_what_to_install(with_plugins: tuple[str, dict[str, Any]]) -> None:
+    shown, described = with_plugins
+    assert "the card is not there" in shown
+    assert "buy one" in shown
+    warp = described["backends"]["warp"]
     assert (warp["available"], warp["reason"], warp["install_hint"]) == (False, "the card is not there", "buy one")
 
 
@@ -196,16 +201,25 @@ def last_losses(output: str) -> list[str]:
     return [line.split("loss ")[1].split()[0] for line in output.splitlines() if "step 99:" in line]
 
 
-def test_run_runs_a_job(tmp_path: Path) -> None:
-    done = holdfast("run", "-n", "2", "--spares", "1", "--logs", tmp_path / "events", EXAMPLE, "--steps", "100")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The example as a job in which nothing fails, and the folder of its event logs."""
+    logs = tmp_path_factory.mktemp("run") / "events"
+    return holdfast("run", "-n", "2", "--spares", "1", "--logs", logs, EXAMPLE, "--steps", "100"), logs
+
+
+def test_run_runs_a_job(undisturbed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, logs = undisturbed
     assert done.returncode == 0, done.stdout
     losses = last_losses(done.stdout)
     assert len(losses) == 2
     assert len(set(losses)) == 1
-    assert len(list((tmp_path / "events").glob("*.jsonl"))) == 3
+    assert len(list(logs.glob("*.jsonl"))) == 3
 
 
-def test_run_survives_a_kill_with_the_same_bits(tmp_path: Path) -> None:
+def test_run_survives_a_kill_with_the_same_bits(
+    tmp_path: Path, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
     killer = tmp_path / "killer.py"
     killer.write_text(
         textwrap.dedent("""
@@ -224,11 +238,10 @@ def test_run_survives_a_kill_with_the_same_bits(tmp_path: Path) -> None:
             runpy.run_path(sys.argv[0], run_name="__main__")
         """)
     )
-    clean = holdfast("run", "-n", "2", EXAMPLE, "--steps", "100")
     broken = holdfast("run", "-n", "2", killer, EXAMPLE, "--steps", "100")
-    assert clean.returncode == broken.returncode == 0, broken.stdout
+    assert broken.returncode == 0, broken.stdout
     assert "was ended by SIGKILL" in broken.stdout
-    assert last_losses(broken.stdout) == last_losses(clean.stdout)[:1]
+    assert last_losses(broken.stdout) == last_losses(undisturbed[0].stdout)[:1]
 
 
 def test_run_fails_if_the_job_does_not_finish(tmp_path: Path) -> None:

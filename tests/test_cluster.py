@@ -207,6 +207,7 @@ def test_a_rank_that_is_blocked_in_an_op_is_freed_when_another_fails(process_bac
 
 def test_a_rank_that_does_not_notice_is_ended_after_the_grace(process_backend: str) -> None:
     def fail(comm: Communicator) -> None:
+        comm.barrier()
         if comm.rank == 1:
             raise ValueError("the cause")
         time.sleep(600)
