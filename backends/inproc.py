@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
 
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.algorithms.board import Board, Layout
 from holdfast.comms.algorithms.direct import DirectTransport
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
+from holdfast.comms.errors import OpTimeout, Unsupported
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
@@ -32,6 +40,52 @@ class InprocTransport(DirectTransport):
 
     def _release(self) -> None:
         """The board goes with its last rank."""
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
+        number = torch.zeros(1, dtype=torch.int64)
+        if self.rank == 0:
+            number[0] = next(_window_numbers)
+            _windows[int(number)] = [None] * self.size
+        self.broadcast(number, 0, deadline)
+        parts = _windows[int(number)]
+        header = memoryview(bytearray(8 * header_words(self.size))).cast("Q")
+        header[0] = OPEN
+        parts[self.rank] = _OwnPart(tensor, header, threading.Lock())
+        self.barrier(deadline)
+        found = [part.as_part(rank) for rank, part in enumerate(parts) if part is not None]
+        kept = list(parts)
+        self.barrier(deadline)
+        _windows.pop(int(number), None)
+        return MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=kept.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPart:
+    """A rank's part of a window; whoever holds it keeps the tensor alive."""
+
+    tensor: torch.Tensor
+    header: memoryview
+    atomics: threading.Lock
+
+    def as_part(self, rank: int) -> Part:
+        return Part(self.header, self.tensor.data_ptr(), self.tensor.nbytes, self._lock_for(rank))
+
+    def _lock_for(self, rank: int) -> Callable[[float], AbstractContextManager[None]]:
+        @contextmanager
+        def lock(deadline: float) -> Iterator[None]:
+            began = time.monotonic()
+            if not self.atomics.acquire(timeout=max(deadline - began, 0.0)):
+                raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,))
+            try:
+                yield
+            finally:
+                self.atomics.release()
+
+        return lock
+
+
+_windows: dict[int, list[_OwnPart | None]] = {}
+_window_numbers = itertools.count()
 
 
 def connect(context: Context) -> InprocTransport:
@@ -73,6 +127,8 @@ def holdfast_backends() -> list[BackendInfo]:
                 moves={"cpu": names(DTYPES)},
                 one_host=True,
                 one_process=True,
+                windows=True,
+                atomics=True,
                 memory_plane=True,
             ),
             probe=Available,

@@ -9,11 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 
+import torch
+
 from holdfast.backends.process_memory import PeerMemory, permit_peers
 from holdfast.backends.process_memory import probe as probe_copies
+from holdfast.backends.shm_window import make_window
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.algorithms.board import Board, Layout
 from holdfast.comms.algorithms.direct import DirectTransport
+from holdfast.comms.algorithms.mapped_window import MappedWindow
 from holdfast.comms.errors import PeerFailed, Unsupported
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.plugins import (
@@ -36,6 +40,7 @@ class ShmTransport(DirectTransport):
         super().__init__(Board(board_memory, context.rank, context.size, context.epoch, liveness.dead))
         self._memory = board_memory
         self._liveness = liveness
+        self._processes = context.peers
         self._peers = [PeerMemory(peer.pid) for peer in context.peers]
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
@@ -45,6 +50,9 @@ class ShmTransport(DirectTransport):
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
             raise PeerFailed((rank,), f"its memory cannot be read: {error}") from error
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
+        return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
 
     def _release(self) -> None:
         self._liveness.close()
@@ -111,6 +119,8 @@ def holdfast_backends() -> list[BackendInfo]:
                 reduces={"cpu": names(REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
                 one_host=True,
+                windows=True,
+                atomics=True,
                 memory_plane=True,
             ),
             probe=probe,

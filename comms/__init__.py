@@ -22,6 +22,7 @@ from holdfast.comms.errors import (
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.registry import Backend, backends, register, unregister
+from holdfast.comms.window import Window
 from holdfast.comms.work import Work
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Send",
     "StaleEpoch",
     "Unsupported",
+    "Window",
     "Work",
     "backends",
     "connect",

@@ -6,7 +6,6 @@ What it does not do: move bytes (transports), find peers (connect), decide who i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 
@@ -19,6 +18,7 @@ from holdfast.comms.plugins import BackendInfo
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport import Context, Transport
+from holdfast.comms.window import Window, WindowMemory, check_exposable
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -56,6 +56,8 @@ class Communicator:
         self._check = Arguments(context.rank, context.size, context.device, info)
         self._executor = Executor(transport, context, timeout, check, on_close)
         self._splits: dict[tuple[int, ...], int] = {}
+        self._windowed = info.capabilities.windows
+        self._windows: list[Window] = []
 
     def __repr__(self) -> str:
         over = self._executor.over
@@ -403,9 +405,28 @@ class Communicator:
             op_timeout=self._executor.timeout,
         )
 
-    def window(self, tensor: Tensor) -> NoReturn:
-        """One-sided access to every rank's `tensor`."""
-        raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
+    def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
+        """Let every rank read and write this rank's `tensor`, and reach theirs; collective.
+
+        Sizes may differ from rank to rank, dtypes may not. `Unsupported` where the backend has no windows. Closing
+        the communicator closes its windows.
+        """
+        self._check.tensor(tensor)
+        if not self._windowed:
+            raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
+        check_exposable(tensor)
+        made: list[WindowMemory] = []
+        self._executor.issue(
+            "window",
+            tensor.nbytes,
+            lambda deadline: made.append(self._transport.window(tensor, deadline)),
+            False,
+            timeout,
+            lambda: str(tensor.dtype),
+        )
+        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout)
+        self._windows.append(window)
+        return window
 
     # -- the end
 
@@ -417,7 +438,9 @@ class Communicator:
         self._executor.abort(reason)
 
     def close(self) -> None:
-        """Release what this rank holds; idempotent. Ops that are still pending are aborted."""
+        """Release what this rank holds, its windows too; idempotent. Ops that are still pending are aborted."""
+        for window in self._windows:
+            window.close()
         self._executor.close()
 
     def __enter__(self) -> Communicator:

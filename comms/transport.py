@@ -14,8 +14,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.window import WindowMemory
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -110,6 +111,10 @@ class Transport(ABC):
         deadline: float,
     ) -> None:
         """All of the (tensor, peer, tag) sends and receives at once, without deadlock whatever their order."""
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
+        """Expose a contiguous `tensor` to all ranks and reach theirs; collective. For backends that have windows."""
+        raise Unsupported("windows over this backend", "use comms.memory() for one-sided reads and writes")
 
     @abstractmethod
     def abort(self, error: HoldfastError) -> None:

@@ -1,0 +1,118 @@
+"""A window whose every part this process has mapped: puts and gets are copies, signals are counters.
+
+The header of each rank is written by that rank alone: its state, and how often it has signalled each other rank. An
+atomic update holds the target's lock, which the backend supplies; it must end with its holder's process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.window import WindowMemory
+
+OPEN, CLOSED = 1, 2
+_SLEEP_SECONDS = 0.0002
+_YIELDS = 200
+_libc = ctypes.CDLL(None)
+
+
+def header_words(size: int) -> int:
+    """The state, then the signals sent to each rank."""
+    return 1 + size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part: its header words, its memory, and its lock for atomic updates (given a deadline)."""
+
+    header: memoryview
+    address: int
+    nbytes: int
+    lock: Callable[[float], AbstractContextManager[None]]
+
+
+class MappedWindow(WindowMemory):
+    """Windows of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
+
+    def __init__(
+        self,
+        rank: int,
+        parts: Sequence[Part],
+        dead: Callable[[], Sequence[int]],
+        check: Callable[[], None],
+        release: Callable[[], None],
+    ) -> None:
+        self.sizes = [part.nbytes for part in parts]
+        self._rank, self._parts = rank, list(parts)
+        self._dead, self._check, self._release = dead, check, release
+        self._waited = [0] * len(parts)
+        self._closed = False
+
+    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if source.nbytes:
+            ctypes.memmove(part.address + offset, source.data_ptr(), source.nbytes)
+            self._live(rank)
+
+    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if into.nbytes:
+            ctypes.memmove(into.data_ptr(), part.address + offset, into.nbytes)
+            self._live(rank)
+
+    def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
+        part = self._live(rank)
+        kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
+        with part.lock(deadline):
+            self._live(rank)
+            place = kind.from_address(part.address + offset)
+            old = place.value
+            place.value = change(old)
+        return old
+
+    def signal(self, rank: int, deadline: float) -> None:
+        self._live(rank)
+        self._parts[self._rank].header[1 + rank] += 1
+
+    def wait_signal(self, rank: int, deadline: float) -> None:
+        header, at = self._parts[rank].header, 1 + self._rank
+        began = time.monotonic()
+        looks = 0
+        while header[at] <= self._waited[rank]:
+            self._live(rank)
+            looks += 1
+            if looks < _YIELDS:
+                _libc.sched_yield()
+                continue
+            if time.monotonic() >= deadline:
+                raise OpTimeout("wait_signal", self._waited[rank] + 1, time.monotonic() - began, (rank,))
+            time.sleep(_SLEEP_SECONDS)
+        self._waited[rank] += 1
+
+    def flush(self, rank: int | None, deadline: float) -> None:
+        """Copies are complete when they return."""
+        for target in range(len(self._parts)) if rank is None else (rank,):
+            self._live(target)
+
+    def _live(self, rank: int) -> Part:
+        part = self._parts[rank]
+        if part.header[0] != OPEN:
+            raise RegionGone(f"rank {rank} has closed its window; make another one")
+        if rank != self._rank and rank in self._dead():
+            raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
+        self._check()
+        return part
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._parts[self._rank].header[0] = CLOSED
+            self._parts.clear()
+            self._release()

@@ -1,0 +1,161 @@
+"""One-sided access between the ranks of a communicator: each exposes a tensor, any may read and write it.
+
+Memory ordering: a rank's own puts, atomics and signals to one target take effect in the order it issued them, and
+`wait_signal` returns after everything that the signalling rank did to this one before. Between ranks that do not
+signal each other there is no order. `fetch_add` and `compare_swap` are atomic with regard to each other, on one
+element, from all ranks; not with regard to put, or to the owner's own use of its tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from holdfast.comms.errors import RegionGone, Unsupported
+from holdfast.comms.tensors import packed, unpack
+
+Tensor = torch.Tensor
+
+ATOMIC_DTYPES = (torch.int32, torch.int64)
+
+
+class WindowMemory(ABC):
+    """What a backend supplies: bytes of the other ranks. Offsets are in bytes and were checked."""
+
+    sizes: Sequence[int]
+    """The size of each rank's window, in bytes."""
+
+    @abstractmethod
+    def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None:
+        """Copy a contiguous tensor into a rank's window. Raises `RegionGone`."""
+
+    @abstractmethod
+    def read(self, rank: int, offset: int, into: Tensor, deadline: float) -> None:
+        """Copy from a rank's window into a contiguous tensor. Raises `RegionGone`."""
+
+    @abstractmethod
+    def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
+        """Replace an integer by `change(it)`, atomically; the old one."""
+
+    @abstractmethod
+    def signal(self, rank: int, deadline: float) -> None:
+        """Count one more signal from this rank to `rank`."""
+
+    @abstractmethod
+    def wait_signal(self, rank: int, deadline: float) -> None:
+        """Return when `rank` has signalled once more than was waited for. Raises `OpTimeout`, `RegionGone`."""
+
+    @abstractmethod
+    def flush(self, rank: int | None, deadline: float) -> None:
+        """Return when everything issued to `rank` (to all, for None) has taken effect there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """From here on the others get `RegionGone`. Idempotent."""
+
+
+class Window:
+    """Made by `Communicator.window`, collectively. Offsets and indices count elements. A context manager.
+
+    Every call is complete when it returns, but for `flush`'s sake where a backend says otherwise. Out of range is a
+    ValueError before any byte moves; a window that its rank closed, or whose process died, `RegionGone`.
+    """
+
+    def __init__(self, memory: WindowMemory, dtype: torch.dtype, rank: int, timeout: float) -> None:
+        self.dtype = dtype
+        self.rank = rank
+        self._memory = memory
+        self._itemsize = dtype.itemsize
+        self._timeout = timeout
+        self._closed = False
+
+    def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
+        """Copy `src` into rank's window, from element `offset` on."""
+        at = self._checked(src, rank, offset)
+        self._memory.write(rank, at, packed(src), self._deadline(timeout))
+
+    def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
+        """Copy rank's window, from element `offset` on, into `dst`."""
+        at = self._checked(dst, rank, offset)
+        flat = packed(dst)
+        self._memory.read(rank, at, flat, self._deadline(timeout))
+        unpack(flat, dst)
+
+    def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
+        """Add `value` to an element of rank's window, atomically; what it was before."""
+        return self._update(rank, index, lambda old: old + value, timeout)
+
+    def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
+        """Set an element of rank's window to `desired` if it is `expected`, atomically; what it was before."""
+        return self._update(rank, index, lambda old: desired if old == expected else old, timeout)
+
+    def signal(self, rank: int, timeout: float | None = None) -> None:
+        """Signal `rank`: one of its `wait_signal` for this rank returns."""
+        self._check_open(rank)
+        self._memory.signal(rank, self._deadline(timeout))
+
+    def wait_signal(self, rank: int, timeout: float | None = None) -> None:
+        """Wait for one signal from `rank`; each is waited for once."""
+        self._check_open(rank)
+        self._memory.wait_signal(rank, self._deadline(timeout))
+
+    def flush(self, rank: int | None = None, timeout: float | None = None) -> None:
+        """Return when all that was issued to `rank` (to all ranks) has taken effect there."""
+        self._check_open(self.rank if rank is None else rank)
+        self._memory.flush(rank, self._deadline(timeout))
+
+    def close(self) -> None:
+        """Stop exposing this rank's tensor, and let go of the others'. Idempotent; not collective.
+
+        The tensor keeps its values, in memory that nobody else can reach.
+        """
+        if not self._closed:
+            self._closed = True
+            self._memory.close()
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self._timeout if timeout is None else timeout)
+
+    def _check_open(self, rank: int) -> None:
+        if self._closed:
+            raise RegionGone("this rank has closed the window; make another one")
+        if not isinstance(rank, int) or not 0 <= rank < len(self._memory.sizes):
+            raise ValueError(f"rank={rank!r} is out of range: ranks are 0 to {len(self._memory.sizes) - 1}")
+
+    def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
+        """The byte offset of a transfer that fits into rank's window."""
+        self._check_open(rank)
+        if tensor.dtype != self.dtype or tensor.device.type != "cpu":
+            raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
+        elements = self._memory.sizes[rank] // self._itemsize
+        if offset < 0 or offset + tensor.numel() > elements:
+            raise ValueError(
+                f"elements {offset} to {offset + tensor.numel()} are outside rank {rank}'s window of {elements}"
+            )
+        return offset * self._itemsize
+
+    def _update(self, rank: int, index: int, change: Callable[[int], int], timeout: float | None) -> int:
+        self._check_open(rank)
+        if self.dtype not in ATOMIC_DTYPES:
+            raise Unsupported(f"atomics on {self.dtype}", "use a window of int32 or int64")
+        elements = self._memory.sizes[rank] // self._itemsize
+        if not 0 <= index < elements:
+            raise ValueError(f"element {index} is outside rank {rank}'s window of {elements}")
+        return self._memory.update(rank, index * self._itemsize, self.dtype, change, self._deadline(timeout))
+
+
+def check_exposable(tensor: Tensor) -> None:
+    """ValueError unless a window can be made of it: dense, contiguous, its own memory."""
+    if not tensor.is_contiguous():
+        raise ValueError("a window needs a contiguous tensor: its elements are addressed by number")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError("a window cannot be made of a tensor that autograd computed; use tensor.detach()")
