@@ -25,7 +25,10 @@ from holdfast.store.deaths import Deaths
 from holdfast.store.reader import PartReader
 
 TURN_SECONDS = 0.1
-"""How long a holder that is next in turn gives the one before it to make a replica."""
+SLOW_COPY = 1e9
+"""A holder that is next in turn gives the one before it `TURN_SECONDS`, and the time that a slow copy takes (bytes a
+second), to make a replica.
+"""
 PULL_SECONDS = 60.0
 """How long the copying of one replica may take."""
 IDLE_SECONDS = 1.0
@@ -199,7 +202,8 @@ class Keeper:
         for version, shard, turn in transitions.missing(catalog, self.holder.id):
             key = (version.number, shard.part, shard.digest)
             lacking[key] = (version, shard)
-            self._due[key] = min(self._due.get(key, now + TURN_SECONDS * turn), now + TURN_SECONDS * turn)
+            due = now + turn * (TURN_SECONDS + shard.replicas[0].handle.nbytes / SLOW_COPY)
+            self._due[key] = min(self._due.get(key, due), due)
         self._due = {key: due for key, due in self._due.items() if key in lacking}
         ready = [key for key, due in self._due.items() if due <= now]
         if not ready:

@@ -90,7 +90,9 @@ def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica:
     holder = catalog.holder(replica.holder)
     if version is None or shard is None or holder is None or shard.digest != digest:
         return catalog
-    if holder.peer in catalog.keeping(shard) or any(each.holder == holder.id for each in shard.replicas):
+    if catalog.safe(version, shard) or holder.peer in catalog.keeping(shard):
+        return catalog
+    if any(each.holder == holder.id for each in shard.replicas):
         return catalog
     return _settle(_with(catalog, _with_shard(version, replace(shard, replicas=(*shard.replicas, replica)))))
 
