@@ -10,7 +10,6 @@ with LocalCluster(4, "shm") as cluster:
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,7 +87,7 @@ class LocalCluster:
             echo=echo,
         )
         self._session_options = dict(session or {})
-        self._directory: Path | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: Ranks | None = None
         self._jobs: list[Job] = []
 
@@ -105,8 +104,8 @@ class LocalCluster:
     def logs(self) -> Path:
         """The folder with the output of the processes; removed by `close`."""
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))
-        return self._directory
+            self._directory = tempfile.TemporaryDirectory(prefix="holdfast-", ignore_cleanup_errors=True)
+        return Path(self._directory.name)
 
     def run(self, fn: Callable[Concatenate[Communicator, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call `fn(comm, *args, **kwargs)` on every rank; the results by rank.
@@ -160,7 +159,7 @@ class LocalCluster:
             self._ranks.close()
             self._ranks = None
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
             self._directory = None
 
     def _the_ranks(self) -> Ranks:

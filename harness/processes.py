@@ -106,11 +106,15 @@ class Process:
     def wait(self, timeout: float) -> Exit:
         """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        if self._exit is None:
-            if not self._gone(timeout):
-                raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
-            self._exit = self._zygote.exit_of(self.pid, deadline + 5.0)
+        if self._exit is None and not self._gone(timeout):
+            raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
+        while self._exit is None:
+            self._zygote.hear_of(self, deadline + 5.0)
         return self._exit
+
+    def ended(self, exit_: Exit) -> None:
+        """Note how the process ended. For the zygote's client, which is told."""
+        self._exit = exit_
 
     def epitaph(self) -> str:
         """How the process ended, and the end of its output."""
@@ -144,7 +148,7 @@ class ZygoteClient:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._exits: dict[int, Exit] = {}
+        self._running: dict[int, Process] = {}
         self._preloaded: set[str] = set()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -206,10 +210,11 @@ class ZygoteClient:
             with theirs, output.open("ab") as log, self._lock:
                 self._send(Spawn(threads), theirs.fileno(), log.fileno())
                 answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
+                process = Process(self, name, answer.pid, pidfd, channel, output)
+                self._running[answer.pid] = process
         except BaseException:
             channel.close()
             raise
-        process = Process(self, name, answer.pid, pidfd, channel, output)
         try:
             channel.send(boot)
         except (EOFError, TimeoutError) as error:
@@ -218,15 +223,14 @@ class ZygoteClient:
             raise failure from error
         return process
 
-    def exit_of(self, pid: int, deadline: float) -> Exit:
-        """How the ended process `pid` ended. Called once for each process."""
+    def hear_of(self, process: Process, deadline: float) -> None:
+        """Take in reports until that of the end of `process`, which has ended. Raises `TimeoutError`."""
         with self._lock:
-            while pid not in self._exits:
+            while self._running.get(process.pid) is process:
                 try:
                     self._receive(deadline)
                 except StartFailed:
-                    return Exit(None)
-            return self._exits.pop(pid)
+                    self._running.pop(process.pid).ended(Exit(None))
 
     def close(self) -> None:
         """End the zygote and all its processes. Idempotent."""
@@ -252,7 +256,11 @@ class ZygoteClient:
 
     def _answer(self, deadline: float) -> tuple[Ready, list[int]]:
         while True:
-            report, fds = self._receive(deadline)
+            try:
+                report, fds = self._receive(deadline)
+            except TimeoutError:
+                self._process.kill()
+                raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
             if isinstance(report, Refused):
                 raise StartFailed(f"the zygote (pid {self.pid}) refused: {report.reason}")
             if isinstance(report, Ready):
@@ -263,15 +271,14 @@ class ZygoteClient:
         try:
             data, fds, _, _ = socket.recv_fds(self._control, PACKET, 1)
         except TimeoutError:
-            self._process.kill()
-            raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
+            raise
         except OSError:
             data = b""
         if not data:
             raise self._lost()
         report: Ready | Refused | Exited = msgspec.msgpack.decode(data, type=Ready | Refused | Exited)
         if isinstance(report, Exited):
-            self._exits[report.pid] = Exit(report.status)
+            self._running.pop(report.pid).ended(Exit(report.status))
         return report, fds
 
     def _lost(self) -> StartFailed:

@@ -236,7 +236,7 @@ def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str
         if comm.rank == 1:
             time.sleep(600)
 
-    with LocalCluster(2, process_backend, timeout=1.0) as cluster:
+    with LocalCluster(2, process_backend, timeout=4.0) as cluster:
         with pytest.raises(RunTimeout, match="idle_away") as caught:
             cluster.run(idle_away)
         assert caught.value.ranks == (1,)
