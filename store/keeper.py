@@ -39,6 +39,10 @@ ROUNDING = 64 << 10
 Key = tuple[int, int, bytes]
 """Version, part, digest."""
 Observe = Callable[[str, dict[str, object]], None]
+"""Told of what happens in this process's store, in the thread where it happens: "copied", "announced" and "published"
+(version, part, bytes) by publishers, "replica_made" (version, part), "holders_died" (pids) and "replica_condemned"
+(version, part, holder) by holders, the last one also by readers.
+"""
 _log = logging.getLogger("holdfast.store")
 
 
