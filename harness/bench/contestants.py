@@ -1,6 +1,4 @@
-"""Who takes part in a bench: our backends and the peers, whether each can run here, and its running group
-of ranks.
-"""
+"""Who takes part in a bench: our backends and the peers, whether each can run here, and its running group of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -128,11 +126,14 @@ class Group:
             except TimeoutError:
                 continue
             line = Line(connection)
-            hello = line.receive(5.0)
-            if not isinstance(hello, Hello) or hello.key != key:
-                line.close()
-                continue
-            self._members.append(_Rank(line, hello, os.pidfd_open(hello.pid)))
+            try:
+                hello = line.receive(5.0)
+                if isinstance(hello, Hello) and hello.key == key:
+                    self._members.append(_Rank(line, hello, os.pidfd_open(hello.pid)))
+                    continue
+            except (EOFError, OSError):
+                pass  # it died as soon as it had come: the next round says how
+            line.close()
         self._members.sort(key=lambda member: member.hello.rank)
 
     def measure(self, order: Measure, timeout: float) -> list[Measured]:
@@ -206,9 +207,7 @@ class Arena:
         self._groups: list[Group] = []
         self._started = 0
 
-    def start(
-        self, contestant: str, ranks: int, timeout: float = 90.0, environment: Mapping[str, str] | None = None
-    ) -> Group:
+    def start(self, contestant: str, ranks: int, timeout: float = 90.0) -> Group:
         """Start `ranks` ranks of `contestant`.
 
         Raises `ContestantFailed` with its last words if it does not come up.
@@ -220,7 +219,7 @@ class Arena:
         with errors.open("wb") as stream:
             process = subprocess.Popen(
                 _command(contestant, key, self._directory, ranks),
-                env=_environment(contestant) | dict(environment or {}),
+                env=_environment(contestant),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -228,7 +227,11 @@ class Arena:
             )
         group = Group(contestant, ranks, process, errors)
         self._groups.append(group)
-        group.gather(self._listener, key, time.monotonic() + timeout)
+        try:
+            group.gather(self._listener, key, time.monotonic() + timeout)
+        except BaseException:
+            self.drop(group)
+            raise
         return group
 
     def drop(self, group: Group) -> None:

@@ -22,9 +22,7 @@ POISON = -7
 
 
 def allocate(count: int, dtype: str) -> Array:
-    """`count` elements in pages of their own, the same kind of memory for every library (ordinary private
-    pages).
-    """
+    """`count` elements in pages of their own, the same kind of memory for every library (ordinary private pages)."""
     nbytes = max(1, count * np.dtype(dtype).itemsize)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array: Array = np.frombuffer(pages, dtype=dtype, count=count)

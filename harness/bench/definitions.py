@@ -84,9 +84,7 @@ OPERATIONS = {
 DTYPES = ("float32", "float64", "int32", "int64")
 
 SMALL = 64 * 1024
-"""Up to this S (bytes) an op is timed in blocks without a barrier in between, as one op is near the clock's
-noise.
-"""
+"""Up to this S (bytes) an op is timed in blocks without a barrier in between, as one op is near the clock's noise."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -56,9 +56,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """How many times as fast `ours` was as `peer`: the median over rounds, and the least and the most of
-    them.
-    """
+    """How many times as fast `ours` was as `peer`: the median over rounds, and the least and the most of them."""
 
     op: str
     ranks: int

@@ -16,9 +16,7 @@ _SLOT = 8
 
 
 class StartLine:
-    """The line of `ranks` ranks, over the file at `path`, as seen by `rank`; calls `give_way` while it
-    waits.
-    """
+    """The line of `ranks` ranks, over the file at `path`, as seen by `rank`; calls `give_way` while it waits."""
 
     def __init__(self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield) -> None:
         with path.open("r+b") as file:

@@ -84,9 +84,7 @@ class Line:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message; waits at most `timeout` seconds for each part of it (None: until the other side
-        ends).
-        """
+        """The next message; waits at most `timeout` seconds for each part of it (None: until the other side ends)."""
         self._socket.settimeout(timeout)
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _LIMIT:

@@ -75,9 +75,7 @@ def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
 
 
 def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], object] = os.sched_yield) -> None:
-    """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is
-    gone.
-    """
+    """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is gone."""
     line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
     bound: Bound | None = None
     with Line.dial(str(directory / "socket")) as bench:

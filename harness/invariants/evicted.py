@@ -1,6 +1,4 @@
-"""No evicted rank commits: who is not in the newest view that anybody installed commits nothing in an older
-one.
-"""
+"""No evicted rank commits: who is not in the newest view that anybody installed commits nothing in an older one."""
 
 from __future__ import annotations
 

@@ -70,6 +70,8 @@ def _lane(lane: Lane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
     ]  # fmt: skip
     for span in spans:
         left, right = x(max(span.start, x.low)), x(min(span.end, x.high, lane.ended))
+        if right <= left:
+            continue
         said = f"{lane.name}: {span.activity} {span.label}".rstrip() + f", {duration(span.end - span.start)}"
         parts.append(
             element("rect", title(said), x=left, y=top, width=max(1.2, right - left - 0.6), height=BAR, rx=2.0,
