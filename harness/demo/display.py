@@ -114,12 +114,13 @@ def figures_of(recorder: Recorder, plan: Plan) -> list[tuple[str, str]]:
     held_out = f"{recorder.evaluations[-1].exact_match:.1%}" if recorder.evaluations else "-"
     alive = [life for life in recorder.lives.values() if life.ended is None]
     trainers = sum(life.role == "trainer" for life in alive)
+    ranks = min(trainers, last[-1].ranks) if last else 0
     return [
         ("step", f"{len(recorder.steps)}/{plan.recipe.steps}"),
         ("reward", reward),
         ("held out", held_out),
         ("epoch", str(last[-1].epoch) if last else "-"),
-        ("ranks + spares", f"{last[-1].ranks if last else 0} + {max(0, trainers - (last[-1].ranks if last else 0))}"),
+        ("ranks alive", f"{ranks} + {max(0, trainers - ranks)} spare"),
         ("processes", str(len(alive))),
         ("weights", f"v{recorder.version}" if recorder.version >= 0 else "-"),
         ("tokens/s", f"{speed:,.0f}"),

@@ -60,7 +60,7 @@ class Recorder:
                 return
             case WarmedUp():
                 self.untrained = happening.untrained
-                text = f"supervised warm-up done, loss {happening.loss:.2f}"
+                text = f"supervised warm-up, before any reinforcement, is done: loss {happening.loss:.2f}"
                 self.note(happening.time, "driver", f"{text}; held-out exact match before it {happening.untrained:.1%}")
             case WorkerStarted():
                 self.lives[happening.name] = Life(
