@@ -13,10 +13,11 @@ of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.ft.composition import formed, runnable, successors
 from holdfast.ft.timeouts import Timeouts
@@ -65,8 +66,7 @@ class Need:
         return (self.view.phase, *(member.id for member in self.view.members))
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(Struct, frozen=True):
     """What one process knows of the job, and what it makes of it. Immutable.
 
     `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it
@@ -342,7 +342,7 @@ class Membership:
 
     def _forming(self, members: tuple[Member, ...], reason: str) -> View:
         job = self.job if self.view is None else self.view.job
-        job = msgspec.structs.replace(job, backends=runnable(job.backends, self.job.backends, self.one_host, members))
+        job = replace(job, backends=runnable(job.backends, self.job.backends, self.one_host, members))
         if len(members) < job.size or not job.backends:
             return self._next("forming", members, reason, job)
         return self._next("running", members, f"all {job.size} members are here", formed(job))

@@ -24,6 +24,7 @@ OnDeaths = Callable[[tuple[Death, ...]], None]
 PIDFD_THREAD = os.O_EXCL
 """The flag of pidfd_open that takes a thread's number; since Linux 6.9."""
 _EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
+_KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
 _SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
 
 
@@ -162,17 +163,25 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process has begun to exit, or is gone."""
+    """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
     fields = _stat(pid)
-    return not fields or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
+    if not fields or fields[0] in (b"Z", b"X"):
+        return True
+    return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
 
 
 def _stat(pid: int) -> list[bytes]:
     """/proc/pid/stat from the state on; empty for a process that is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
+    try:
+        stat = os.read(fd, 4096)
+    except OSError:  # it went while we looked
+        return []
+    finally:
+        os.close(fd)
     return stat[stat.rindex(b")") + 2 :].split()
 
 

@@ -35,6 +35,8 @@ from holdfast.ft.tenure import Tenure
 from holdfast.ft.view import Job, Member, View
 
 LOOKS_A_HEARTBEAT = 4
+"""How often those who are silent are looked at."""
+FOLLOW_SECONDS = 0.002
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
@@ -78,7 +80,9 @@ class Reactor:
         self._silence: Silence | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None
-        self._proposals: set[asyncio.Task[None]] = set()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._question = 0
+        self._following = self._looking = False
         self._spare_for: View | None = None
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
@@ -93,12 +97,12 @@ class Reactor:
         self._events.emit("joined", address=address)
         self.feed(v.ViewRead(view))
         self.feed(v.Started())
-        self._beat(0)
+        self._beat()
 
     async def end(self) -> None:
         """Let go of everything. Nothing is heard from here on."""
         self._core = None
-        for timer in (self._timer, self._pulse):
+        for timer in (self._timer, self._pulse, self._deadline):
             if timer is not None:
                 timer.cancel()
         self._processes.close()
@@ -122,12 +126,21 @@ class Reactor:
             self._tenure.end(HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}"))
             raise
         if self._core.view is not before.view or self._core.spares is not before.spares:
-            self._follow(self._core)
+            self._follow_soon()
         self._set_timer(self._core.wake_at)
 
-    def _follow(self, core: Membership) -> None:
+    def _follow_soon(self) -> None:
+        """Whom to watch may have changed: look a moment later, when what is urgent is done."""
+        if not self._following:
+            self._following = True
+            self._loop.call_later(FOLLOW_SECONDS, self._follow)
+
+    def _follow(self) -> None:
+        self._following = False
+        core = self._core
+        if core is None or self._silence is None:
+            return
         watched = core.watched()
-        assert self._silence is not None
         self._processes.follow(watched)
         self._silence.follow(watched, time.monotonic())
         view, mine = core.view, None
@@ -152,10 +165,8 @@ class Reactor:
             case v.Revoke():
                 self._revoke(effect)
             case v.Propose(expected, view):
+                self._propose(expected, view)
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
-                task = self._loop.create_task(self._propose(expected, view))
-                self._proposals.add(task)
-                task.add_done_callback(self._proposals.discard)
             case v.Announce(view):
                 self._announce(view)
             case v.Report(deaths, to):
@@ -210,13 +221,26 @@ class Reactor:
             if member.id != self._identity:
                 self.links.notify(member.id, "install", body)
 
-    async def _propose(self, expected: int, view: View) -> None:
+    def _propose(self, expected: int, view: View) -> None:
+        """Ask the register, in its thread; what it answers too late counts as not answered."""
         self._reach("rebuild.before_propose")
-        try:
-            async with asyncio.timeout(self._settings.timeouts.rebuild):
-                event = await self._loop.run_in_executor(self._pool, self._compare_and_set, expected, view)
-        except TimeoutError:
-            event = v.CasFailed("the register did not answer in time")
+        self._question += 1
+        number, patience = self._question, self._settings.timeouts.rebuild
+        late = v.CasFailed(f"the register did not answer within {patience:g} s")
+        self._deadline = self._loop.call_later(patience, self._answered, number, late)
+        self._pool.submit(self._ask, number, expected, view)
+
+    def _ask(self, number: int, expected: int, view: View) -> None:
+        event = self._compare_and_set(expected, view)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
+            self._loop.call_soon_threadsafe(self._answered, number, event)
+
+    def _answered(self, number: int, event: v.CasWon | v.CasLost | v.CasFailed) -> None:
+        if number != self._question or self._core is None:
+            return
+        self._question += 1
+        if self._deadline is not None:
+            self._deadline.cancel()
         if isinstance(event, v.CasFailed):
             self._events.emit("register_away", reason=event.reason)
         if isinstance(event, v.CasWon):
@@ -271,15 +295,25 @@ class Reactor:
         assert self._core is not None
         self.links.notify(member_id, "spare", _encode(self._core.me))
 
-    def _beat(self, count: int) -> None:
-        """Four times a heartbeat: look at the silent; once: say that this process lives."""
-        assert self._silence is not None
-        if count % LOOKS_A_HEARTBEAT == 0:
-            self.links.notify_all("beat", b"")
+    def _beat(self) -> None:
+        """Once a heartbeat: say that this process lives, and look whether somebody is silent."""
+        self.links.notify_all("beat", b"")
+        self._look()
+        self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
+
+    def _look(self) -> None:
+        """Look at the silent, and again soon if there are any."""
+        if self._silence is None or self._core is None:
+            return
         for verdict in self._silence.look(time.monotonic()):
             self._suspected(verdict)
-        delay = self._settings.timeouts.heartbeat / LOOKS_A_HEARTBEAT
-        self._pulse = self._loop.call_later(delay, self._beat, count + 1)
+        if self._silence.somebody_is_silent and not self._looking:
+            self._looking = True
+            self._loop.call_later(self._settings.timeouts.heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = False
+        self._look()
 
     def _suspected(self, verdict: v.Stalled | v.Suspicion | v.Cleared) -> None:
         match verdict:

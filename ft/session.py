@@ -219,7 +219,10 @@ class Session:
         return False
 
     def commit(self) -> None:
-        """Agree with all ranks that the step is done, having done this rank's part of it."""
+        """Agree with all ranks that the step is done, having done this rank's part of it.
+
+        Communicators of earlier epochs are closed only here, where nobody waits for the next one.
+        """
         comm = self._comm
         assert comm is not None
         self._reach("commit.before_prepare")
@@ -232,6 +235,8 @@ class Session:
         with self._tenure.held(comm.epoch):
             self._note_commit("normal", comm.epoch)
         self._reach("commit.after_commit")
+        if self._retired:
+            self._close_retired()
 
     def recover(self, failure: HoldfastError) -> bool:
         """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
@@ -301,10 +306,8 @@ class Session:
             self._pending = verdict if verdict.receivers else None
             if self._standing == FOUNDER and not verdict.receivers:
                 self._standing = HOLDER
-            self._events.emit(
-                "rebuilt", epoch=view.epoch, seconds=time.monotonic() - began, rank=self.rank, size=self.size
-            )
-            self._close_retired()
+            seconds = time.monotonic() - began
+            self._events.emit("rebuilt", epoch=view.epoch, seconds=seconds, rank=self.rank, size=self.size)
             return
         self._conclude(view)
 

@@ -30,11 +30,15 @@ class _Heard:
 
 
 class Silence:
-    """Watches how long others have been silent. `me` is this process; `is_stopped(pid)` looks at one of this host."""
+    """Watches how long others have been silent. `me` is this process; `is_stopped(pid)` looks at one of this host.
+
+    `somebody_is_silent` is what the last `look` found.
+    """
 
     def __init__(self, me: Member, timeouts: Timeouts, is_stopped: Callable[[int], bool]) -> None:
         self._me, self._timeouts, self._is_stopped = me, timeouts, is_stopped
         self._heard: dict[str, _Heard] = {}
+        self.somebody_is_silent = False
 
     def follow(self, members: Iterable[Member], now: float) -> None:
         """Follow exactly these from now on."""
@@ -56,12 +60,14 @@ class Silence:
         return (Cleared(member_id, self._me.id),)
 
     def look(self, now: float) -> tuple[Verdict, ...]:
-        """What follows from the silence so far. To be called a few times a heartbeat."""
+        """What follows from the silence so far. To be called a few times a heartbeat while `somebody_is_silent`."""
         verdicts: list[Verdict] = []
+        self.somebody_is_silent = False
         for heard in self._heard.values():
             silent = now - heard.at
             if silent < 1.2 * self._timeouts.heartbeat:
                 continue
+            self.somebody_is_silent = True
             if heard.member.peer.host == self._me.peer.host:
                 verdicts += self._look_at(heard, now, silent)
             elif silent >= self._timeouts.suspect and not heard.suspected:

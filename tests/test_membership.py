@@ -298,30 +298,24 @@ def test_every_order_of_deaths_in_a_running_job(
 # Are the checks worth anything? A core with a known bug must be caught -----------------------------------------
 
 
-class GoesBack(Membership):
+class GoesBack(Membership, frozen=True):
     """Takes over any view, older ones too."""
-
-    __slots__ = ()
 
     def _adopt(self, view: View | None) -> membership.Step:
         if self.view is not None and view is not None and view.epoch < self.view.epoch:
-            return Membership._adopt(replace(self, view=None), view)
+            return Membership._adopt(structs.replace(self, view=None), view)
         return Membership._adopt(self, view)
 
 
-class NeverMissed(Membership):
+class NeverMissed(Membership, frozen=True):
     """Proposes views with the dead still in them."""
-
-    __slots__ = ()
 
     def lost(self) -> dict[str, str]:
         return {}
 
 
-class Impatient(Membership):
+class Impatient(Membership, frozen=True):
     """Takes a member that is late for a dead one."""
-
-    __slots__ = ()
 
     def on(self, event: v.Event, now: float) -> membership.Step:
         if isinstance(event, v.Tick) and self.view is not None:
