@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ class Place:
 
 _LOOK_SECONDS = 0.5
 _lock = threading.Lock()
+_numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
 _servers: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
 
 
@@ -42,7 +45,7 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"rank {rank} is out of range for size {size}: ranks are 0 to size - 1")
     if isinstance(rendezvous, dist.Store):
-        return Place(rank, size, rendezvous, f"store:{id(rendezvous)}")
+        return Place(rank, size, rendezvous, f"store:{_number_of(rendezvous)}")
     parts = urlsplit(rendezvous)
     if parts.scheme == "env":
         host = os.environ.get("MASTER_ADDR")
@@ -63,6 +66,12 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
             raise ValueError(f"rendezvous {rendezvous!r} needs an absolute path: file:///path")
         return Place(rank, size, dist.FileStore(parts.path, -1), f"file:{parts.path}")
     raise ValueError(f"rendezvous {rendezvous!r} is none of env://, tcp://host:port, file:///path or a Store")
+
+
+def _number_of(store: dist.Store) -> int:
+    """A number that no other store of this process ever has; its `id` may come again once it is gone."""
+    with _lock:
+        return _numbers.setdefault(store, next(_next_number))
 
 
 def _number(what: str, variable: str, given: int | None) -> int:

@@ -1,0 +1,15 @@
+"""`torch.distributed` over holdfast: import this (torch 2.14 does so itself), then `init_process_group("holdfast")`.
+
+The transport is the one that `pg_options=Options(backend=...)` names, else the environment's HOLDFAST_BACKEND, else
+that of the default group, else "auto". DDP, FSDP2, DTensor, DeviceMesh, functional and object collectives and
+distributed checkpoints run unchanged. What this is not: a way
+to survive a death. It reports one, with holdfast's typed errors; `holdfast.ft` goes on from there.
+"""
+
+from holdfast.comms.torchdist.group import HoldfastProcessGroup
+from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.registration import BACKEND, register
+
+__all__ = ["BACKEND", "HoldfastProcessGroup", "Options", "register"]
+
+register()

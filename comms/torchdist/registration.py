@@ -1,0 +1,51 @@
+"""Tells torch that there is a backend called `holdfast`, and makes its process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from holdfast.comms.connect import connect
+from holdfast.comms.registry import registry
+from holdfast.comms.torchdist.group import HoldfastProcessGroup
+from holdfast.comms.torchdist.monitored import accept_holdfast
+from holdfast.comms.torchdist.options import Options, chosen
+
+BACKEND = "holdfast"
+
+
+def register() -> None:
+    """Register the backend name with torch. Idempotent; what the entry point `torch.distributed.backends` calls."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    movable = {device for info in registry().backends.values() for device in info.capabilities.moves}
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=sorted(movable | {"cpu"}))
+    accept_holdfast()
+
+
+def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
+    """Connect one rank of a new process group, through the store that torch gives it; collective over the group.
+
+    Raises as `holdfast.comms.connect` does, TypeError for foreign `pg_options`.
+    """
+    options = chosen(pg_options, _default_options())
+    timeout = given.timeout.total_seconds()
+    communicator = connect(
+        options.backend,
+        rank=given.group_rank,
+        size=given.group_size,
+        rendezvous=given.store,
+        name=f"torch-{given.group_id}",
+        device=torch.device(options.device),
+        timeout=timeout,
+    )
+    return HoldfastProcessGroup(given.store, communicator, options, timeout)
+
+
+def _default_options() -> Options | None:
+    """The options of the default group, if it is one of ours."""
+    world = c10d.GroupMember.WORLD if dist.is_initialized() else None
+    return world.options if isinstance(world, HoldfastProcessGroup) else None

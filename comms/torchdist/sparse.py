@@ -1,0 +1,33 @@
+"""all_reduce of sparse tensors: every rank's entries go to all, and are added up where they meet."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import ReduceOp
+
+Tensor = torch.Tensor
+
+
+def all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: ReduceOp, timeout: float | None) -> None:
+    """Sum a sparse COO tensor over all ranks, in place. `Unsupported` for other layouts and reductions."""
+    if tensor.layout != torch.sparse_coo or op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise Unsupported(f"all_reduce ({op.name}) of {tensor.layout} tensors", "sum sparse COO tensors")
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    size = communicator.size
+    counts = torch.empty(size, dtype=torch.int64, device=values.device)
+    count = torch.tensor([indices.shape[1]], dtype=torch.int64, device=values.device)
+    communicator.all_gather_single(counts, count, timeout=timeout)
+    lengths = [int(n) for n in counts]
+    all_indices = [indices.new_empty((indices.shape[0], n)) for n in lengths]
+    all_values = [values.new_empty((n, *values.shape[1:])) for n in lengths]
+    communicator.all_gather(all_indices, indices.contiguous(), timeout=timeout)
+    communicator.all_gather(all_values, values, timeout=timeout)
+    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape).coalesce()
+    if op == ReduceOp.AVG:
+        total = total / size
+    with torch.no_grad():
+        tensor.copy_(total)

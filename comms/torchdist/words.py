@@ -1,0 +1,53 @@
+"""Between torch's words for an op (reductions, options, timeouts) and ours."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import ReduceOp
+
+_REDUCTIONS = {
+    "SUM": ReduceOp.SUM,
+    "PRODUCT": ReduceOp.PRODUCT,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+    "AVG": ReduceOp.AVG,
+    "BAND": ReduceOp.BAND,
+    "BOR": ReduceOp.BOR,
+    "BXOR": ReduceOp.BXOR,
+}
+
+
+def reduction(op: Any, tensor: torch.Tensor) -> ReduceOp:
+    """torch's reduction (a `ReduceOp` or its `RedOpType`) as ours. Booleans add as `or` and multiply as `and`, as in
+    torch."""
+    kind = getattr(op, "op", op)
+    name = kind.name
+    if name == "PREMUL_SUM":
+        factor = op.factor
+        return ReduceOp.premul_sum(float(factor))
+    found = _REDUCTIONS.get(name)
+    if found is None:
+        raise Unsupported(f"the reduction {name}")
+    if tensor.dtype == torch.bool:
+        found = {"sum": ReduceOp.BOR, "max": ReduceOp.BOR, "product": ReduceOp.BAND, "min": ReduceOp.BAND}.get(
+            found.name, found
+        )
+    return found
+
+
+def seconds(timeout: timedelta | float | None) -> float | None:
+    """A timeout in seconds; None for torch's ways of saying "none given"."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return value if value > 0 else None
+
+
+def is_async(opts: Any) -> bool:
+    """Whether torch goes on without waiting (its default, where nothing is said)."""
+    return bool(getattr(opts, "asyncOp", True))

@@ -1,0 +1,101 @@
+"""torch's handles of ops (`Work`, `Future`) over ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.torchdist.words import seconds
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+Future = torch.futures.Future
+
+
+class TorchWork(dist.Work):  # type: ignore[misc]  # torch's stub has no base that mypy can subclass
+    """One op, or several that torch sees as one, in torch's form. `result()` is the tensors that it fills."""
+
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._tensors = list(tensors)
+        self._future: Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def parts(self) -> tuple[Work, ...]:
+        """Our handles of the ops behind this one."""
+        return self._works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Return True when the op is complete. Raises its error; `TimeoutError` after `timeout`."""
+        for work in self._works:
+            work.wait(seconds(timeout))
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of `result()`; one that fails carries the op's error as a RuntimeError with its text."""
+        with self._lock:
+            if self._future is None:
+                self._future = _future_of(self)
+            return self._future
+
+
+class ReceivedFrom(TorchWork):
+    """A receive whose sender is known once it is complete."""
+
+    def __init__(self, work: Work, tensors: Sequence[Tensor], source: list[int]) -> None:
+        super().__init__([work], tensors)
+        self._source = source
+
+    def _source_rank(self) -> int:
+        return self._source[0] if self._source else -1
+
+    source_rank = _source_rank
+
+
+def _future_of(work: TorchWork) -> Future[list[Tensor]]:
+    """Callbacks of a future may wait for ops that they issue themselves (PowerSGD's do), so they never run in the
+    thread that runs the ops: each future that is not complete yet is completed by a thread of its own."""
+    start: Future[list[Tensor]] = Future()
+
+    def outcome(_: Any) -> list[Tensor]:
+        error = work.exception()
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return work.result()
+
+    future = start.then(outcome)
+
+    def complete() -> None:
+        try:
+            work.wait()
+        except BaseException:
+            pass  # `outcome` tells it
+        start.set_result(work.result())
+
+    if work.is_completed():
+        complete()
+    else:
+        threading.Thread(target=complete, name="holdfast-future", daemon=True).start()
+    return future
