@@ -99,7 +99,7 @@ class Launcher:
 
     def _follow(self) -> None:
         """Until all processes are gone, or a while after the job is over."""
-        over: float | None = None
+        look, end = time.monotonic(), float("inf")
         while any(process.returncode is None for process in self._processes):
             for key, _ in self._selector.select(0.5):
                 if isinstance(key.fileobj, int):
@@ -108,10 +108,13 @@ class Launcher:
                     self._reap(key.data)
                 else:
                     self._read(key.fileobj, key.data)  # type: ignore[arg-type]
-            if over is None and any(p.returncode is not None for p in self._processes) and self._job_is_over():
-                over = time.monotonic() + GRACE
-            if over is not None and time.monotonic() > over:
+            now = time.monotonic()
+            if now >= end:
                 return
+            if now >= look and end == float("inf"):
+                look = now + 0.25
+                if self._job_is_over():
+                    end = now + GRACE
 
     def _read(self, stream: IO[bytes], number: int) -> None:
         data = os.read(stream.fileno(), 1 << 16)
