@@ -21,7 +21,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 
 
-@pytest.fixture(scope="module", params=["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-1", "gloo-3"])
+@pytest.fixture(
+    scope="module", params=["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-1", "gloo-3", "ucx-1", "ucx-3"]
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     backend, size = request.param.split("-")
     with LocalCluster(int(size), backend, timeout=60.0) as cluster:

@@ -1,0 +1,50 @@
+"""What the `ucx` backend offers, and whether it can run here."""
+
+from __future__ import annotations
+
+from holdfast.comms.algorithms.arithmetic import REDUCIBLE
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Unavailable,
+    hookimpl,
+)
+from holdfast.comms.tensors import DTYPES, names
+from holdfast.comms.transport import Context, Transport
+
+
+def connect(context: Context) -> Transport:
+    """See `holdfast.backends.ucx.transport.connect`."""
+    from holdfast.backends.ucx.transport import connect
+
+    return connect(context)
+
+
+def probe() -> Available | Unavailable:
+    """Whether libucp can be loaded."""
+    from holdfast.backends.ucx.libucp import library
+
+    try:
+        return Available(f"UCX {library().version}")
+    except BackendUnavailable as error:
+        return Unavailable(error.reason, error.install_hint)
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    return [
+        BackendInfo(
+            name="ucx",
+            api=API_VERSION,
+            description="libucp: shared memory on one host, TCP between hosts, or what UCX_TLS says",
+            capabilities=Capabilities(
+                reduces={"cpu": names(REDUCIBLE)},
+                moves={"cpu": names(DTYPES)},
+            ),
+            probe=probe,
+            connect=connect,
+        )
+    ]

@@ -1,0 +1,52 @@
+"""The thread that moves a worker's messages while nobody is in an op: over TCP nothing else does."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+from holdfast.backends.ucx.worker import Worker
+
+_PAUSE_MILLISECONDS = 2
+
+
+class ProgressThread:
+    """Progresses `worker` under `lock` whenever there is something to do and the lock is free. Asleep otherwise."""
+
+    def __init__(self, worker: Worker, lock: threading.RLock) -> None:
+        self._worker, self._lock = worker, lock
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._events = select.poll()
+        self._events.register(self._stop, select.POLLIN)
+        self._events.register(worker.event_fd, select.POLLIN)
+        self._pause = select.poll()
+        self._pause.register(self._stop, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="holdfast-ucx-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            if self._work():
+                if any(fd == self._stop for fd, _ in self._events.poll()):
+                    return
+            elif self._pause.poll(_PAUSE_MILLISECONDS):
+                return
+
+    def _work(self) -> bool:
+        """True if nothing is left to do; False if the worker is in use."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while True:
+                while self._worker.progress():
+                    pass
+                if self._worker.arm():
+                    return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        os.close(self._stop)

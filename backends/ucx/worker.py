@@ -1,0 +1,170 @@
+"""A UCX context with its one worker: what sends, receives, reads and writes, and must be progressed.
+
+Nothing here is thread-safe: whoever owns a worker holds a lock around its calls.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.libucp import Libucp, library
+
+ONE_HOST = "posix,cma,self"
+"""Shared memory for messages, and the kernel's copies between processes for large payloads."""
+MANY_HOSTS = "tcp,self"
+
+Endpoint = Any
+"""An `ucp_ep_h`."""
+Failed = Callable[[int, str], None]
+"""failed(key, why): the connection of an endpoint made with `key` broke."""
+
+_SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm", "all"])
+_CLOSE_SECONDS = 0.2
+
+
+def transports(one_host: bool) -> tuple[str, bool]:
+    """The transports that UCX is told to use, and whether the user chose them (by UCX_TLS)."""
+    chosen = os.environ.get("UCX_TLS")
+    if chosen:
+        return chosen, True
+    return (ONE_HOST if one_host else MANY_HOSTS), False
+
+
+class Worker:
+    """A context and a worker over `tls`, a list of transports as in UCX_TLS. `address` is what peers connect to.
+
+    `reports_failures` says whether broken connections are reported: no transport over shared memory can.
+    """
+
+    def __init__(self, features: int, tls: str, options: Mapping[str, str], failed: Failed | None = None) -> None:
+        self.lib: Libucp = library()
+        self._ffi, self._call = self.lib.ffi, self.lib.call
+        self.tls = tls
+        self.reports_failures = failed is not None and not _SHARED_MEMORY & set(tls.split(","))
+        self._failed = failed
+        self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
+        self._endpoints: list[Endpoint] = []
+        self._context = self._make_context(features | libucp.FEATURE_WAKEUP, {"TLS": tls, **options})
+        self.handle: Any = self._ffi.NULL
+        try:
+            self.handle = self._make_worker()
+            self.address = self._own_address()
+            fd = self._ffi.new("int *")
+            self.lib.check(self._call.ucp_worker_get_efd(self.handle, fd), "asking for the worker's descriptor")
+            self.event_fd = int(fd[0])
+        except BaseException:
+            self.close()
+            raise
+        self._progress = self._call.ucp_worker_progress
+        self.plain = self._ffi.new("ucp_request_param_t *")
+
+    @property
+    def context(self) -> Any:
+        """The `ucp_context_h`, for registering memory."""
+        return self._context
+
+    def _make_context(self, features: int, options: Mapping[str, str]) -> Any:
+        ffi, call = self._ffi, self._call
+        config = ffi.new("ucp_config_t **")
+        self.lib.check(call.ucp_config_read(ffi.NULL, ffi.NULL, config), "reading its configuration")
+        try:
+            for name, value in options.items():
+                self.lib.check(call.ucp_config_modify(config[0], name.encode(), value.encode()), f"setting {name}")
+            params = ffi.new("ucp_params_t *", {"field_mask": 1, "features": features})
+            context = ffi.new("ucp_context_h *")
+            status = call.ucp_init_version(*libucp.API, params, config[0], context)
+            self.lib.check(status, f"opening the transports {self.tls}")
+        finally:
+            call.ucp_config_release(config[0])
+        return context[0]
+
+    def _make_worker(self) -> Any:
+        params = self._ffi.new("ucp_worker_params_t *")
+        params.field_mask = 1 << 0 | 1 << 5
+        params.thread_mode = libucp.THREADS_SERIALIZED
+        params.flags = libucp.WORKER_IGNORE_REQUEST_LEAK
+        worker = self._ffi.new("ucp_worker_h *")
+        self.lib.check(self._call.ucp_worker_create(self._context, params, worker), "making a worker")
+        return worker[0]
+
+    def _own_address(self) -> bytes:
+        address, length = self._ffi.new("void **"), self._ffi.new("size_t *")
+        status = self._call.ucp_worker_get_address(self.handle, address, length)
+        self.lib.check(status, "asking for the worker's address")
+        try:
+            return bytes(self._ffi.buffer(address[0], length[0]))
+        finally:
+            self._call.ucp_worker_release_address(self.handle, address[0])
+
+    def connect(self, address: bytes, key: int) -> Endpoint:
+        """An endpoint to the worker at `address`. Raises `UcxError`; a broken `address` may crash the process."""
+        ffi = self._ffi
+        kept = ffi.from_buffer(address)
+        params = ffi.new("ucp_ep_params_t *")
+        params.field_mask, params.address = 1 << 0, kept
+        if self.reports_failures:
+            params.field_mask |= 1 << 1 | 1 << 2
+            params.err_mode = 1
+            params.err_handler.cb = self._on_failure
+            params.err_handler.arg = ffi.cast("void *", key)
+        endpoint = ffi.new("ucp_ep_h *")
+        self.lib.check(self._call.ucp_ep_create(self.handle, params, endpoint), "connecting to a peer")
+        self._endpoints.append(endpoint[0])
+        return endpoint[0]
+
+    def _endpoint_failed(self, key: Any, _endpoint: Any, status: int) -> None:
+        if self._failed is not None:
+            self._failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
+
+    def progress(self) -> int:
+        """Move what can be moved; 0 if nothing could."""
+        return int(self._progress(self.handle))
+
+    def arm(self) -> bool:
+        """True if nothing is to be done, and `event_fd` will become readable when there is."""
+        status = self._call.ucp_worker_arm(self.handle)
+        if status == libucp.ERR_BUSY:
+            return False
+        self.lib.check(status, "going to sleep")
+        return True
+
+    def finish(self, request: int, seconds: float) -> bool:
+        """Progress until `request` is done, at most so long; free it either way. False if it is still under way."""
+        if request <= 0:
+            return True
+        limit = time.monotonic() + seconds
+        while self._call.ucp_request_check_status(request) == libucp.IN_PROGRESS:
+            if not self.progress() and time.monotonic() > limit:
+                break
+        done = bool(self._call.ucp_request_check_status(request) != libucp.IN_PROGRESS)
+        self._call.ucp_request_free(request)
+        return done
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was sent has left this process, at most so long."""
+        return self.finish(self._call.ucp_worker_flush_nbx(self.handle, self.plain), seconds)
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """Let an endpoint go, whatever state it is in."""
+        self._endpoints.remove(endpoint)
+        params = self._ffi.new(
+            "ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.CLOSE_FORCE}
+        )
+        self.finish(self._call.ucp_ep_close_nbx(endpoint, params), _CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Let everything go; what is under way ends here. Does not wait for peers."""
+        if self.handle:
+            if self.reports_failures:
+                for endpoint in list(self._endpoints):
+                    self.disconnect(endpoint)
+            self._endpoints.clear()
+            self._call.ucp_worker_destroy(self.handle)
+            self.handle = self._ffi.NULL
+        if self._context:
+            self._call.ucp_cleanup(self._context)
+            self._context = self._ffi.NULL
