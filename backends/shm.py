@@ -64,7 +64,7 @@ def connect(context: Context) -> ShmTransport:
     if context.device.type != "cpu":
         raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
     permit_peers()
-    liveness = Liveness(context.peers, context.rank)
+    liveness = Liveness(context.peers, context.rank, context.over)
     descriptor = -1
     try:
         if context.rank == 0:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import BackendUnavailable, Mismatch, OpTimeout, Unsupported
+from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plugins import BackendInfo, Unavailable
 from holdfast.comms.registry import registry
@@ -122,11 +122,13 @@ def connect_members(
     device: str | torch.device | None = None,
     timeout: float = 30.0,
     op_timeout: float | None = None,
+    over: Callable[[], HoldfastError | None] = lambda: None,
 ) -> Communicator:
     """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
 
     `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
-    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op.
+    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call ends with what
+    `over()` gives once that is not None.
     """
     info = registry().backend(backend).info
     context = Context(
@@ -138,6 +140,7 @@ def connect_members(
         store=store,
         peers=tuple(peers),
         deadline=time.monotonic() + timeout,
+        over=over,
     )
     return _build(info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on())
 

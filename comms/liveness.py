@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport import Peer
 
 
@@ -51,9 +52,15 @@ def open_pidfd(peer: Peer) -> int | None:
 
 
 class Liveness:
-    """Watches the processes behind the ranks that are on this host; says nothing about those elsewhere."""
+    """Watches the processes behind the ranks that are on this host; says nothing about those elsewhere.
 
-    def __init__(self, peers: Sequence[Peer], rank: int) -> None:
+    `dead` raises what `over()` gives, if that is not None: nobody need wait any longer then.
+    """
+
+    def __init__(
+        self, peers: Sequence[Peer], rank: int, over: Callable[[], HoldfastError | None] = lambda: None
+    ) -> None:
+        self._over = over
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
         self._poll = select.poll()
@@ -69,6 +76,8 @@ class Liveness:
 
     def dead(self) -> tuple[int, ...]:
         """The ranks whose process is gone, in order."""
+        if (error := self._over()) is not None:
+            raise error
         if self._ranks:
             self._note(self._poll.poll(0))
         return tuple(sorted(self._dead))

@@ -7,7 +7,7 @@ contiguous, put ops in order, and turned timeouts into deadlines. It knows nothi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,7 +33,7 @@ class Context:
     """All that a backend needs to connect one rank: who it is, who the others are, and where they meet.
 
     `store` is private to this communicator (nobody else's keys are in it). `peers` is in rank order. `deadline` is
-    on `time.monotonic()`.
+    on `time.monotonic()`. `over()` says why there is no point in connecting any more; None while there is.
     """
 
     rank: int
@@ -44,6 +44,7 @@ class Context:
     store: dist.Store
     peers: tuple[Peer, ...]
     deadline: float
+    over: Callable[[], HoldfastError | None] = lambda: None
 
 
 class Transport(ABC):

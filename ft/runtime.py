@@ -90,7 +90,8 @@ class Runtime:
 
     def store(self, view: View) -> dist.Store:
         """Where the members of `view` meet to build its communicator: served by its first member."""
-        first, timeout, table = view.members[0], self._settings.timeouts.rebuild, self._reactor.table
+        first, table, timeouts = view.members[0], self._reactor.table, self._settings.timeouts
+        timeout = max(timeouts.rebuild, timeouts.operation)
         if first.id == self._identity:
             return kv.ControlStore(table, view.epoch, timeout)
         call = functools.partial(self._call, first, view.epoch)

@@ -320,6 +320,7 @@ class Session:
             self._retired.append(self._comm)
             self._comm = None
         timeouts = self._settings.timeouts
+        patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
         self._reach("rebuild.before_connect", view)
         comm = connect_members(
             view.job.backend,
@@ -330,15 +331,16 @@ class Session:
             epoch=view.epoch,
             name=view.job.name,
             device=self._settings.device,
-            timeout=timeouts.rebuild,
+            timeout=patience,
             op_timeout=timeouts.operation,
+            over=lambda: self._tenure.why_over(view.epoch),
         )
         self._comm, self._view = comm, view
         self._tenure.carry(comm)
         self._reach("rebuild.before_votes")
         mine = Vote(self._standing, self._done, self._prepared, self._total)
         votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
-        comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=timeouts.rebuild)
+        comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=patience)
         verdict = judge([Vote.of(row) for row in votes.tolist()], rank)
         self._reach("rebuild.after_votes")
         return verdict

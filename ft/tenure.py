@@ -89,6 +89,15 @@ class Tenure:
         """Whether `epoch` is revoked or replaced."""
         return self._view is None or self._view.epoch != epoch or self._over is not None
 
+    def why_over(self, epoch: int) -> HoldfastError | None:
+        """Why `epoch` is over; None while it holds."""
+        with self._changed:
+            try:
+                self._check(epoch)
+            except HoldfastError as error:
+                return error.with_traceback(None)
+        return None
+
     def wait_over(self, epoch: int, timeout: float) -> bool:
         """Wait until `epoch` is revoked or replaced; whether it was, within `timeout` seconds."""
         with self._changed:
@@ -103,7 +112,7 @@ class Tenure:
         with self._changed:
             while True:
                 if self._ended is not None:
-                    raise self._ended
+                    raise self._ended.again()
                 view = self._view
                 if view is not None and view.epoch > newer_than and self._over is None:
                     return view
@@ -114,8 +123,8 @@ class Tenure:
 
     def _check(self, epoch: int) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.again()
         if self._view is None or self._view.epoch != epoch:
             raise Revoked(epoch, "a later epoch has begun")
         if self._over is not None:
-            raise self._over
+            raise self._over.again()

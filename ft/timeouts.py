@@ -11,8 +11,9 @@ class Timeouts:
     """Seconds.
 
     `heartbeat`: how often a process says that it lives. `suspect`: how long it may be silent before somebody
-    looks. `operation`: the longest that one collective may take. `rebuild`: the longest from a failure to the
-    next communicator. `join`: how long a job waits for members that it cannot do without.
+    looks. `operation`: the longest that one collective may take, and that members may wait for one that is still
+    computing. `rebuild`: the longest from a failure to the next epoch. `join`:
+    how long a job waits for members that it cannot do without.
 
     Raises ValueError, saying why, for times that cannot work together.
     """

@@ -196,6 +196,26 @@ def test_a_stopped_rank_is_fenced_and_replaced() -> None:
     assert pid not in [result["pid"] for result in results]
 
 
+def test_a_rebuild_waits_for_a_survivor_that_is_computing() -> None:
+    """Rank 0, where the members meet, does not look up for longer than `rebuild` when rank 1 dies."""
+
+    def busy(session: Session) -> int:
+        for attempt in session.steps(8):
+            with attempt:
+                if attempt.step == 4 and attempt.rank == 1:
+                    os.kill(os.getpid(), 9)
+                if attempt.step == 4 and attempt.rank == 0 and attempt.comm.size == 3:
+                    time.sleep(2.5)
+                attempt.comm.barrier()
+        return session.step
+
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.4, operation=20.0, rebuild=0.8, join=1.0)
+    with cluster(3, spares=0, timeouts=timeouts) as ranks:
+        job = ranks.start(busy)
+        ended = job.results()
+    assert ended == [8], "rank 1 dies in every epoch, until only rank 0 is left"
+
+
 def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
     def hog(session: Session) -> list[int]:
         import ctypes
