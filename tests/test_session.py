@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from holdfast.comms import HoldfastError
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.faultpoints import POINTS
-from holdfast.harness import LocalCluster
+from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.job import Job
 
@@ -252,12 +253,17 @@ def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spar
 
 @pytest.mark.parametrize("point", COMMIT)
 def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
-    with cluster(3, fault=f"{point}:{14}:1:3") as ranks:
+    with cluster(3, fault=f"{point}:14:1:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
-        results = job.results()
-        living = [result for result in results if result["steps"]]
-        assert all(result["steps"] == list(range(15)) and result["total"] == expected(15) for result in living)
-        assert check([event_of(event) for event in job.events()]) == []
+        with suppress(RankDied):  # the job may be over, and be finished, before anybody sees rank 1 die
+            job.results()
+        events = job.events()
+    done = [event["process"] for event in events if event["kind"] == "finished"]
+    assert len(done) == 2
+    for process in done:
+        committed = [e["step"] for e in events if e["kind"] == "committed" and e["process"] == process]
+        assert committed == list(range(15))
+    assert check([event_of(event) for event in events]) == []
 
 
 def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
