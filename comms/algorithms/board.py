@@ -106,7 +106,7 @@ class Board:
         size: int,
         epoch: int,
         dead: Callable[[], Sequence[int]],
-        looks: int = 400,
+        looks: int = 2000,
     ) -> None:
         self.layout = Layout(size)
         self.rank, self.size, self.epoch = rank, size, epoch

@@ -22,7 +22,7 @@ from holdfast.comms.algorithms.signature import in_words, signature
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.ops import ReduceOp
 
-SCRATCH_BYTES = 512 * 1024
+SCRATCH_BYTES = 256 * 1024
 """A working block: small enough to stay in a core's own cache between being read and being added."""
 COPY_BYTES = 4 * 1024 * 1024
 """The most that is copied without looking whether the op was aborted: well under a millisecond of work."""
