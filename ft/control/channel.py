@@ -278,6 +278,7 @@ def pause_before_retry(error: ControlError, drops: int, deadline: float) -> floa
 async def _dial_once(host: str, port: int, handshake: DiallerHandshake, address: str) -> Connection:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Connection] = loop.create_future()
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask for it
 
     def established(wire: _Wire, connection: Connection) -> None:
         if not result.done():
