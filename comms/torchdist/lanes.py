@@ -203,7 +203,7 @@ class Lanes:
 
     def _first_sender(self, tensor: Tensor, tag: int, timeout: float, deadline: float) -> tuple[int, Lane]:
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
-        store = self._store.clone()
+        store = _own_client(self._store)
         pause = _FIRST_LOOK
         while True:
             for src in others:
@@ -231,8 +231,7 @@ class Lanes:
                 raise self._over.again()
             lane = self._lanes.get(line)
             if lane is None:
-                # a store of its own: waiting in a client of torch's TCPStore blocks all that share the client
-                lane = self._lanes[line] = Lane(line, self._group.rank, self._group, self._store.clone())
+                lane = self._lanes[line] = Lane(line, self._group.rank, self._group, _own_client(self._store))
             return lane
 
     def abort(self, error: HoldfastError) -> None:
@@ -251,3 +250,9 @@ class Lanes:
             lanes = list(self._lanes.values())
         for lane in lanes:
             do(lane)
+
+
+def _own_client(store: dist.Store) -> dist.Store:
+    """Another client of the same store: who waits in a client of torch's TCPStore blocks all that share it."""
+    clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone()

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 Future = torch.futures.Future
 
 
-class TorchWork(dist.Work):  # type: ignore[misc]  # torch's stub has no base that mypy can subclass
+class TorchWork(dist.Work):
     """One op, or several that torch sees as one, in torch's form. `result()` is the tensors that it fills."""
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
