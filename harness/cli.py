@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.harness.bench.cli import app as bench_app
+from holdfast.harness.conformance.command import conformance
 from holdfast.harness.demo.command import demo
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
+app.command()(conformance)
 
 
 def _version(asked: bool) -> None:

@@ -20,6 +20,8 @@ from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster, processes
 
+pytest.register_assert_rewrite("holdfast.harness.conformance.collectives", "holdfast.harness.conformance.failures")
+
 _leaks: list[str] = []
 _start: list[Snapshot] = []
 

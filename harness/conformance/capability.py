@@ -1,0 +1,21 @@
+"""What the backend under test says that it can do: checks hold it to that, and to no more."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.comms.plugins import Capabilities
+from holdfast.comms.registry import registry
+
+
+def capabilities(backend: str) -> Capabilities:
+    """The table that the backend's plugin announces."""
+    return registry().backend(backend).info.capabilities
+
+
+def reduces(backend: str, dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in capabilities(backend).reduces.get("cpu", ())
+
+
+def moves(backend: str, dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in capabilities(backend).moves.get("cpu", ())

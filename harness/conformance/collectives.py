@@ -1,0 +1,446 @@
+"""Every collective: one body each, against a result computed without communication.
+
+Fixtures: `ranks`, a cluster over the backend that is checked; `backend`, its name.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import Communicator, Mismatch, Recv, ReduceOp, Revoked, Send, Unsupported
+from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.capability import moves, reduces
+
+COUNTS = (0, 1, 5, 1000, 40_000)
+"""Nothing, one, a few, a slot, and more than a slot."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def can_reduce(comm: Communicator, dtype: torch.dtype) -> bool:
+    """Whether the backend says that it reduces `dtype`; if not, it must refuse to, and nothing else is asked of it."""
+    if reduces(comm.backend, dtype):
+        return True
+    with pytest.raises(Unsupported):
+        comm.all_reduce(torch.zeros(1).to(dtype))
+    return False
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's input: small whole numbers, so that sums and products are exact in every dtype."""
+    numbers = (torch.arange(count) + rank) % 3 + 1
+    return (numbers % 2).bool() if dtype == torch.bool else numbers.to(dtype)
+
+
+EXPECTED: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+}
+
+
+def test_all_reduce_of_every_dtype_and_op(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*INTEGERS, *FLOATS, *COMPLEX)):
+            for op, expect in EXPECTED.items():
+                if dtype.is_complex and op.name in ("min", "max"):
+                    continue
+                for count in COUNTS:
+                    tensor = values(comm.rank, count, dtype)
+                    rows = torch.stack([values(r, count, dtype) for r in range(comm.size)])
+                    comm.all_reduce(tensor, op)
+                    torch.testing.assert_close(tensor, expect(rows) if count else tensor)
+
+    ranks.run(body)
+
+
+def test_all_reduce_of_bools_and_bits(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        rows = [(torch.arange(8) >> r & 1).bool() for r in range(comm.size)]
+        either, both = rows[comm.rank].clone(), rows[comm.rank].clone()
+        comm.all_reduce(either, ReduceOp.BOR)
+        comm.all_reduce(both, ReduceOp.BAND)
+        assert torch.equal(either, torch.stack(rows).any(0))
+        assert torch.equal(both, torch.stack(rows).all(0))
+        bits = torch.arange(1000) * (comm.rank + 1)
+        comm.all_reduce(bits, ReduceOp.BXOR)
+        expected = torch.arange(1000)
+        for r in range(1, comm.size):
+            expected = expected ^ (torch.arange(1000) * (r + 1))
+        assert torch.equal(bits, expected)
+
+    ranks.run(body)
+
+
+def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in (3, 40_000):
+            mean = torch.full((count,), float(comm.rank))
+            comm.all_reduce(mean, ReduceOp.AVG)
+            assert torch.equal(mean, torch.full((count,), (comm.size - 1) / 2))
+            scaled = torch.full((count,), float(comm.rank + 1))
+            comm.all_reduce(scaled, ReduceOp.premul_sum(0.5))
+            assert torch.equal(scaled, torch.full((count,), comm.size * (comm.size + 1) / 4))
+            whole = torch.full((count,), -3 - comm.rank)
+            comm.all_reduce(whole, ReduceOp.AVG)
+            total = sum(-3 - r for r in range(comm.size))
+            assert torch.equal(whole, torch.full((count,), int(total / comm.size)))
+
+    ranks.run(body)
+
+
+def test_payloads_of_many_segments(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        count = 3_000_001
+        steps = torch.arange(count) % 1000
+        tensor = (steps * (comm.rank + 1)).float()
+        comm.all_reduce(tensor)
+        total = comm.size * (comm.size + 1) // 2
+        assert torch.equal(tensor, (steps * total).float())
+        comm.all_reduce(tensor, ReduceOp.premul_sum(0.5))
+        assert torch.equal(tensor, (steps * total).float() * 0.5 * comm.size)
+        if can_reduce(comm, torch.bfloat16):
+            halves = (steps % 7).bfloat16()
+            comm.all_reduce(halves)
+            assert torch.equal(halves, (steps % 7 * comm.size).bfloat16())
+
+    ranks.run(body)
+
+
+def test_overflow_is_infinity_without_a_warning(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for count in (2, 40_000):
+                tensor = torch.full((count,), 3e38)
+                comm.all_reduce(tensor)
+                assert bool(torch.isinf(tensor).all()) == (comm.size > 1)
+
+    ranks.run(body)
+
+
+def test_tensors_of_any_shape_and_strides(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        scale = comm.size * (comm.size + 1) // 2
+        scalar = torch.tensor(float(comm.rank + 1))
+        comm.all_reduce(scalar)
+        assert scalar.shape == () and scalar.item() == scale
+        for shape in ((3, 4), (2, 3, 4), (1, 2, 3, 4, 5), (50, 60, 20)):
+            base = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            transposed = (base * (comm.rank + 1)).transpose(0, -1)
+            comm.all_reduce(transposed)
+            assert torch.equal(transposed, (base * scale).transpose(0, -1))
+        sparse_columns = torch.ones(6, 6)
+        comm.all_reduce(sparse_columns[:, ::2])
+        assert sparse_columns.sum().item() == 18 + 18 * comm.size
+        parameter = torch.nn.Parameter(torch.ones(5))
+        comm.all_reduce(parameter)
+        assert torch.equal(parameter.detach(), torch.full((5,), float(comm.size)))
+
+    ranks.run(body)
+
+
+def test_reduce_leaves_other_ranks_as_they_were(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in COUNTS:
+            for dst in range(comm.size):
+                tensor = values(comm.rank, count, torch.float32)
+                comm.reduce(tensor, dst)
+                rows = torch.stack([values(r, count, torch.float32) for r in range(comm.size)])
+                assert torch.equal(tensor, rows.sum(0) if comm.rank == dst else rows[comm.rank])
+
+    ranks.run(body)
+
+
+def test_broadcast(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64):
+            if not moves(comm.backend, dtype):
+                continue
+            for count in COUNTS:
+                for src in range(comm.size):
+                    tensor = values(comm.rank, count, torch.float32).to(dtype)
+                    comm.broadcast(tensor, src)
+                    expected = values(src, count, torch.float32).to(dtype)
+                    assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+
+    ranks.run(body)
+
+
+def test_all_gather_single_and_in_lists(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in COUNTS:
+            mine = values(comm.rank, count, torch.int32)
+            rows = [values(r, count, torch.int32) for r in range(comm.size)]
+            output = torch.empty(count * comm.size, dtype=torch.int32)
+            comm.all_gather_single(output, mine)
+            assert torch.equal(output, torch.cat(rows))
+            outputs = [torch.empty(count, dtype=torch.int32) for _ in rows]
+            comm.all_gather(outputs, mine)
+            assert all(torch.equal(a, b) for a, b in zip(outputs, rows, strict=True))
+
+    ranks.run(body)
+
+
+def test_all_gather_of_uneven_shapes(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for unit in (0, 1, 7, 30_000):
+            outputs = [torch.empty(r * unit, 2) for r in range(comm.size)]
+            comm.all_gather(outputs, torch.full((comm.rank * unit, 2), float(comm.rank)))
+            for r, output in enumerate(outputs):
+                assert torch.equal(output, torch.full((r * unit, 2), float(r)))
+
+    ranks.run(body)
+
+
+def test_all_gather_in_place(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in (4, 40_000):
+            output = torch.zeros(comm.size, count)
+            output[comm.rank] = comm.rank + 1
+            comm.all_gather_single(output, output[comm.rank])
+            assert torch.equal(output, torch.arange(1.0, comm.size + 1)[:, None].expand(-1, count))
+
+    ranks.run(body)
+
+
+def test_reduce_scatter_single_and_in_uneven_lists(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        total = comm.size * (comm.size + 1) // 2
+        for count in COUNTS:
+            output = torch.empty(count)
+            tensor = torch.arange(float(comm.size)).repeat_interleave(count) * (comm.rank + 1)
+            comm.reduce_scatter_single(output, tensor)
+            assert torch.equal(output, torch.full((count,), float(comm.rank * total)))
+            inputs = [torch.full((r * count,), float(comm.rank)) for r in range(comm.size)]
+            uneven = torch.empty(comm.rank * count)
+            comm.reduce_scatter(uneven, inputs, ReduceOp.MAX)
+            assert torch.equal(uneven, torch.full_like(uneven, comm.size - 1.0))
+
+    ranks.run(body)
+
+
+def test_all_to_all_in_lists_and_splits(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        n, me = comm.size, comm.rank
+        for unit in (0, 1, 9, 20_000):
+            inputs = [torch.full(((me + j) * unit,), float(10 * me + j)) for j in range(n)]
+            outputs = [torch.empty((me + j) * unit) for j in range(n)]
+            comm.all_to_all(outputs, inputs)
+            for j, output in enumerate(outputs):
+                assert torch.equal(output, torch.full_like(output, 10.0 * j + me))
+            single = torch.empty(sum(o.numel() for o in outputs), 3)
+            splits = [o.numel() for o in outputs]
+            given = torch.cat(inputs)[:, None].expand(-1, 3)
+            comm.all_to_all_single(single, given, splits, [i.numel() for i in inputs])
+            assert torch.equal(single, torch.cat(outputs)[:, None].expand(-1, 3))
+        even = torch.empty(2 * n, dtype=torch.int64)
+        comm.all_to_all_single(even, torch.arange(2 * n) + 100 * me)
+        assert even.tolist() == [100 * j + 2 * me + k for j in range(n) for k in range(2)]
+
+    ranks.run(body)
+
+
+def test_gather_and_scatter(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for unit in (0, 1, 30_000):
+            for root in range(comm.size):
+                mine = torch.full(((comm.rank + 1) * unit,), comm.rank, dtype=torch.int16)
+                lists = [torch.full(((r + 1) * unit,), r, dtype=torch.int16) for r in range(comm.size)]
+                outputs = [torch.full_like(t, -1) for t in lists] if comm.rank == root else None
+                comm.gather(mine, outputs, root)
+                assert outputs is None or all(map(torch.equal, outputs, lists))
+                taken = torch.full_like(mine, -1)
+                comm.scatter(taken, lists if comm.rank == root else None, root)
+                assert torch.equal(taken, mine)
+
+    ranks.run(body)
+
+
+def test_send_and_recv_around_a_ring(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.size == 1:
+            return
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for count in COUNTS:
+            mine, theirs = torch.full((count,), float(comm.rank)), torch.empty(count)
+            comm.batch_send_recv([Send(mine, right), Recv(theirs, left)])
+            assert torch.equal(theirs, torch.full((count,), float(left)))
+            if comm.rank == 0:
+                comm.send(mine, 1, tag=3)
+            if comm.rank == 1:
+                comm.recv(theirs, 0, tag=3)
+                assert torch.equal(theirs, torch.zeros(count))
+
+    ranks.run(body)
+
+
+def test_messages_are_taken_by_tag_whatever_their_order(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.size == 1:
+            return
+        if comm.rank == 0:
+            comm.batch_send_recv([Send(torch.tensor([10 * tag]), 1, tag) for tag in (1, 2, 3)])
+        if comm.rank == 1:
+            for tag in (3, 1, 2):
+                got = torch.zeros(1, dtype=torch.int64)
+                comm.recv(got, 0, tag)
+                assert got.item() == 10 * tag
+        if comm.rank == 0:
+            comm.batch_send_recv([Send(torch.full((5000,), float(i)), 1) for i in range(20)])
+        if comm.rank == 1:
+            many = [torch.empty(5000) for _ in range(20)]
+            comm.batch_send_recv([Recv(each, 0) for each in many])
+            assert [each[0].item() for each in many] == list(range(20))
+
+    ranks.run(body)
+
+
+def test_asynchronous_ops_run_in_the_order_issued(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        tensor = torch.ones(10)
+        works = [comm.all_reduce(tensor, async_op=True) for _ in range(5)]
+        comm.all_reduce(tensor)
+        assert all(work.done() for work in works) and works[0].exception() is None
+        for work in works:
+            work.wait(timeout=1.0)
+        assert torch.equal(tensor, torch.full((10,), float(comm.size**6)))
+        comm.all_reduce(torch.ones(3), async_op=True)
+        comm.barrier()
+
+    ranks.run(body)
+
+
+def test_objects_travel_without_pickle(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        sent = {"rank": comm.rank, "list": [1, 2.5, None, "x" * comm.rank * 1000], "bytes": b"\0\1"}
+        assert comm.broadcast_object(sent if comm.rank == 0 else None, 0)["rank"] == 0
+        everyone = comm.all_gather_object(sent)
+        assert [each["rank"] for each in everyone] == list(range(comm.size))
+        with pytest.raises(TypeError, match="never as pickle"):
+            comm.all_gather_object(object())
+        comm.barrier()
+
+    ranks.run(body)
+
+
+def test_split_makes_a_communicator_of_some_ranks(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        mine = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+        with comm.split(mine) as part:
+            assert part.size == len(mine) and mine[part.rank] == comm.rank
+            total = torch.tensor([float(comm.rank)])
+            part.all_reduce(total)
+            assert total.item() == sum(mine)
+        comm.barrier()
+
+    ranks.run(body)
+
+
+def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        one = torch.ones(4)
+        refused: list[tuple[type[Exception], Callable[[], object]]] = [
+            (ValueError, lambda: comm.broadcast(one, comm.size)),
+            (ValueError, lambda: comm.broadcast(one, -1)),
+            (ValueError, lambda: comm.reduce(one, comm.size)),
+            (ValueError, lambda: comm.send(one, comm.rank)),
+            (ValueError, lambda: comm.recv(one, comm.size)),
+            (ValueError, lambda: comm.all_gather_single(torch.empty(4 * comm.size + 1), one)),
+            (ValueError, lambda: comm.all_gather_single(torch.empty(4 * comm.size, dtype=torch.int64), one)),
+            (ValueError, lambda: comm.reduce_scatter_single(one, torch.ones(4 * comm.size + 1))),
+            (ValueError, lambda: comm.all_gather([one] * (comm.size + 1), one)),
+            (ValueError, lambda: comm.split([comm.size])),
+            (ValueError, lambda: comm.all_to_all_single(one, one, [5] * comm.size, [5] * comm.size)),
+            (TypeError, lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
+            (TypeError, lambda: comm.all_reduce(one, "sum")),  # type: ignore[arg-type]
+            (Unsupported, lambda: comm.all_reduce(one, ReduceOp.BXOR)),
+            (Unsupported, lambda: comm.all_reduce(one.to(torch.float8_e5m2))),
+            (Unsupported, lambda: comm.all_reduce(one.to(torch.complex64), ReduceOp.MAX)),
+            (Unsupported, lambda: comm.all_reduce(one.to_sparse())),
+            (Unsupported, lambda: comm.all_reduce(torch.ones(2), ReduceOp.PRODUCT, reproducible=True)),
+        ]
+        for error, call in refused:
+            with pytest.raises(error):
+                call()
+        assert torch.equal(one, torch.ones(4))
+        comm.all_reduce(one)
+        assert torch.equal(one, torch.full((4,), float(comm.size)))
+
+    ranks.run(body)
+
+
+def test_a_closed_communicator_says_so(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        comm.close()
+        comm.close()
+        with pytest.raises(Revoked, match="closed"):
+            comm.all_reduce(torch.ones(1))
+        with pytest.raises(Revoked):
+            comm.barrier(async_op=True).wait()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("case", ["op", "shape", "dtype", "root", "reduction"])
+def test_disagreement_is_named_on_every_rank(backend: str, case: str) -> None:
+    """What differs between the ranks, who is odd, and what the others do: the same message everywhere."""
+
+    def body(comm: Communicator) -> str:
+        odd = comm.rank == 1
+        with pytest.raises(Mismatch) as caught:
+            if case == "op" and odd:
+                comm.broadcast(torch.ones(4), 0)
+            else:
+                tensor = torch.ones(
+                    5 if case == "shape" and odd else 4,
+                    dtype=torch.float64 if case == "dtype" and odd else torch.float32,
+                )
+                if case == "root":
+                    comm.broadcast(tensor, comm.rank)
+                else:
+                    comm.all_reduce(tensor, ReduceOp.MAX if case == "reduction" and odd else ReduceOp.SUM)
+        with pytest.raises(Revoked):
+            comm.barrier()
+        return str(caught.value)
+
+    with LocalCluster(3 if case != "root" else 2, backend) as cluster:
+        messages = cluster.run(body)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0] and "rank 0" in messages[0]
+
+
+def test_two_threads_that_race_for_order_are_told(backend: str, tmp_path: Path) -> None:
+    def body(comm: Communicator, meeting: str) -> bool:
+        store = dist.FileStore(meeting, -1)
+        if comm.rank == 1:
+            store.wait(["told"])
+            comm.barrier()
+            return True
+        thread = threading.Thread(target=comm.barrier)
+        thread.start()
+        told = False
+        while thread.is_alive() and not told:
+            time.sleep(0.01)
+            try:
+                comm.all_reduce(torch.ones(1))
+            except Mismatch as error:
+                told = "another thread" in str(error)
+        store.set("told", "1")
+        thread.join()
+        return told
+
+    with LocalCluster(2, backend) as cluster:
+        assert cluster.run(body, str(tmp_path / "meeting")) == [True, True]

@@ -1,0 +1,181 @@
+"""Ranks that are killed, stopped, closed or aborted while others wait for them: nobody hangs, everybody learns who.
+
+Fixtures: `backend`, the name of the backend that is checked; `process_backend`, the same if its ranks are processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.harness import LocalCluster
+
+SIZES = (2, 300_000)
+"""Elements: one that fits into a slot, one that does not."""
+
+OPS: dict[str, Callable[[Communicator, torch.Tensor], object]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "broadcast": lambda comm, x: comm.broadcast(x, 1),
+    "all_gather_single": lambda comm, x: comm.all_gather_single(x.new_empty(comm.size * x.numel()), x),
+    "reduce_scatter_single": lambda comm, x: comm.reduce_scatter_single(x, x.repeat(comm.size)),
+    "all_to_all_single": lambda comm, x: comm.all_to_all_single(x.repeat(comm.size), x.repeat(comm.size)),
+    "recv": lambda comm, x: comm.recv(x, 1),
+    "barrier": lambda comm, x: comm.barrier(),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("count", SIZES)
+def test_a_killed_rank_is_named_by_all_others(process_backend: str, op: str, count: int, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            OPS[op](comm, torch.ones(count))
+            comm.barrier()
+        except (PeerFailed, Revoked) as error:
+            outcome = f"{time.monotonic() - began:.3f} {error}"
+        (tmp_path / str(comm.rank)).write_text(outcome)
+
+    with LocalCluster(3, process_backend, timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    for rank in (0, 2):
+        seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < 10.0, "far below the timeout"
+        assert "rank 1" in said or "ranks 1" in said
+
+
+def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        try:
+            comm.all_reduce(torch.ones(4), timeout=0.5)
+        except (OpTimeout, Revoked) as error:
+            (tmp_path / str(comm.rank)).write_text(str(error))
+        os.kill(pids[1], signal.SIGKILL)
+
+    with LocalCluster(3, process_backend, timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    said = [(tmp_path / str(rank)).read_text() for rank in (0, 2)]
+    assert any("timed out" in each for each in said)
+    if process_backend == "shm":
+        assert all("rank 1" in each for each in said)
+
+
+def test_abort_frees_a_blocked_op_from_another_thread(backend: str) -> None:
+    def body(comm: Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.abort("enough")
+            return 0.0
+        threading.Timer(0.1, comm.abort, ["called off"]).start()
+        began = time.monotonic()
+        with pytest.raises(Revoked, match="called off"):
+            comm.all_reduce(torch.ones(2))
+        return time.monotonic() - began
+
+    with LocalCluster(2, backend) as cluster:
+        assert cluster.run(body)[1] < 2.0
+
+
+def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("disk on fire")
+            return "disk on fire"
+        with pytest.raises((Revoked, PeerFailed)) as caught:
+            comm.all_reduce(torch.ones(2), timeout=10.0)
+        return str(caught.value)
+
+    with LocalCluster(3, backend) as cluster:
+        said = cluster.run(body)
+    if backend != "gloo":
+        assert all("disk on fire" in each for each in said)
+
+
+def test_an_async_op_carries_its_error(backend: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            work = comm.all_reduce(torch.ones(2), async_op=True, timeout=0.3)
+            with pytest.raises(OpTimeout) as caught:
+                work.wait()
+            assert work.done() and work.exception() is caught.value
+            assert caught.value.op == "all_reduce"
+        else:
+            time.sleep(0.8)
+
+    with LocalCluster(2, backend) as cluster:
+        cluster.run(body)
+
+
+def test_a_wait_may_time_out_while_the_op_goes_on(backend: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            work = comm.barrier(async_op=True)
+            with pytest.raises(TimeoutError):
+                work.wait(timeout=0.05)
+            work.wait(timeout=10.0)
+        else:
+            time.sleep(0.4)
+            comm.barrier()
+
+    with LocalCluster(2, backend) as cluster:
+        cluster.run(body)
+
+
+def test_a_rank_that_closes_ends_the_wait_of_the_others(backend: str) -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()
+            return "closed"
+        began = time.monotonic()
+        with pytest.raises((PeerFailed, Revoked)) as caught:
+            comm.barrier(timeout=10.0)
+        assert time.monotonic() - began < 5.0
+        return type(caught.value).__name__
+
+    with LocalCluster(2, backend) as cluster:
+        cluster.run(body)
+
+
+def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> None:
+    """Aborted in the middle of an op and built again, in one process: descriptors, threads and maps stay as many."""
+
+    def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
+        def held() -> tuple[int, int, int]:
+            maps = Path("/proc/self/maps").read_text()
+            return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count("holdfast-")
+
+        start = held()
+        for turn in range(rounds):
+            part = comm.split([0, 1])
+            part.all_reduce(torch.ones(100_000))
+            if turn % 2 and part.rank == 0:
+                threading.Timer(0.001, part.abort).start()
+                with pytest.raises((Revoked, PeerFailed)):
+                    part.barrier(timeout=10.0)
+            part.close()
+            comm.barrier()
+        time.sleep(0.1)
+        return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+
+    with LocalCluster(2, process_backend, timeout=100.0) as cluster:
+        for grown in cluster.run(body, 100 if process_backend == "shm" else 30):
+            assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"

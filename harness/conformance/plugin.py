@@ -1,0 +1,37 @@
+"""The pytest plugin of the kit: knows which backend is checked, and takes down what became of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+KIT: pytest.StashKey[Conformance] = pytest.StashKey()
+"""Where the suite's fixtures find the run that they are part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one check: "passed", "failed" or "skipped", in how many seconds, and why if it did not pass."""
+
+    check: str
+    outcome: str
+    seconds: float
+    why: str
+
+
+class Conformance:
+    """One run of the kit on one backend. `outcomes` grows as checks end."""
+
+    def __init__(self, backend: str, ranks: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.backend, self.size = backend, ranks
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.stash[KIT] = self
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            name = report.nodeid.split("::")[-1].removeprefix("test_")
+            why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.outcomes.append(Outcome(name, report.outcome, round(report.duration, 3), why))

@@ -1,0 +1,52 @@
+"""Runs the kit on one backend."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from holdfast.comms.errors import BackendUnavailable, Unsupported
+from holdfast.comms.plugins import Unavailable
+from holdfast.comms.registry import registry
+from holdfast.harness.conformance.plugin import Conformance, Outcome
+
+_CHECKS = ("collectives", "failures", "capability")
+
+
+def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[Outcome]]:
+    """Whether `backend` passes with `ranks` ranks on this machine, and what became of each check.
+
+    `select` is a pytest expression (-k) for some of the checks. Raises `BackendUnavailable` for a backend that is
+    unknown or cannot run here, `Unsupported` for one without communicators.
+    """
+    found = registry().backend(backend)
+    if isinstance(found.status, Unavailable):
+        raise BackendUnavailable(backend, found.status.reason, found.status.install_hint)
+    if found.info.connect is None:
+        raise Unsupported(f"checking {backend!r}", "it offers a memory plane only, and the kit checks communicators")
+    pytest.register_assert_rewrite(*(f"holdfast.harness.conformance.{name}" for name in _CHECKS))
+    os.environ["HOLDFAST_CHECK"] = "1"
+    suite = Path(__file__).with_name("suite.py")
+    arguments = [
+        str(suite),
+        f"--rootdir={suite.parent}",
+        f"--confcutdir={suite.parent}",
+        "-c",
+        os.devnull,
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        *(["-k", select] if select else []),
+    ]
+    kit = Conformance(backend, ranks)
+    with _silence() if quiet else nullcontext():
+        status = pytest.main(arguments, plugins=[kit])
+    return status == pytest.ExitCode.OK and bool(kit.outcomes), kit.outcomes
+
+
+def _silence() -> AbstractContextManager[object]:
+    return redirect_stdout(Path(os.devnull).open("w"))

@@ -1,0 +1,33 @@
+"""The checks as one module that pytest collects by its path, with fixtures that give them their backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.harness.cluster import LocalCluster
+from holdfast.harness.conformance.capability import capabilities
+from holdfast.harness.conformance.collectives import *  # noqa: F403
+from holdfast.harness.conformance.failures import *  # noqa: F403
+from holdfast.harness.conformance.plugin import KIT
+
+
+@pytest.fixture(scope="module")
+def ranks(pytestconfig: pytest.Config) -> Iterator[LocalCluster]:
+    """A cluster shared by the checks that break nothing."""
+    kit = pytestconfig.stash[KIT]
+    with LocalCluster(kit.size, kit.backend, timeout=60.0) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def backend(pytestconfig: pytest.Config) -> str:
+    return pytestconfig.stash[KIT].backend
+
+
+@pytest.fixture
+def process_backend(backend: str) -> str:
+    if capabilities(backend).one_process:
+        pytest.skip("its ranks are threads of one process, which die together")
+    return backend
