@@ -33,10 +33,14 @@ class Available:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The backend cannot run here, why, and what to install."""
+    """The backend cannot run here, why, and what to install.
+
+    `needs_launcher`: it could, in processes that its launcher (`Capabilities.launcher`) starts.
+    """
 
     reason: str
     install_hint: str = ""
+    needs_launcher: bool = False
 
 
 COLLECTIVES = frozenset(
@@ -58,7 +62,10 @@ COLLECTIVES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type)."""
+    """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type).
+
+    `launcher` names the program that must start the ranks together ("mpirun"); "" if anybody may start them.
+    """
 
     reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
     moves: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -71,6 +78,7 @@ class Capabilities:
     abortable: bool = True
     native_shrink: bool = False
     native_grow: bool = False
+    launcher: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class LocalCluster:
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
         found = registry().backend(backend)
-        if isinstance(found.status, Unavailable):
+        if isinstance(found.status, Unavailable) and not found.status.needs_launcher:
             raise BackendUnavailable(backend, found.status.reason, found.status.install_hint)
         self.size, self.backend, self.spares = size, backend, spares
         self._one_process = found.info.capabilities.one_process
@@ -85,6 +85,7 @@ class LocalCluster:
             threads=threads or max(1, cores // size),
             environ={"HOLDFAST_CHECK": os.environ.get("HOLDFAST_CHECK", "1"), **(environ or {})},
             echo=echo,
+            launcher=found.info.capabilities.launcher,
         )
         self._session_options = dict(session or {})
         self._directory: tempfile.TemporaryDirectory[str] | None = None

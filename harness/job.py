@@ -22,6 +22,7 @@ from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.launching import Launch, launch
 from holdfast.harness.outcomes import Outcome, values
 from holdfast.harness.output import Echo, last_stack
 from holdfast.harness.processes import Process, zygote
@@ -53,13 +54,17 @@ class Job:
         self._echo = Echo(settings.echo)
         self.closed = False
         self.processes: tuple[Process, ...] = ()
+        self._launch: Launch | None = None
         target = session_target(portable.dumps((fn, args, kwargs)), options)
         environ = {**settings.environ, **self._contract.environ()}
         try:
+            self._launch = launch(settings.launcher, count)
             for number in range(count):
                 name, output = f"process {number}", directory / f"process-{number}.log"
-                process = zygote().spawn(target, name=name, output=output, threads=settings.threads, environ=environ)
+                own = {**environ, **self._launch.environ[number]}
+                process = zygote().spawn(target, name=name, output=output, threads=settings.threads, environ=own)
                 self.processes += (process,)
+                self._launch.attach(number, process.pidfd)
                 self._echo.follow(name, output)
         except BaseException:
             self.close()
@@ -163,6 +168,8 @@ class Job:
             process.kill()
         for process in self.processes:
             process.close()
+        if self._launch is not None:
+            self._launch.close()
         self._register.close()
         self._echo.pump()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -14,6 +14,7 @@ import cloudpickle
 from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.launching import Launch, launch
 from holdfast.harness.outcomes import Outcome
 from holdfast.harness.output import Echo, last_stack
 from holdfast.harness.processes import Process, zygote
@@ -28,6 +29,7 @@ class ProcessRanks(Ranks):
         self._settings = settings
         self._directory = directory
         self._processes: dict[int, Process] = {}
+        self._launch: Launch | None = None
         self._calls = 0
         self._echo = Echo(settings.echo)
 
@@ -36,6 +38,8 @@ class ProcessRanks(Ranks):
         return self._processes[rank].pid
 
     def start(self) -> None:
+        if self._launch is None:
+            self._launch = launch(self._settings.launcher, self._settings.size)
         for rank in range(self._settings.size):
             if rank not in self._processes:
                 output = self._directory / f"rank-{rank}.log"
@@ -44,8 +48,9 @@ class ProcessRanks(Ranks):
                     name=f"rank {rank}",
                     output=output,
                     threads=self._settings.threads,
-                    environ=self._settings.environ,
+                    environ={**self._settings.environ, **self._launch.environ[rank]},
                 )
+                self._launch.attach(rank, self._processes[rank].pidfd)
                 self._echo.follow(f"rank {rank}", output)
 
     def call(
@@ -76,8 +81,14 @@ class ProcessRanks(Ranks):
         for process in self._processes.values():
             process.close()
         self._processes.clear()
+        if self._launch is not None:
+            self._launch.close()
+            self._launch = None
 
     def _replace_dead(self) -> None:
+        """Start what has died anew: one process, or all of them where a launcher starts them together."""
+        if self._settings.launcher and not all(process.alive() for process in self._processes.values()):
+            self.close()
         for rank, process in list(self._processes.items()):
             if not process.alive():
                 process.close()

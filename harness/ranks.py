@@ -22,6 +22,8 @@ class Settings:
     threads: int
     environ: Mapping[str, str]
     echo: bool
+    launcher: str = ""
+    """What must start the processes of this backend together; see `Capabilities.launcher`."""
 
 
 class Ranks(ABC):

@@ -1,0 +1,67 @@
+"""The memory of tensors as MPI takes it. Several tensors that lie side by side are one buffer; others are staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from mpi4py import MPI
+
+Tensor = torch.Tensor
+Counts = tuple[list[int], list[int]]
+"""Sizes and offsets, one each a rank."""
+
+
+def at(tensor: Tensor) -> MPI.buffer:
+    """The memory of a contiguous tensor. The caller keeps the tensor."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def counts(sizes: Sequence[int]) -> Counts:
+    """Sizes and where each begins."""
+    return list(sizes), [0, *accumulate(sizes)][:-1]
+
+
+def together(tensors: Sequence[Tensor]) -> MPI.buffer | None:
+    """The memory of tensors that lie one behind the other; None if they do not."""
+    start = end = 0
+    for tensor in tensors:
+        if size := tensor.nbytes:
+            address = tensor.data_ptr()
+            if not start:
+                start = end = address
+            if address != end:
+                return None
+            end += size
+    return MPI.buffer.fromaddress(start, end - start)
+
+
+def given(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
+    """One buffer with the bytes of all, and what the caller has to keep."""
+    if (memory := together(tensors)) is not None:
+        return memory, tensors
+    staged = torch.cat([_bytes(tensor) for tensor in tensors])
+    return at(staged), staged
+
+
+def room(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
+    """One buffer for the bytes of all, and the tensor behind it if they must be spread afterwards."""
+    if (memory := together(tensors)) is not None:
+        return memory, None
+    staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    return at(staged), staged
+
+
+def spread(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
+    """Bring what came into `room` to where it belongs."""
+    if staged is None:
+        return
+    start = 0
+    for tensor in tensors:
+        _bytes(tensor).copy_(staged[start : start + tensor.nbytes])
+        start += tensor.nbytes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,115 @@
+"""Words between the processes of one MPI job, beside the communicators: they get through when those are revoked.
+
+One tag of MPI_COMM_WORLD carries them, so nothing has to be set up or taken down for a communicator. A word is a few
+bytes, which MPI takes at once whether or not the other side looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from mpi4py import MPI
+
+TAG = 0x486F
+_EARLY = 256
+"""How many words are kept for communicators that this process has not connected yet."""
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """What `rank` says to the others of the communicator `token`: that it `waits` in collective `number`, has
+    `closed` after it, or `aborted` for `reason`."""
+
+    token: str
+    rank: int
+    kind: str
+    number: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    request: MPI.Request
+    data: bytes
+
+
+class Mailbox:
+    """This process's words, out and in. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unsent: list[_Letter] = []
+        self._boxes: dict[str, list[Word]] = {}
+        self._early: list[Word] = []
+
+    def open(self, token: str) -> None:
+        """Collect what is said to a communicator from now on, and what was said before."""
+        with self._lock:
+            self._boxes[token] = [word for word in self._early if word.token == token]
+            self._early = [word for word in self._early if word.token != token]
+
+    def close(self, token: str) -> None:
+        with self._lock:
+            self._boxes.pop(token, None)
+
+    def send(self, word: Word, processes: Iterable[int]) -> None:
+        """Say `word` to these processes of MPI_COMM_WORLD; those that are gone do not hear it."""
+        data = msgspec.msgpack.encode(word)
+        with self._lock:
+            for process in processes:
+                try:
+                    request = MPI.COMM_WORLD.Isend([data, MPI.BYTE], process, TAG)
+                except MPI.Exception:
+                    continue
+                self._unsent.append(_Letter(request, data))
+            self._unsent = [letter for letter in self._unsent if not ended(letter.request)]
+
+    def read(self, token: str) -> list[Word]:
+        """What was said to a communicator since the last look."""
+        with self._lock:
+            while (message := self._next()) is not None:
+                self._sort(message)
+            box = self._boxes.get(token, [])
+            words = box[:]
+            box.clear()
+            return words
+
+    def _next(self) -> bytes | None:
+        status = MPI.Status()
+        try:
+            message: Any = MPI.COMM_WORLD.Improbe(MPI.ANY_SOURCE, TAG, status)
+        except MPI.Exception:
+            MPI.COMM_WORLD.Ack_failed(MPI.COMM_WORLD.size)
+            return None
+        if message is None:
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        try:
+            message.Recv([data, MPI.BYTE])
+        except MPI.Exception:
+            return None
+        return bytes(data)
+
+    def _sort(self, data: bytes) -> None:
+        try:
+            word = msgspec.msgpack.decode(data, type=Word)
+        except msgspec.DecodeError:
+            return
+        if word.token in self._boxes:
+            self._boxes[word.token].append(word)
+        else:
+            self._early = [*self._early[1 - _EARLY :], word]
+
+
+def ended(request: MPI.Request) -> bool:
+    """Whether a request has come to its end, well or not."""
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
+
+
+mailbox = Mailbox()

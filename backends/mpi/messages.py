@@ -1,0 +1,240 @@
+"""Messages between ranks over an MPI communicator of their own, and how its ops complete or end.
+
+Every request is completed by a loop that can be left. No blocking call of MPI is used: a large send to a stopped
+process cannot be cancelled, and would hold its caller for as long as the process is stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from holdfast.backends.mpi.buffers import at
+from holdfast.backends.mpi.mailbox import Word, ended, mailbox
+from holdfast.backends.mpi.meeting import meet
+from holdfast.comms.algorithms.cost import Link
+from holdfast.comms.algorithms.exchange import Posted
+from holdfast.comms.algorithms.messages import USER_TAGS, MessageTransport
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.liveness import Liveness
+from holdfast.comms.transport import Context
+
+Tensor = torch.Tensor
+
+_LINK = Link(2e-6, 8e9)
+_USER_TAGS = 1 << 30
+_SPINS = 200
+_LOOK_SECONDS = 0.001
+_WAITING_SECONDS = 0.01
+_PATIENT_SECONDS = 0.1
+_NAP_SECONDS = 5e-5
+_GRACE_SECONDS = 0.2
+"""How long a failed call may wait for the word that explains it."""
+
+_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
+
+_abandoned: list[tuple[MPI.Request, object]] = []
+"""Requests of ops that were given up, with the memory that MPI may still look at."""
+
+
+class _Message:
+    """A send or receive under way, with its tensor."""
+
+    __slots__ = ("peer", "receives", "request", "tensor")
+
+    def __init__(self, request: MPI.Request, tensor: Tensor, peer: int, receives: bool) -> None:
+        self.request, self.tensor, self.peer, self.receives = request, tensor, peer, receives
+
+
+class MpiMessages(MessageTransport):
+    """An MPI communicator, with an end."""
+
+    def __init__(self, context: Context) -> None:
+        self._epoch = context.epoch
+        self._error: HoldfastError | None = None
+        self._ending = threading.Lock()
+        self._arrived = [0] * context.size
+        self._closed: dict[int, int] = {}
+        _abandoned[:] = [left for left in _abandoned if not ended(left[0])]
+        self._liveness = Liveness(context.peers, context.rank, context.over)
+        try:
+            super().__init__(context, _LINK)
+            meeting = meet(context, self._liveness)
+        except BaseException:
+            self._liveness.close()
+            raise
+        self._token, self._comm = meeting.token, meeting.comm
+        self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
+        mailbox.open(self._token)
+
+    # -- how an op completes, or ends
+
+    def _run(self, op: str, start: Callable[[], MPI.Request], deadline: float, *memory: object) -> None:
+        """Start one of MPI's own collectives and complete it."""
+        self._op += 1
+        if self._error is not None:
+            raise self._error.again()
+        try:
+            request = start()
+        except MPI.Exception as error:
+            raise self._explain(op, self._op, error) from error
+        self._finish(request, op, self._op, deadline, range(self.size), memory)
+
+    def _finish(
+        self,
+        request: MPI.Request,
+        op: str,
+        seq: int,
+        deadline: float,
+        awaited: Sequence[int],
+        memory: object,
+        status: MPI.Status | None = None,
+    ) -> None:
+        test = request.Test if status is None else partial(request.Test, status)
+        try:
+            for _ in range(_SPINS):
+                if test():
+                    return
+            self._wait(test, op, seq, deadline, awaited)
+        except MPI.Exception as error:
+            raise self._explain(op, seq, error) from error
+        finally:
+            if request != MPI.REQUEST_NULL:
+                _abandoned.append((request, memory))
+
+    def _wait(self, test: Callable[[], bool], op: str, seq: int, deadline: float, awaited: Sequence[int]) -> None:
+        began = time.monotonic()
+        next_look, said = began + _LOOK_SECONDS, False
+        while True:
+            for _ in range(16):
+                _give_way()
+                if test():
+                    return
+            now = time.monotonic()
+            if self._error is not None:
+                raise self._error.again()
+            if now >= next_look:
+                if not said and now - began > _WAITING_SECONDS:
+                    mailbox.send(Word(self._token, self.rank, "waits", seq), self._others)
+                    said = True
+                verdict = self._look(seq, awaited)
+                if verdict is not None:
+                    if test():
+                        return
+                    raise verdict
+                next_look = now + _LOOK_SECONDS
+            if now >= deadline:
+                raise OpTimeout(op, seq, now - began, self._missing(seq, awaited))
+            if now - began > _PATIENT_SECONDS:
+                time.sleep(_NAP_SECONDS)
+
+    def _look(self, seq: int, awaited: Sequence[int]) -> HoldfastError | None:
+        """Why an op that is not complete never will be; None as far as this rank can tell."""
+        if dead := self._liveness.dead():
+            return PeerFailed(dead, "the kernel says that the process is gone")
+        closed = dict(self._closed)
+        aborted = ""
+        for word in mailbox.read(self._token):
+            if word.kind == "waits":
+                self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
+            elif word.kind == "closed":
+                self._closed[word.rank] = word.number
+            else:
+                aborted = aborted or f"rank {word.rank} aborted: {word.reason}"
+        if aborted:
+            return Revoked(self._epoch, aborted)
+        for rank, number in closed.items():
+            if rank in awaited and (number < seq or len(awaited) < self.size):
+                return Revoked(self._epoch, f"rank {rank} closed it")
+        return None
+
+    def _missing(self, seq: int, awaited: Sequence[int]) -> list[int]:
+        if len(awaited) < self.size:
+            return sorted(set(awaited))
+        return [rank for rank in range(self.size) if rank != self.rank and self._arrived[rank] < seq]
+
+    def _explain(self, op: str, seq: int, error: MPI.Exception) -> HoldfastError:
+        """What an error of MPI means: our own abort, another's, a death, or ranks that disagree."""
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            if self._error is not None:
+                return self._error.again()
+            if (verdict := self._look(1 << 62, range(self.size))) is not None:
+                return verdict
+            failed = self._comm.Get_failed()
+            ranks = failed.Translate_ranks(None, self._comm.Get_group()) if failed.size else []
+            failed.Free()
+            if ranks:
+                return PeerFailed(sorted(ranks), "MPI says that the process has failed")
+            time.sleep(0.001)
+        if error.Get_error_class() == MPI.ERR_REVOKED:
+            return Revoked(self._epoch, "another rank aborted it")
+        return PeerFailed((), f"{op} (op {seq}): {error.Get_error_string()}")
+
+    def abort(self, error: HoldfastError) -> None:
+        with self._ending:
+            if self._error is None:
+                self._error = error
+            reason = error.reason if isinstance(error, Revoked) else str(error)
+            mailbox.send(Word(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
+            if not self._comm.Is_revoked():
+                self._comm.Revoke()
+
+    def close(self) -> None:
+        """A communicator that was revoked is not freed: messages under way could reach one that took its place."""
+        self._liveness.close()
+        mailbox.close(self._token)
+        if self._error is None and not self._comm.Is_revoked():
+            mailbox.send(Word(self._token, self.rank, "closed", self._op), self._others)
+            self._comm.Free()
+
+    # -- messages, for the algorithms
+
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
+        return self._post(self._comm.Isend, tensor, dst, tag, False)
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        return self._post(self._comm.Irecv, tensor, src, tag, True)
+
+    def _post(self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool) -> _Message:
+        if self._error is not None:
+            raise self._error.again()
+        if tag >= USER_TAGS:
+            tag = _USER_TAGS | (tag - USER_TAGS)
+        elif tag >= _USER_TAGS:
+            raise Unsupported(f"tag {tag} over mpi", f"use tags from 0 to {_USER_TAGS - 1}")
+        try:
+            request = call([at(tensor), MPI.BYTE], peer, tag)
+        except MPI.Exception as error:
+            raise self._explain("recv" if receives else "send", self._op, error) from error
+        return _Message(request, tensor, peer, receives)
+
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        for number, message in enumerate(posted):
+            assert isinstance(message, _Message)
+            try:
+                self._complete_one(message, deadline, op, seq)
+            except BaseException:
+                for later in posted[number + 1 :]:
+                    assert isinstance(later, _Message)
+                    _abandoned.append((later.request, later.tensor))
+                raise
+
+    def _complete_one(self, message: _Message, deadline: float, op: str, seq: int) -> None:
+        status = MPI.Status() if message.receives else None
+        self._finish(message.request, op, seq, deadline, (message.peer,), message.tensor, status)
+        if status is None:
+            return
+        if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
+            raise Mismatch(
+                f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
+                "both must pass the same shape and dtype"
+            )

@@ -1,0 +1,135 @@
+"""Collectives of Open MPI itself, by its nonblocking calls, where it has them and does them well.
+
+What it does not have (16-bit floats, minima that keep NaNs), or does slowly (large reductions), is left to the
+algorithms of `MessageTransport`. Every choice depends only on what all ranks know alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from holdfast.backends.mpi.buffers import at, counts, given, room, spread
+from holdfast.backends.mpi.datatypes import native
+from holdfast.backends.mpi.messages import MpiMessages
+from holdfast.comms.algorithms import arithmetic, segments
+from holdfast.comms.ops import ReduceOp
+
+Tensor = torch.Tensor
+
+SEGMENTED_BYTES = 8 << 20
+"""From here our segmented all_reduce is faster than MPI's."""
+PART_BYTES = 1 << 20
+SCATTERED_BYTES = 1 << 18
+"""From here pairwise exchange is faster than MPI's reduce_scatter."""
+
+
+class MpiTransport(MpiMessages):
+    """An MPI communicator's collectives."""
+
+    # -- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        kind = native(tensor.dtype, op)
+        large = tensor.nbytes >= SEGMENTED_BYTES and self.size > 1
+        if kind is None and not large:
+            super().all_reduce(tensor, op, deadline)
+            return
+        scaled = arithmetic.before(tensor, op)
+        if scaled is not tensor:
+            tensor.copy_(scaled)
+        if large:
+            exchange = self._exchange("all_reduce", deadline)
+            segments.all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
+        elif kind is not None:
+            mpi, reduce = kind
+            memory = [at(tensor), tensor.numel(), mpi]
+            self._run("all_reduce", lambda: self._comm.Iallreduce(MPI.IN_PLACE, memory, reduce), deadline, tensor)
+        arithmetic.after(tensor, op, self.size)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        kind = native(tensor.dtype, op)
+        if kind is None:
+            super().reduce(tensor, dst, op, deadline)
+            return
+        mpi, reduce = kind
+        contribution = arithmetic.before(tensor, op)
+        memory = [at(contribution), contribution.numel(), mpi]
+        if self.rank != dst:
+            self._run("reduce", lambda: self._comm.Ireduce(memory, None, reduce, dst), deadline, contribution)
+            return
+        if contribution is not tensor:
+            tensor.copy_(contribution)
+            memory[0] = at(tensor)
+        self._run("reduce", lambda: self._comm.Ireduce(MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
+        arithmetic.after(tensor, op, self.size)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        kind = native(output.dtype, op)
+        if kind is None or sum(tensor.nbytes for tensor in inputs) >= SCATTERED_BYTES:
+            super().reduce_scatter(output, inputs, op, deadline)
+            return
+        mpi, reduce = kind
+        contributions = [arithmetic.before(tensor, op) for tensor in inputs]
+        memory, kept = given(contributions)
+        sizes = [tensor.numel() for tensor in inputs]
+        source, target = [memory, sum(sizes), mpi], [at(output), output.numel(), mpi]
+        self._run(
+            "reduce_scatter",
+            lambda: self._comm.Ireduce_scatter(source, target, sizes, reduce),
+            deadline,
+            kept,
+            contributions,
+            output,
+        )
+        arithmetic.after(output, op, self.size)
+
+    # -- moves
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        memory = [at(tensor), MPI.BYTE]
+        self._run("broadcast", lambda: self._comm.Ibcast(memory, src), deadline, tensor)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        memory, staged = room(outputs)
+        sizes = [output.nbytes for output in outputs]
+        source = [at(tensor), MPI.BYTE]
+        if len(set(sizes)) == 1:
+            target = [memory, sizes[0], MPI.BYTE]
+            self._run("all_gather", lambda: self._comm.Iallgather(source, target), deadline, outputs, staged, tensor)
+        else:
+            uneven = [memory, counts(sizes), MPI.BYTE]
+            self._run("all_gather", lambda: self._comm.Iallgatherv(source, uneven), deadline, outputs, staged, tensor)
+        spread(staged, outputs)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        memory, kept = given(inputs)
+        into, staged = room(outputs)
+        source = [memory, counts([tensor.nbytes for tensor in inputs]), MPI.BYTE]
+        target = [into, counts([tensor.nbytes for tensor in outputs]), MPI.BYTE]
+        self._run("all_to_all", lambda: self._comm.Ialltoallv(source, target), deadline, kept, staged, outputs)
+        spread(staged, outputs)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
+        source = [at(tensor), MPI.BYTE]
+        if outputs is None:
+            self._run("gather", lambda: self._comm.Igatherv(source, None, dst), deadline, tensor)
+            return
+        memory, staged = room(outputs)
+        target = [memory, counts([output.nbytes for output in outputs]), MPI.BYTE]
+        self._run("gather", lambda: self._comm.Igatherv(source, target, dst), deadline, tensor, staged, outputs)
+        spread(staged, outputs)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
+        target = [at(tensor), MPI.BYTE]
+        if inputs is None:
+            self._run("scatter", lambda: self._comm.Iscatterv(None, target, src), deadline, tensor)
+            return
+        memory, kept = given(inputs)
+        source = [memory, counts([part.nbytes for part in inputs]), MPI.BYTE]
+        self._run("scatter", lambda: self._comm.Iscatterv(source, target, src), deadline, tensor, kept, inputs)
+
+    def barrier(self, deadline: float) -> None:
+        self._run("barrier", self._comm.Ibarrier, deadline)

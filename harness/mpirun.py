@@ -1,0 +1,135 @@
+"""Ranks of an MPI job that are forked from the zygote all the same.
+
+mpirun starts a proxy for each rank (`mpirun_proxy`). A proxy hands over the environment by which a process finds its
+place in the MPI job; the rank is forked with that environment, and the proxy dies with it. So ranks start in
+milliseconds, with this process's channel, and end with the zygote; and mpirun sees what it is used to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+from holdfast.harness import mpirun_proxy
+from holdfast.harness.launching import Launch
+from holdfast.harness.processes import StartFailed
+
+_START_SECONDS = 60.0
+_END_SECONDS = 5.0
+_RANK = "PMIX_RANK"
+_MOST = 1 << 20
+_OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
+"""What a rank has from this process and not from its proxy."""
+
+
+def mpirun_path() -> str | None:
+    """Where Open MPI's `mpirun` is: beside this Python, else on the path."""
+    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+class MpiJob(Launch):
+    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not come up."""
+
+    def __init__(self, size: int) -> None:
+        program = mpirun_path()
+        if program is None:
+            raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-mpi-"))
+        self._output = self._directory / "mpirun.log"
+        self._proxies: dict[int, socket.socket] = {}
+        self.environ = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                path = self._directory / "socket"
+                listener.bind(str(path))
+                listener.listen(size)
+                self._process = self._start(program, size, path)
+                self._gather(listener, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, program: str, size: int, path: Path) -> subprocess.Popen[bytes]:
+        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
+        options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                [program, *as_root, *options, *proxy],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "TMPDIR": str(self._directory)},
+                start_new_session=True,
+            )
+
+    def _gather(self, listener: socket.socket, size: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        listener.settimeout(0.1)
+        while len(self._proxies) < size:
+            if self._process is None or self._process.poll() is not None:
+                raise StartFailed(f"mpirun ended while starting: {self._said()}")
+            if time.monotonic() > deadline:
+                raise StartFailed(f"mpirun did not start {size} processes in time: {self._said()}")
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                continue
+            line.settimeout(5.0)
+            environ = _hear(line)
+            rank = int(environ[_RANK])
+            self._proxies[rank] = line
+            new = {name: value for name, value in environ.items() if os.environ.get(name) != value}
+            self.environ[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
+
+    def attach(self, rank: int, pidfd: int) -> None:
+        """Tie a proxy's life to the process that is its rank now."""
+        socket.send_fds(self._proxies[rank], [b"!"], [pidfd])
+
+    def close(self) -> None:
+        """End the proxies, and so mpirun, which removes what the ranks shared. Idempotent."""
+        for line in self._proxies.values():
+            line.close()
+        self._proxies.clear()
+        process, self._process = self._process, None
+        if process is not None:
+            for number in (None, signal.SIGTERM, signal.SIGKILL):
+                if number is not None:
+                    process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+                    break
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _said(self) -> str:
+        return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"
+
+
+def _hear(line: socket.socket) -> dict[str, str]:
+    """The environment that a proxy sends."""
+    size = int.from_bytes(_exactly(line, 8), "little")
+    if size > _MOST:
+        raise StartFailed(f"a proxy of mpirun sends {size} bytes of environment")
+    environ: dict[str, str] = json.loads(_exactly(line, size))
+    return environ
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := line.recv(size - len(data))):
+            raise StartFailed("a proxy of mpirun ended while starting")
+        data += more
+    return data
