@@ -159,7 +159,7 @@ class DirectTransport(Transport):
         result = output
         if not inline and output.untyped_storage().data_ptr() == inputs[0].untyped_storage().data_ptr():
             result = torch.empty_like(output)
-        result.copy_(given[self.rank])
+        result.view(-1).copy_(given[self.rank].view(-1))
         self._reduce_inputs(self.rank, result, op)
         self._ops.finish("reduce_scatter", deadline, wait=not inline)
         if result is not output:

@@ -223,6 +223,9 @@ def test_reduce_scatter_single_and_in_uneven_lists(ranks: LocalCluster) -> None:
             tensor = torch.arange(float(comm.size)).repeat_interleave(count) * (comm.rank + 1)
             comm.reduce_scatter_single(output, tensor)
             assert torch.equal(output, torch.full((count,), float(comm.rank * total)))
+            rows = torch.empty(count, 2)
+            comm.reduce_scatter_single(rows, tensor[:, None].expand(-1, 2))
+            assert torch.equal(rows, output[:, None].expand(-1, 2))
             inputs = [torch.full((r * count,), float(comm.rank)) for r in range(comm.size)]
             uneven = torch.empty(comm.rank * count)
             comm.reduce_scatter(uneven, inputs, ReduceOp.MAX)
