@@ -73,7 +73,7 @@ class OpTimeout(HoldfastError, TimeoutError):
         self.op, self.seq, self.waited, self.missing_ranks = op, seq, waited, tuple(missing_ranks)
         super().__init__(
             f"{op} (op {seq}) timed out after {waited:.3g} s waiting for {_ranks(self.missing_ranks)}; "
-            "abort the communicator and build the next one, or raise the timeout"
+            "abort the communicator and build the next one, or raise the timeout if that was too short"
         )
 
 
