@@ -6,12 +6,14 @@ it: the others go on, and mpirun removes what was shared and reports success.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed
@@ -37,6 +39,7 @@ def start(deadline: float) -> None:
         if "mpi4py.MPI" not in sys.modules:
             for name, value in _SETTINGS.items():
                 os.environ.setdefault(name, value)
+            _load_library()
             rc: Any = importlib.import_module("mpi4py").rc
             rc.finalize = False
         try:
@@ -47,6 +50,14 @@ def start(deadline: float) -> None:
             raise BackendUnavailable("mpi", f"it does not load: {error}", "pip install 'holdfast[mpi]'") from error
         if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             raise BackendUnavailable("mpi", "it was initialised for one thread only", "leave mpi4py.rc.threads true")
+
+
+def _load_library() -> None:
+    """Load libmpi from where mpirun says it lies: the loader read LD_LIBRARY_PATH when this process began, which a
+    process that was forked into an MPI job did before it got its own."""
+    library = Path(os.environ.get("OPAL_PREFIX", "/nowhere")) / "lib" / "libmpi.so.40"
+    if library.exists():
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def bounded(task: Callable[[], T], deadline: float, liveness: Liveness | None = None) -> T:
