@@ -64,6 +64,8 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _GRACE_SECONDS = 0.2
 """How long a broken connection may wait for the kernel's word on whose process ended."""
 
+_CONNECT_SECONDS = 5.0
+"""How long the ranks may take to connect once all are there: nothing can end that wait if one of them then dies."""
 
 _making_device = threading.Lock()
 
@@ -98,7 +100,12 @@ class GlooTransport(Transport):
             options._devices = [gloo.create_device(interface="lo") if one_host else gloo.create_default_device()]
             listening = {_name(number) for number, _ in _sockets() - before if _listens(number)}
         context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
-        limit = context.deadline - time.monotonic()
+        theirs: set[tuple[str, int]] = set()
+        for rank in range(self.size):
+            if rank != self.rank:
+                data = fetch(context.store, f"listens/{rank}", context.deadline)
+                theirs.update(msgspec.json.decode(data, type=list[tuple[str, int]]))
+        limit = min(context.deadline - time.monotonic(), _CONNECT_SECONDS)
         options._timeout = timedelta(seconds=max(limit, 0.001))
         options._threads = 2
         try:
@@ -107,11 +114,6 @@ class GlooTransport(Transport):
             if dead := self._liveness.dead():
                 raise PeerFailed(dead, "its process ended while the ranks connected") from error
             raise OpTimeout("connect", 0, limit) from error
-        theirs: set[tuple[str, int]] = set()
-        for rank in range(self.size):
-            if rank != self.rank:
-                data = fetch(context.store, f"listens/{rank}", context.deadline)
-                theirs.update(msgspec.json.decode(data, type=list[tuple[str, int]]))
         self._sockets = _duplicates(listening, theirs)
         return group
 
