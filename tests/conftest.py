@@ -26,13 +26,13 @@ _leaks: list[str] = []
 _start: list[Snapshot] = []
 
 
-@pytest.fixture(params=["inproc", "shm", "gloo", "ucx"])
+@pytest.fixture(params=["inproc", "shm", "gloo", "ucx", "mpi"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend in turn."""
     return str(request.param)
 
 
-@pytest.fixture(params=["shm", "gloo", "ucx"])
+@pytest.fixture(params=["shm", "gloo", "ucx", "mpi"])
 def process_backend(request: pytest.FixtureRequest) -> str:
     """Each backend whose ranks are processes, so that they can be killed."""
     return str(request.param)

@@ -13,11 +13,13 @@ from holdfast.harness.conformance.collectives import *  # noqa: F403
 
 
 @pytest.fixture(
-    scope="module", params=["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-1", "gloo-3", "ucx-1", "ucx-3"]
+    scope="module",
+    params=["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-1", "gloo-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3"],
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     backend, size = request.param.split("-")
     with LocalCluster(int(size), backend, timeout=60.0) as cluster:
+        cluster.warm_up()
         yield cluster
 
 
