@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,32 +26,48 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventLog:
-    """The events of one process. Safe to use from several threads, and after `close` (events then go nowhere)."""
+    """The events of one process. Safe to use from several threads. The file is opened by the first event."""
 
     def __init__(self, process: str, directory: str | os.PathLike[str] | None = None) -> None:
         """Write to `<directory>/<process>.jsonl`, if there is a directory (default: from the environment)."""
         self.process = process
         self._pid = os.getpid()
         self._listeners: tuple[Listener, ...] = ()
+        self._directory = os.environ.get(DIRECTORY) if directory is None else directory
+        self._opening = threading.Lock()
         self._fd = -1
-        directory = os.environ.get(DIRECTORY) if directory is None else directory
-        if directory:
-            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = Path(directory) / f"{process}.jsonl"
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Note that something happened, now. `fields` are what JSON can say."""
-        if self._fd < 0 and not self._listeners:
+        if not self._directory and not self._listeners:
             return
         event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
-        if self._fd >= 0:
-            os.write(self._fd, _encode(event) + b"\n")
+        if self._directory:
+            line = _encode(event) + b"\n"
+            with self._opening:
+                self._write(line)
         for listener in self._listeners:
             try:
                 listener(event)
             except Exception:
                 _log.exception("a listener to events failed")
+
+    def _write(self, line: bytes) -> None:
+        """Append a line. A log that cannot be written ends, with a warning; the job goes on."""
+        if not self._directory:
+            return
+        try:
+            os.write(self._opened(self._directory), line)
+        except OSError as error:
+            _log.warning("%s writes no events any more: %s", self.process, error)
+            self._directory = None
+
+    def _opened(self, directory: str | os.PathLike[str]) -> int:
+        if self._fd < 0:
+            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = Path(directory) / f"{self.process}.jsonl"
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return self._fd
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for each event from now on, in the thread where it happens; it must be quick.
@@ -65,7 +82,9 @@ class EventLog:
         return unsubscribe
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
-        fd, self._fd = self._fd, -1
+        """Close the file: later events go to listeners alone. Idempotent."""
+        with self._opening:
+            self._directory = None
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -51,11 +51,9 @@ class Verdict:
 def judge(votes: Sequence[Vote], rank: int) -> Verdict:
     """The verdict for `rank`; every rank comes to the same about the step.
 
-    Raises `Mismatch` if the ranks are not doing the same job, `HoldfastError` if nobody holds the state any more.
+    Raises `Mismatch` if this rank, or those who hold the state, are not doing the same job as the first who holds it;
+    `HoldfastError` if nobody holds the state any more.
     """
-    if len({vote.total for vote in votes}) > 1:
-        listed = ", ".join(f"rank {r}: {vote.total}" for r, vote in enumerate(votes))
-        raise Mismatch(f"the ranks were asked for different numbers of steps ({listed}); call steps() alike")
     best = max(vote.standing for vote in votes)
     if best == NEWCOMER:
         raise HoldfastError(
@@ -63,6 +61,12 @@ def judge(votes: Sequence[Vote], rank: int) -> Verdict:
             "start the job again from its last checkpoint"
         )
     holders = [r for r, vote in enumerate(votes) if vote.standing == best]
+    for r in (*holders, rank):
+        if votes[r].total != votes[holders[0]].total:
+            raise Mismatch(
+                f"rank {r} was asked for {votes[r].total} steps, rank {holders[0]} for {votes[holders[0]].total}; "
+                "call steps() alike on all ranks"
+            )
     newest = max(votes[r].done for r in holders)
     for r in holders:
         if not (votes[r].done == newest or (votes[r].done == newest - 1 and votes[r].prepared)):

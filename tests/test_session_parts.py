@@ -71,8 +71,12 @@ def test_nobody_with_the_state_is_the_end() -> None:
 
 
 def test_ranks_with_other_jobs_in_mind_are_told() -> None:
-    with pytest.raises(Mismatch, match="rank 0: 10, rank 1: 20"):
+    with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
         judge([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
+    stray = [holder(4, False), Vote(NEWCOMER, 0, False, 20)]
+    with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps"):
+        judge(stray, 1)
+    assert judge(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
     with pytest.raises(Mismatch, match="come apart"):
         judge([holder(4, False), holder(5, False)], 0)
 
