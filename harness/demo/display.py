@@ -89,7 +89,7 @@ class LivePanel:
     def close(self, recorder: Recorder) -> None:
         """Leave the last notes on the screen."""
         self._live.stop()
-        for note in recorder.notes:
+        for note in sorted(recorder.notes, key=lambda note: note.time):
             self._live.console.print(note_line(note))
 
     def _draw(self, recorder: Recorder) -> RenderableType:

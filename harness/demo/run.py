@@ -96,7 +96,7 @@ class Performance:
             lives=tuple(recorder.lives.values()),
             spans=spans(recorder.began, events, names),
             blows=struck,
-            notes=tuple(recorder.notes),
+            notes=tuple(sorted(recorder.notes, key=lambda note: note.time)),
             findings=found,
             outcome=judge(self._plan, recorder, events, found, struck, faults.pending, digest),
         )
@@ -157,6 +157,8 @@ class Performance:
                 text = f"is in epoch {event.integer('epoch')}, rebuilt in {event.number('seconds') * 1e3:.1f} ms"
                 self._recorder.note(event.time, who, text)
             case "synced":
-                self._recorder.note(event.time, who, f"has taken over the state after step {event.integer('step')}")
+                step = event.integer("step")
+                state = f"the state after step {step}" if step >= 0 else "the state at the start"
+                self._recorder.note(event.time, who, f"has taken over {state}")
             case "lost":
                 self._recorder.note(event.time, who, f"version {event.integer('version')} is lost")
