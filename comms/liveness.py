@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import select
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,36 +55,46 @@ def open_pidfd(peer: Peer) -> int | None:
 class Liveness:
     """Watches the processes behind the ranks that are on this host; says nothing about those elsewhere.
 
-    `dead` raises what `over()` gives, if that is not None: nobody need wait any longer then.
+    `dead` raises what `over()` gives, if that is not None: nobody need wait any longer then. The processes are opened
+    when somebody first asks, for who never waits never does.
     """
 
     def __init__(
         self, peers: Sequence[Peer], rank: int, over: Callable[[], HoldfastError | None] = lambda: None
     ) -> None:
         self._over = over
+        self._unopened = {peer_rank: peer for peer_rank, peer in enumerate(peers) if peer_rank != rank}
+        self._opening = threading.Lock()
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
         self._poll = select.poll()
-        for peer_rank, peer in enumerate(peers):
-            if peer_rank == rank or peer.host != this_host() or peer.pid == os.getpid():
-                continue
-            fd = open_pidfd(peer)
-            if fd is None:
-                self._dead.add(peer_rank)
-            else:
-                self._ranks[fd] = peer_rank
-                self._poll.register(fd, select.POLLIN)
+
+    def _open(self) -> None:
+        with self._opening:
+            while self._unopened:
+                peer_rank, peer = self._unopened.popitem()
+                if peer.host != this_host() or peer.pid == os.getpid():
+                    continue
+                fd = open_pidfd(peer)
+                if fd is None:
+                    self._dead.add(peer_rank)
+                else:
+                    self._ranks[fd] = peer_rank
+                    self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> tuple[int, ...]:
         """The ranks whose process is gone, in order."""
         if (error := self._over()) is not None:
             raise error
+        if self._unopened:
+            self._open()
         if self._ranks:
             self._note(self._poll.poll(0))
         return tuple(sorted(self._dead))
 
     def wait(self, wake_fd: int) -> bool:
         """Block until a watched process ends or `wake_fd` is readable; False in the latter case."""
+        self._open()
         self._poll.register(wake_fd, select.POLLIN)
         ready = self._poll.poll()
         self._poll.unregister(wake_fd)
@@ -96,6 +107,8 @@ class Liveness:
             self._poll.unregister(fd)
 
     def close(self) -> None:
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks.clear()
+        with self._opening:
+            self._unopened.clear()
+            for fd in self._ranks:
+                os.close(fd)
+            self._ranks.clear()

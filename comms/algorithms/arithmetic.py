@@ -17,7 +17,7 @@ from holdfast.comms.ops import ReduceOp
 
 Block = Any  # np.ndarray or torch.Tensor
 
-_NUMPY: dict[torch.dtype, Any] = {
+NUMPY: dict[torch.dtype, Any] = {
     torch.bool: np.bool_,
     torch.uint8: np.uint8,
     torch.int8: np.int8,
@@ -32,8 +32,10 @@ _NUMPY: dict[torch.dtype, Any] = {
     torch.complex64: np.complex64,
     torch.complex128: np.complex128,
 }
+TORCH_BLOCK_ELEMENTS = 32768
+"""Up to here torch computes in the calling thread."""
 _HALF = (torch.float16, torch.bfloat16)
-REDUCIBLE = (*_NUMPY, *_HALF)
+REDUCIBLE = (*NUMPY, *_HALF)
 
 Combine = Callable[[Block, Block, Block], object]
 """combine(a, b, out): out = a op b; out may be a or b."""
@@ -83,26 +85,26 @@ def silent() -> Any:
 
 def combiner(dtype: torch.dtype, op: ReduceOp) -> Combine:
     """The function that combines two blocks of `dtype` under `op` (the sum, for avg and premul_sum)."""
-    return (_WITH_NUMPY if dtype in _NUMPY else _WITH_TORCH)[_BASE.get(op.name, op.name)]
+    return (_WITH_NUMPY if dtype in NUMPY else _WITH_TORCH)[_BASE.get(op.name, op.name)]
 
 
 def block_of(tensor: torch.Tensor) -> Block:
     """The flat block over the memory of a contiguous tensor."""
     flat = tensor.view(-1)
-    return flat.numpy() if tensor.dtype in _NUMPY else flat
+    return flat.numpy() if tensor.dtype in NUMPY else flat
 
 
 def block_at(buffer: Any, offset: int, dtype: torch.dtype, count: int) -> Block:
     """The block of `count` numbers at byte `offset` of a writable buffer. `count` must not be 0."""
-    if dtype in _NUMPY:
-        return np.frombuffer(buffer, _NUMPY[dtype], count, offset)
+    if dtype in NUMPY:
+        return np.frombuffer(buffer, NUMPY[dtype], count, offset)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
 
 
 def block_elements(dtype: torch.dtype, nbytes: int) -> int:
     """How many numbers a working block of at most `nbytes` holds; torch's thread pool stays out of it."""
     count = nbytes // dtype.itemsize
-    return count if dtype in _NUMPY else min(count, 32768)
+    return count if dtype in NUMPY else min(count, TORCH_BLOCK_ELEMENTS)
 
 
 def before(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:

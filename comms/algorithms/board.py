@@ -6,13 +6,15 @@ read-modify-write: aligned eight-byte loads and stores are enough, in the order 
 A row, in 8-byte words, hot words on cache lines of their own:
 
     0   flag        the phase this rank has reached; only ever grows
-    1   progress    how far this rank is within an op of many segments; only ever grows
+    1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
+    2   reduced     how many blocks of results it has staged
+    3   taken       how many blocks of the others' results it has taken
     8   asleep      1 while this rank sleeps on its doorbell
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED or ABORTED
     25  note        length of the text that says why
     32  table       2 parities x (signature, then an (address, nbytes) pair for each rank)
-    ..  note text, point-to-point channels, 2 slots (one a parity)
+    ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
 Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
 millisecond. A wake-up lost to the race between `asleep` and `flag` costs that millisecond, no more.
@@ -31,11 +33,14 @@ from typing import Any
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 
 LINE = 8
-FLAG, PROGRESS, ASLEEP, DOORBELL, STATE, NOTE = 0, 1, 8, 16, 24, 25
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE = 0, 1, 2, 3, 8, 16, 24, 25
 TABLE = 32
 ALIVE, CLOSED, ABORTED = 0, 1, 2
 NOTE_BYTES = 1024
 SLOT_BYTES = 64 * 1024
+STAGE_BLOCK_BYTES = 256 * 1024
+STAGE_DEPTH = 4
+"""How many blocks one rank may be ahead of another in a staged op."""
 
 CHANNEL_ENTRIES = 8
 INLINE_BYTES = 1024
@@ -80,8 +85,17 @@ class Layout:
         return _round_up(self.channels + self.size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
 
     @property
-    def row_words(self) -> int:
+    def stage(self) -> int:
         return self.slots + 2 * SLOT_BYTES // 8
+
+    @property
+    def stage_block(self) -> int:
+        """Bytes of a block of the stage: smaller for more ranks, so that the stage stays in the shared cache."""
+        return max(STAGE_BLOCK_BYTES // max(1, self.size - 1) // 4096, 8) * 4096
+
+    @property
+    def row_words(self) -> int:
+        return self.stage + STAGE_DEPTH * self.size * self.stage_block // 8
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +139,7 @@ class Board:
     # -- what this rank says
 
     def raise_flag(self, value: int, flag: int = FLAG) -> None:
-        """Say that this rank has reached a phase (or, of `PROGRESS`, a segment), and wake those who sleep."""
+        """Say that this rank has reached a phase (or, of another flag, a block), and wake those who sleep."""
         words = self.words
         words[self._mine + flag] = value
         for row in self._others:
@@ -187,7 +201,7 @@ class Board:
         )
 
     def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
-        """Return once `rank` has reached a phase (or, of `PROGRESS`, a segment)."""
+        """Return once `rank` has reached a phase (or, of another flag, a block)."""
         words, at = self.words, self.rows[rank] + flag
         for _ in range(self._looks):
             if words[at] >= value:
@@ -271,6 +285,11 @@ class Board:
     def slot(self, rank: int, parity: int) -> int:
         """Byte offset of a rank's slot."""
         return 8 * (self.rows[rank] + self.layout.slots) + parity * SLOT_BYTES
+
+    def staged(self, src: int, dst: int, block: int) -> int:
+        """Byte offset of a block of the stage of `src`: of its input for `dst`, or, for itself, of its results."""
+        place = STAGE_DEPTH * dst + block % STAGE_DEPTH
+        return 8 * (self.rows[src] + self.layout.stage) + place * self.layout.stage_block
 
     def table(self, rank: int, parity: int) -> int:
         """Word index of a rank's table: the signature, then (address, nbytes) for each rank."""

@@ -2,11 +2,10 @@
 
 A rank publishes where its inputs lie (or copies them into its slot, when they are small), raises its flag, and reads
 what it needs from the others once their flags are up. Nobody waits for a message to be pushed, and large payloads move
-once, from the tensor where they are to the tensor where they belong.
+once, from the tensor where they are to the tensor where they belong. Large all_reduces go another way: see `staging`.
 
-Cost, for n ranks and b bytes a rank, with copies at B bytes/s: all_reduce is a reduce-scatter and an all-gather by
-direct reads, 2 b (n-1)/n / B and three meetings (the bandwidth-optimal volume of Rabenseifner, "Optimization of
-Collective Reduction Operations", 2004, without his log n rounds); small payloads take one meeting.
+Cost for n ranks: one meeting when inputs are small; when they are not, each rank reads what the op's definition makes
+it read, once, and there is a second meeting, so that inputs may be changed.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.board import ABORTED, CLOSED, PROGRESS, Board
+from holdfast.comms.algorithms.board import ABORTED, CLOSED, Board
 from holdfast.comms.algorithms.channels import Channels
 from holdfast.comms.algorithms.pairwise import keep_own
 from holdfast.comms.algorithms.publication import Publications
+from holdfast.comms.algorithms.staging import Staging
 from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import unpack
 from holdfast.comms.transport import Transport
-
-SEGMENT_BYTES = 4 * 1024 * 1024
-"""What all ranks reduce together before they read each other's results: a fraction of the shared cache."""
-_MOST_SEGMENTS = 1 << 20
 
 
 class DirectTransport(Transport):
@@ -39,6 +35,7 @@ class DirectTransport(Transport):
         self._board = board
         self._ops = Publications(board, self._read_memory)
         self._channels = Channels(board, self._read_memory)
+        self._staging = Staging(board)
         self._slot_blocks: dict[tuple[int, torch.dtype, int], list[arithmetic.Block]] = {}
 
     def start(self, deadline: float) -> None:
@@ -72,7 +69,8 @@ class DirectTransport(Transport):
         else:
             if given is not tensor:
                 tensor.copy_(given)
-            self._reduce_segments(given, tensor, op, deadline)
+            self._staging.all_reduce(given.view(-1), tensor.view(-1), op, deadline, self._ops.number)
+            self._ops.finish("all_reduce", deadline, wait=False)
         arithmetic.after(tensor, op, self.size)
 
     def _reduce_slots(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -92,36 +90,6 @@ class DirectTransport(Transport):
             combine(blocks[0], blocks[1], out)
             for block in blocks[2:]:
                 combine(out, block, out)
-
-    def _reduce_segments(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        """Large: in every segment each rank reduces the part it owns, reading the others' inputs where they lie;
-        then it reads the parts that the others own. Segments are small enough that what one rank has just reduced is
-        still in the shared cache when the others read it, and a rank reduces the next one before it reads, so that
-        ranks rarely wait for each other.
-
-        `given` are the inputs, at the addresses in the tables; results come into `tensor`, which each rank announces
-        in the second entry of its table (it is the same, but for premul_sum).
-        """
-        board, ops, seq = self._board, self._ops, self._ops.number
-        ops.announce(1, tensor.data_ptr())
-        flat = tensor.view(-1)
-        segments = _segments(flat.numel(), tensor.dtype.itemsize, self.size)
-        base = seq * _MOST_SEGMENTS
-        around = ops.around()
-        for number in range(len(segments) + 1):
-            if number < len(segments):
-                start, stop = segments[number][self.rank], segments[number][self.rank + 1]
-                first = start * tensor.dtype.itemsize
-                ops.reduce_from([(r, ops.address(r, 0) + first) for r in around], flat[start:stop], op)
-                board.raise_flag(base + number + 1, PROGRESS)
-            if number > 0:
-                bounds = [bound * tensor.dtype.itemsize for bound in segments[number - 1]]
-                for r in around:
-                    board.wait_for(r, base + number, deadline, "all_reduce", seq, PROGRESS)
-                    start, nbytes = bounds[r], bounds[r + 1] - bounds[r]
-                    if nbytes:
-                        ops.copy(r, ops.address(r, 1) + start, tensor.data_ptr() + start, nbytes)
-        self._ops.finish("all_reduce", deadline, wait=True)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
@@ -250,14 +218,3 @@ class DirectTransport(Transport):
         self._slot_blocks.clear()
         self._board.release()
         self._release()
-
-
-def _segments(count: int, itemsize: int, size: int) -> list[list[int]]:
-    """`count` elements in segments, each given as the size + 1 bounds of the parts that the ranks own."""
-    length = max(SEGMENT_BYTES // itemsize, -(-count // (_MOST_SEGMENTS - 1)))
-    result = []
-    for start in range(0, count, length):
-        here = min(length, count - start)
-        part = -(-here // size // 16) * 16
-        result.append([start + min(r * part, here) for r in range(size)] + [start + here])
-    return result

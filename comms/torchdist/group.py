@@ -242,7 +242,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; else raise on all, naming those that did not. See `MonitoredBarrier`."""
         with self._turn:
-            self._monitored.pass_through(seconds(timeout) or self._timeout, wait_all_ranks)
+            limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            self._monitored.pass_through(self._timeout if limit is None else limit, wait_all_ranks)
 
     # -- point to point: beside the collectives, not in order with them
 

@@ -37,19 +37,18 @@ class MonitoredBarrier:
         deadline = time.monotonic() + timeout
         missing = list(range(1, self._size))
         while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 break
             time.sleep(_PAUSE)
         told = missing if wait_all_ranks else missing[:1]
         self._store.set(f"{key}/verdict", ",".join(map(str, told)) or "passed")
         if told:
             names = ", ".join(map(str, told))
-            error = OpTimeout("monitored_barrier", self._count, timeout, tuple(told))
-            error.args = (
-                f"{'Ranks' if len(told) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in "
-                f"{timeout * 1000:.0f} ms",
-            )
-            raise error
+            limit = f"{timeout * 1000:.0f} ms"
+            said = f"{'Ranks' if len(told) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in {limit}"
+            if timeout <= 0:
+                said = f"Rank 0 timed out in monitoredBarrier after {limit}, before it could look for rank {names}"
+            raise _said(OpTimeout("monitored_barrier", self._count, timeout, tuple(told)), said)
 
     def _follow(self, key: str, timeout: float) -> None:
         self._store.set(f"{key}/{self._rank}", "here")
@@ -64,6 +63,12 @@ class MonitoredBarrier:
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0. Please check rank 0 logs for faulty rank. Rank 0 missed: {verdict}"
             )
+
+
+def _said(error: OpTimeout, text: str) -> OpTimeout:
+    """The error with the words that torch has for it."""
+    error.args = (text,)
+    return error
 
 
 def accept_holdfast() -> None:
