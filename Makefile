@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 JOBS ?= auto
 
-.PHONY: help setup test lint types unit demo bench wheel constraints clean
+.PHONY: help setup test lint types unit torch-suite demo bench wheel constraints clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
@@ -29,6 +29,9 @@ types: $(STAMP)  ## mypy --strict
 
 unit: $(STAMP)  ## the tests, on all cores (JOBS=n for n)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
+	$(BIN)/python tests/torch_suite.py compare
 
 demo: $(STAMP)  ## the reference workload: train, break it three times, see it recover, write report/report.html
 	$(BIN)/holdfast demo

@@ -1,0 +1,139 @@
+"""Runs torch's own distributed tests (they ship inside torch): `torch_suite.py BACKEND [NAME ...]`, or `compare`.
+
+BACKEND is gloo, or holdfast over the transport that HOLDFAST_BACKEND names. Prints one line of JSON a test: its name,
+outcome (passed, failed, skipped) and seconds. torch's tests ask which backend they run on and skip what it is not known
+for; they are told "gloo", and every group that they then make under that name is made under BACKEND. Ranks are forked
+from a process that has torch imported: spawning them would take ten times as long. `compare` runs all tests over plain
+gloo, then over holdfast on shm and gloo, and fails if one that passes over plain gloo does not pass over holdfast,
+unless `torch_suite.toml` says why it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import unittest
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+WORLD_SIZE = 3
+TABLE = Path(__file__).with_name("torch_suite.toml")
+
+
+def suite(backend: str) -> type[unittest.TestCase]:
+    """torch's test class, with its ranks forked and its groups over `backend`."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1")
+    folder = os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+    os.environ["INIT_METHOD"] = f"file://{folder}/shared_init_file"
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing
+    from torch.testing._internal.distributed import distributed_test
+
+    torch.set_num_threads(1)
+    if backend != "gloo":
+        import holdfast.comms.torchdist  # noqa: F401  # registers the name
+
+        _rename("gloo", backend, dist)
+
+    class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_processes()
+
+        def _spawn_processes(self) -> None:
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    return TorchSuite
+
+
+def _rename(known: str, backend: str, dist: Any) -> None:
+    """Groups that are asked for as `known` are made as `backend`."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for name in ("init_process_group", "new_group"):
+        original = getattr(c10d, name)
+
+        def renamed(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if kwargs.get("backend") == known:
+                kwargs["backend"] = backend
+            args = tuple(backend if arg == known and isinstance(arg, str) else arg for arg in args)
+            return _original(*args, **kwargs)
+
+        setattr(c10d, name, renamed)
+        setattr(dist, name, renamed)
+
+
+def run(backend: str, names: Sequence[str]) -> bool:
+    """Run the tests called `names` (all, if there are none); True if none failed."""
+    case = suite(backend)
+    passed = True
+    for name in names or unittest.TestLoader().getTestCaseNames(case):
+        result = unittest.TestResult()
+        began = time.monotonic()
+        with tempfile.TemporaryFile("w+", buffering=1) as output:
+            with redirect_stdout(output), redirect_stderr(output):
+                case(name).run(result)
+            output.seek(0)
+            said = output.read()
+        outcome = "failed" if result.failures or result.errors else "skipped" if result.skipped else "passed"
+        why = "".join(text for _, text in [*result.failures, *result.errors, *result.skipped])
+        line = {
+            "test": name,
+            "outcome": outcome,
+            "seconds": round(time.monotonic() - began, 2),
+            "why": why and said[-3000:] + why[-600:],
+        }
+        print(json.dumps(line), flush=True)
+        passed = passed and outcome != "failed"
+    return passed
+
+
+def outcomes(backend: str, transport: str, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """What became of each test, run in a process of its own over `backend`."""
+    finished = subprocess.run(
+        [sys.executable, __file__, backend, *names],
+        env={**os.environ, "HOLDFAST_BACKEND": transport},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"test"')]
+    return {line["test"]: line for line in lines}
+
+
+def cannot() -> dict[str, str]:
+    """The tests that pass over plain gloo and cannot over holdfast, with the reason."""
+    table: dict[str, str] = tomllib.loads(TABLE.read_text())["cannot"]
+    return table
+
+
+def compare() -> bool:
+    """Whether all that passes over plain gloo passes over holdfast; prints what does not."""
+    plain = [name for name, line in outcomes("gloo", "").items() if line["outcome"] == "passed"]
+    print(f"gloo: {len(plain)} tests pass")
+    expected = [name for name in plain if name not in cannot()]
+    good = bool(expected)
+    for transport in ("shm", "gloo"):
+        ours = outcomes("holdfast", transport, expected)
+        failed = [name for name in expected if ours.get(name, {}).get("outcome") != "passed"]
+        print(f"holdfast over {transport}: {len(expected) - len(failed)} of these {len(plain)} pass")
+        for name in failed:
+            print(f"  {name}: {ours.get(name, {}).get('why', 'did not end')}")
+        good = good and not failed
+    for name, reason in cannot().items():
+        print(f"cannot: {name}: {reason}")
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(0 if (compare() if sys.argv[1] == "compare" else run(sys.argv[1], sys.argv[2:])) else 1)
