@@ -159,11 +159,17 @@ def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.d
 def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The names of a preference that this process can run, in order; and why it cannot run the others.
 
+    Those that it can run prepare themselves for being chosen.
+
     Raises `BackendUnavailable` for an unknown name, ValueError for an empty preference.
     """
     names = _preference(backend, device)
     unavailable = _unavailable(names)
-    return [name for name in names if name not in unavailable], unavailable
+    runnable = [name for name in names if name not in unavailable]
+    for name in runnable:
+        if (prepare := registry().backend(name).info.prepare) is not None:
+            prepare()
+    return runnable, unavailable
 
 
 def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:

@@ -85,7 +85,8 @@ class Capabilities:
 class BackendInfo:
     """A backend as its plugin announces it. `probe`, `connect` and `memory` import lazily whatever they need.
 
-    `connect` is None for a backend that has only a memory plane; `memory` is None for one that has none.
+    `connect` is None for a backend that has only a memory plane; `memory` is None for one that has none. `prepare`, if
+    there is one, is called in every process that joins a job, a spare too, before it has a rank; it returns at once.
     """
 
     name: str
@@ -95,6 +96,7 @@ class BackendInfo:
     probe: Callable[[], Available | Unavailable]
     connect: Callable[[Context], Transport] | None
     memory: Callable[[], MemoryPlane] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

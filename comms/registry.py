@@ -170,7 +170,7 @@ def _check(info: Any) -> None:
         raise InvalidPlugin(f"backend {info.name!r}: capabilities must be a Capabilities object")
     if not callable(info.probe):
         raise InvalidPlugin(f"backend {info.name!r}: probe must be callable")
-    for part in ("connect", "memory"):
+    for part in ("connect", "memory", "prepare"):
         if not (getattr(info, part) is None or callable(getattr(info, part))):
             raise InvalidPlugin(f"backend {info.name!r}: {part} must be callable or None")
     if info.connect is None and info.memory is None:

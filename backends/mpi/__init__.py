@@ -40,6 +40,13 @@ def connect(context: Context) -> MpiTransport:
     return MpiTransport(context)
 
 
+def prepare() -> None:
+    """Begin to initialise MPI, which takes every process that mpirun started: a spare too."""
+    from holdfast.backends.mpi import world
+
+    world.prepare()
+
+
 def probe() -> Available | Unavailable:
     """Whether mpi4py is here, and mpirun started this process with fault tolerance."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -66,5 +73,6 @@ def holdfast_backends() -> list[BackendInfo]:
             ),
             probe=probe,
             connect=connect,
+            prepare=prepare,
         )
     ]

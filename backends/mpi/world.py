@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,25 +32,54 @@ _GRACE_SECONDS = 0.5
 """How long MPI itself may take to find out that a member of a communicator in the making is gone."""
 
 _lock = threading.Lock()
+_begun: Future[None] | None = None
+
+
+def prepare() -> None:
+    """Begin to initialise MPI, on a thread of its own, unless somebody has begun. Returns at once.
+
+    MPI_Init waits for all processes of the MPI job, spares too, whenever those come to it.
+    """
+    global _begun
+    with _lock:
+        if _begun is None:
+            _begun = Future()
+            threading.Thread(target=_initialise, args=(_begun,), name="holdfast-mpi-start", daemon=True).start()
 
 
 def start(deadline: float) -> None:
-    """Initialise MPI, unless somebody has. Raises `OpTimeout`, or `BackendUnavailable` with MPI's words."""
-    with _lock:
-        if "mpi4py.MPI" not in sys.modules:
-            for name, value in _SETTINGS.items():
-                os.environ.setdefault(name, value)
-            _load_library()
-            rc: Any = importlib.import_module("mpi4py").rc
-            rc.finalize = False
-        try:
-            mpi: Any = bounded(lambda: importlib.import_module("mpi4py.MPI"), deadline)
-        except (ImportError, RuntimeError) as error:
-            if isinstance(error, OpTimeout):
-                raise
-            raise BackendUnavailable("mpi", f"it does not load: {error}", "pip install 'holdfast[mpi]'") from error
-        if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
-            raise BackendUnavailable("mpi", "it was initialised for one thread only", "leave mpi4py.rc.threads true")
+    """Return once MPI is initialised. Raises `OpTimeout`, or `BackendUnavailable` with MPI's words."""
+    began = time.monotonic()
+    prepare()
+    assert _begun is not None
+    try:
+        _begun.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise OpTimeout("connect", 0, time.monotonic() - began) from None
+
+
+def _initialise(begun: Future[None]) -> None:
+    try:
+        _load()
+    except BaseException as error:
+        begun.set_exception(error)
+    else:
+        begun.set_result(None)
+
+
+def _load() -> None:
+    if "mpi4py.MPI" not in sys.modules:
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        _load_library()
+        rc: Any = importlib.import_module("mpi4py").rc
+        rc.finalize = False
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable("mpi", f"it does not load: {error}", "pip install 'holdfast[mpi]'") from error
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        raise BackendUnavailable("mpi", "it was initialised for one thread only", "leave mpi4py.rc.threads true")
 
 
 def _load_library() -> None:

@@ -1,0 +1,213 @@
+"""What is special about `mpi`: mpirun starts its ranks, MPI numbers them its own way, and its world only shrinks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import comms
+from holdfast.comms import BackendUnavailable, Communicator, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.ft import Session
+from holdfast.harness import LocalCluster
+from holdfast.harness.launching import launch
+from holdfast.harness.mpirun import mpirun_path
+from holdfast.harness.outcomes import Outcome
+
+pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
+
+
+def survivors(outcomes: list[Outcome], dead: int) -> list[object]:
+    """What the ranks returned that were not killed; fails with the first of their errors."""
+    rest = [outcome for outcome in outcomes if outcome.rank != dead]
+    for outcome in rest:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in rest]
+
+
+def next_communicator(comm: Communicator, members: list[int], meeting: Path, name: str) -> Communicator:
+    """Connect `members` of `comm` anew, in their order."""
+    rank = members.index(comm.rank)
+    return comms.connect("mpi", rank=rank, size=len(members), rendezvous=f"file://{meeting}", name=name, timeout=20.0)
+
+
+def test_outside_of_mpirun_it_says_how_to_start() -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        comms.connect("mpi", rank=0, size=1, rendezvous="file:///nowhere")
+    assert "mpirun --with-ft ulfm -n N python script.py" in str(caught.value)
+    assert "LocalCluster(N, 'mpi')" in str(caught.value)
+    assert not comms.backends()["mpi"].available
+
+
+def test_a_script_under_plain_mpirun(tmp_path: Path) -> None:
+    """The communicator's ranks are those that were asked for, not MPI's; ending without MPI_Finalize is no failure."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "from holdfast import comms\n"
+        "size = int(os.environ['OMPI_COMM_WORLD_SIZE'])\n"
+        "rank = size - 1 - int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+        f"with comms.connect('mpi', rank=rank, size=size, rendezvous='file://{tmp_path}/meeting') as comm:\n"
+        "    output = torch.empty(size)\n"
+        "    comm.all_gather_single(output, torch.tensor([float(rank)]))\n"
+        f"    open(f'{tmp_path}/{{rank}}', 'w').write(str(output.tolist()))\n"
+    )
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    options = ["--oversubscribe", "--with-ft", "ulfm", "-n", "2"]
+    subprocess.run(
+        [str(mpirun_path()), *as_root, *options, sys.executable, str(script)],
+        check=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2
+
+
+def test_after_a_kill_the_others_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
+    def body(comm: Communicator, rounds: int) -> tuple[float, list[float], int]:
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises((PeerFailed, Revoked), match="rank 1"):
+            comm.all_reduce(torch.ones(100))
+        members, sums = [2, 0], []
+        for turn in range(rounds):
+            with next_communicator(comm, members, tmp_path / "next", f"turn {turn}") as after:
+                x = torch.full((3,), float(comm.rank + turn))
+                after.all_reduce(x)
+                sums.append(x[0].item())
+                assert after.rank == members.index(comm.rank)
+                if turn == 0:
+                    first = time.monotonic() - killed
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        assert threading.active_count() <= 3
+        return first, sums, descriptors
+
+    with LocalCluster(3, "mpi", timeout=60.0) as cluster:
+        for first, sums, descriptors in survivors(cluster.outcomes(body, 25), dead=1):  # type: ignore[misc]
+            assert first < 5.0
+            assert sums == [2.0 + 2 * turn for turn in range(25)]
+            assert descriptors < 60
+        assert cluster.run(lambda comm: comm.size) == [3, 3, 3], "the next run has all ranks again"
+
+
+def test_a_large_send_to_a_stopped_rank_ends_in_time() -> None:
+    """MPI cannot cancel such a send; the op ends all the same, and what follows does not wait for it."""
+
+    def body(comm: Communicator, meeting: str) -> float:
+        pids = comm.all_gather_object(os.getpid())
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises((OpTimeout, Revoked), match="rank 1"):
+            comm.broadcast(torch.ones(1 << 20), comm.rank if comm.rank == 0 else 0, timeout=0.5)
+            comm.barrier(timeout=0.5)
+        waited = time.monotonic() - began
+        with next_communicator(comm, [0, 2], Path(meeting), "next") as after:
+            x = torch.ones(1 << 19)
+            after.all_reduce(x)
+            assert x.unique().tolist() == [2.0]
+        os.kill(pids[1], signal.SIGKILL)
+        return waited
+
+    with LocalCluster(3, "mpi", timeout=30.0) as cluster:
+        outcomes = cluster.outcomes(body, str(cluster.logs / "next"))
+    assert all(waited < 5.0 for waited in survivors(outcomes, dead=1))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("count", [1, 1 << 22])
+def test_an_abort_from_another_thread_ends_the_op_on_every_rank(count: int) -> None:
+    def body(comm: Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(1.0)
+            return 0.0
+        if comm.rank == 0:
+            threading.Timer(0.1, comm.abort, ["called off"]).start()
+        began = time.monotonic()
+        with pytest.raises(Revoked, match="called off"):
+            comm.all_reduce(torch.ones(count))
+        return time.monotonic() - began
+
+    with LocalCluster(3, "mpi", timeout=30.0) as cluster:
+        assert max(cluster.run(body)) < 0.9
+
+
+def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
+    def body(comm: Communicator) -> int:
+        def rounds(number: int) -> int:
+            for _ in range(number):
+                with comm.split([1, 0]) as part:
+                    part.barrier()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        return -rounds(20) + rounds(100)
+
+    with LocalCluster(2, "mpi", timeout=60.0) as cluster:
+        assert max(cluster.run(body)) < 8192, "KiB"
+
+
+def test_minima_keep_nans_as_elsewhere() -> None:
+    def body(comm: Communicator) -> bool:
+        x = torch.tensor([float("nan") if comm.rank else 1.0, 2.0 + comm.rank])
+        comm.all_reduce(x, comms.ReduceOp.MIN)
+        return bool(x[0].isnan()) and x[1].item() == 2.0
+
+    with LocalCluster(2, "mpi") as cluster:
+        assert cluster.run(body) == [True, True]
+
+
+def test_nothing_of_a_job_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when a rank was killed in the middle: no process, no session directory, no shared memory."""
+    before = set(Path("/dev/shm").iterdir())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier(timeout=5.0)
+
+    with LocalCluster(2, "mpi") as cluster:
+        cluster.outcomes(body)
+    assert not list(tmp_path.iterdir())
+    mine = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sm_segment")]
+    assert not [path for path in mine if path.exists()]
+
+
+def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
+    """Spares are processes of the same mpirun: they initialise MPI with the others, or nobody could."""
+
+    def train(session: Session) -> float:
+        done = 0.0
+        for attempt in session.steps(30):
+            with attempt:
+                shards = torch.tensor(float(len(attempt.shards)))
+                attempt.comm.all_reduce(shards)
+                time.sleep(0.02)
+            if attempt.committed:
+                done += 1
+        return done
+
+    with LocalCluster(2, "mpi", spares=1, timeout=60.0) as cluster:
+        job = cluster.start(train)
+        job.wait_for("committed", step=3)
+        killed = job.kill(1)
+        assert job.results(timeout=40.0)[0] == 30.0
+        assert killed not in [process.pid for process in job.processes if process.alive()]
+
+
+def test_an_unknown_launcher_is_refused() -> None:
+    with pytest.raises(Unsupported, match="srun"):
+        launch("srun", 2)
