@@ -66,7 +66,7 @@ def test_a_script_under_plain_mpirun(tmp_path: Path) -> None:
     subprocess.run(
         [str(mpirun_path()), *as_root, *options, sys.executable, str(script)],
         check=True,
-        timeout=60,
+        timeout=110,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2

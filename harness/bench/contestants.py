@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from holdfast.harness.bench.launch import HOLDFAST
+from holdfast.harness.bench.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
+from holdfast.harness.mpirun import mpirun_path
 
 PEERS = ("torch-gloo", "openmpi")
 MEMCPY = "memcpy"
@@ -33,18 +33,12 @@ class ContestantFailed(RuntimeError):
     """A library failed in a way that its ranks cannot go on from."""
 
 
-def mpirun() -> str | None:
-    """Where Open MPI's `mpirun` is: beside this Python, else on the path."""
-    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 def missing(contestant: str) -> str | None:
     """Why `contestant` cannot run here and what to install; None if it can."""
     if contestant == "openmpi":
         if importlib.util.find_spec("mpi4py") is None:
             return f"mpi4py is not installed; {_INSTALL_MPI}"
-        if mpirun() is None:
+        if mpirun_path() is None:
             return f"no mpirun; {_INSTALL_MPI}"
     if contestant.startswith(HOLDFAST):
         return _backend_missing(contestant.removeprefix(HOLDFAST))
@@ -60,25 +54,26 @@ def _backend_missing(backend: str) -> str | None:
         status = registry().backend(backend).status
     except BackendUnavailable as error:
         return str(error)
-    return f"{status.reason}; {status.install_hint}" if isinstance(status, Unavailable) else None
+    if isinstance(status, Unavailable) and not status.needs_launcher:
+        return f"{status.reason}; {status.install_hint}"
+    return None
 
 
 def _command(contestant: str, key: str, directory: Path, ranks: int) -> list[str]:
-    if contestant != "openmpi":
-        return [
-            sys.executable,
-            "-m",
-            "holdfast.harness.bench.launch",
-            contestant,
-            key,
-            str(directory),
-            str(ranks),
-        ]
-    run = mpirun()
-    assert run is not None
+    if contestant == "openmpi":
+        return [*_mpirun(ranks), sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
+    launcher = launcher_of(contestant)
+    start = [*_mpirun(ranks), "--with-ft", "ulfm"] if launcher == "mpirun" else []
+    program = [sys.executable, "-m", "holdfast.harness.bench.launch"]
+    return [*start, *program, contestant, key, str(directory), str(ranks)]
+
+
+def _mpirun(ranks: int) -> list[str]:
+    program = mpirun_path()
+    if program is None:
+        raise ContestantFailed(f"no mpirun; {_INSTALL_MPI}")
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    worker = [sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
-    return [run, *as_root, "--oversubscribe", "-n", str(ranks), *worker]
+    return [program, *as_root, "--oversubscribe", "-n", str(ranks)]
 
 
 def _environment(contestant: str) -> dict[str, str]:

@@ -21,6 +21,15 @@ HOLDFAST = "holdfast:"
 """What the names of our own contestants start with; the backend follows."""
 
 
+def launcher_of(contestant: str) -> str:
+    """The program that must start the ranks of this contestant together; "" if this one forks them."""
+    if not contestant.startswith(HOLDFAST):
+        return ""
+    from holdfast.comms.registry import registry
+
+    return registry().backend(contestant.removeprefix(HOLDFAST)).info.capabilities.launcher
+
+
 def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -> Driver:
     meeting = directory / f"{key}.store"
     if contestant == "memcpy":
@@ -82,6 +91,8 @@ def main(contestant: str, key: str, directory: Path, ranks: int) -> int:
         torch.set_num_threads(1)
     if contestant.startswith(HOLDFAST):
         import holdfast.comms  # noqa: F401
+    if launcher_of(contestant):
+        return 0 if _rank(contestant, key, directory, int(os.environ["PMIX_RANK"]), ranks, os.sched_yield) else 1
     threaded = contestant == f"{HOLDFAST}inproc"
     return 0 if (_in_threads if threaded else _in_processes)(contestant, key, directory, ranks) else 1
 
