@@ -82,6 +82,7 @@ class Reactor:
         self._pulse: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._question = 0
+        self._depth = 0
         self._following = self._looking = False
         self._spare_for: View | None = None
 
@@ -118,6 +119,7 @@ class Reactor:
         if before is None:
             return
         self._core, effects = before.on(event, time.monotonic())
+        self._depth += 1
         try:
             for effect in effects:
                 self._perform(effect)
@@ -125,6 +127,10 @@ class Reactor:
             _log.exception("an effect of %r failed", event)
             self._tenure.end(HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}"))
             raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0:  # what others wait for comes before what wakes up this process's own threads
+                self._tenure.end_ops()
         if self._core.view is not before.view or self._core.spares is not before.spares:
             self._follow_soon()
         self._set_timer(self._core.wake_at)
@@ -222,8 +228,11 @@ class Reactor:
                 self.links.notify(member.id, "install", body)
 
     def _propose(self, expected: int, view: View) -> None:
-        """Ask the register, in its thread; what it answers too late counts as not answered."""
+        """Ask the register: here if it is local, else in a thread, where what comes too late counts as not answered."""
         self._reach("rebuild.before_propose")
+        if self._register.local:
+            self._answered(self._question, self._compare_and_set(expected, view))
+            return
         self._question += 1
         number, patience = self._question, self._settings.timeouts.rebuild
         late = v.CasFailed(f"the register did not answer within {patience:g} s")

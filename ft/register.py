@@ -21,6 +21,11 @@ class Register:
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
 
+    @property
+    def local(self) -> bool:
+        """Whether asking it takes microseconds and waits for no other machine."""
+        return self._cell.local
+
     @classmethod
     def open(cls, url: str) -> Register:
         """The register at `url`; see `holdfast.ft.registers.open_cell` for what may be wrong with it."""

@@ -24,6 +24,7 @@ class Tenure:
         self._view: View | None = None
         self._over: HoldfastError | None = None
         self._comm: Communicator | None = None
+        self._revoked: list[tuple[Communicator, HoldfastError]] = []
         self._ended: HoldfastError | None = None
         self._on_over: Callable[[int], None] = lambda epoch: None
 
@@ -46,17 +47,25 @@ class Tenure:
         self._on_over(view.epoch - 1)
 
     def revoke(self, epoch: int, error: HoldfastError) -> bool:
-        """`epoch` is over, and so is every op in it; False if that was known."""
+        """`epoch` is over: nothing more can be done in it. False if that was known.
+
+        The ops that are pending in it end when `end_ops` is called.
+        """
         with self._changed:
             if self._view is None or self._view.epoch != epoch or self._over is not None:
                 return False
             self._over = error
-            comm = self._comm
+            if self._comm is not None:
+                self._revoked.append((self._comm, error))
             self._changed.notify_all()
-        if comm is not None:
-            comm.abort(error)
         self._on_over(epoch)
         return True
+
+    def end_ops(self) -> None:
+        """End the ops that are pending in revoked epochs. Their threads wake up, and compete for the interpreter."""
+        while self._revoked:
+            comm, error = self._revoked.pop()
+            comm.abort(error)
 
     def end(self, error: HoldfastError) -> None:
         """This process can do nothing more in the job. The first reason stays."""

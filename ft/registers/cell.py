@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from holdfast.comms.errors import HoldfastError
 
@@ -24,6 +25,9 @@ class Cell(ABC):
     Safe to use from several threads. Every method raises `RegisterAway` when the register cannot be reached,
     and after `close`; a `wait` in another thread then ends at once.
     """
+
+    local: ClassVar[bool] = False
+    """Whether `read` and `compare_and_set` take microseconds and wait for no other machine."""
 
     @abstractmethod
     def read(self) -> tuple[int, bytes]:

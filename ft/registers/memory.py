@@ -31,6 +31,8 @@ class MemoryCell(Cell):
     parent.
     """
 
+    local = True
+
     def __init__(self, url: str, name: str) -> None:
         self._url, self._pid = url, os.getpid()
         with _opening:

@@ -135,6 +135,8 @@ class SqliteCell(Cell):
     has no watch left to give, looks every 2 ms instead, at some 3% of a core.
     """
 
+    local = True
+
     def __init__(self, url: str, name: str) -> None:
         self._url, self._name, self._path = url, name, path_of(url)
         self._pid = os.getpid()
