@@ -171,8 +171,8 @@ class Reactor:
             case v.Revoke():
                 self._revoke(effect)
             case v.Propose(expected, view):
-                self._propose(expected, view)
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
+                self._propose(expected, view)
             case v.Announce(view):
                 self._announce(view)
             case v.Report(deaths, to):
