@@ -10,8 +10,10 @@ unless `torch_suite.toml` says why it cannot.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,9 @@ TABLE = Path(__file__).with_name("torch_suite.toml")
 def suite(backend: str) -> type[unittest.TestCase]:
     """torch's test class, with its ranks forked and its groups over `backend`."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1")
-    folder = os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+    folder = tempfile.mkdtemp(prefix="torch-suite-")
+    atexit.register(_remove, folder, os.getpid())
+    os.environ["TEMP_DIR"] = folder
     os.environ["INIT_METHOD"] = f"file://{folder}/shared_init_file"
     import torch
     import torch.distributed as dist
@@ -52,6 +56,12 @@ def suite(backend: str) -> type[unittest.TestCase]:
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     return TorchSuite
+
+
+def _remove(folder: str, owner: int) -> None:
+    """At the end of the process that made it; the forked ranks end too."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(known: str, backend: str, dist: Any) -> None:
