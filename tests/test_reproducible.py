@@ -29,7 +29,7 @@ def nasty(contributions: int, count: int, dtype: torch.dtype) -> list[torch.Tens
     return list(rows.to(dtype))
 
 
-@pytest.mark.parametrize("backend_name", ["inproc", "shm", "gloo"])
+@pytest.mark.parametrize("backend_name", ["inproc", "shm", "gloo", "ucx"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_same_bits_whoever_holds_which(backend_name: str, size: int) -> None:
     def body(comm: Communicator) -> list[bytes]:

@@ -29,7 +29,7 @@ WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 CLOSE_FORCE = 1 << 0
 MEM_MAP_ALLOCATE = 1 << 1
 ATTR_DATATYPE, ATTR_FLAGS, ATTR_REPLY_BUFFER, ATTR_RECV_INFO = 1 << 3, 1 << 4, 1 << 5, 1 << 7
-ATOMIC_ADD, ATOMIC_SWAP, ATOMIC_CSWAP = 0, 1, 2
+ATOMIC_CSWAP = 2
 
 CDEF = """
 typedef int8_t ucs_status_t;
@@ -156,6 +156,11 @@ const char *ucs_status_string(ucs_status_t status);
 void ucs_debug_disable_signals(void);
 ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 """
+
+
+def contiguous(nbytes: int) -> int:
+    """The `ucp_datatype_t` of elements of so many bytes."""
+    return nbytes << 3
 
 
 class UcxError(HoldfastError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plane import MemoryPlane
 from holdfast.comms.plugins import (
     API_VERSION,
     Available,
@@ -21,6 +22,13 @@ def connect(context: Context) -> Transport:
     from holdfast.backends.ucx.transport import connect
 
     return connect(context)
+
+
+def memory() -> MemoryPlane:
+    """See `holdfast.backends.ucx.memory.open_plane`."""
+    from holdfast.backends.ucx.memory import open_plane
+
+    return open_plane()
 
 
 def probe() -> Available | Unavailable:
@@ -43,8 +51,10 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=Capabilities(
                 reduces={"cpu": names(REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
+                memory_plane=True,
             ),
             probe=probe,
             connect=connect,
+            memory=memory,
         )
     ]

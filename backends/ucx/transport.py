@@ -21,7 +21,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.farewell import ABORTED, CLOSED, RANK_SHIFT, Farewells
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Endpoint, Worker, transports
+from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
 from holdfast.comms.algorithms.cost import Link
 from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import MessageTransport
@@ -58,7 +58,7 @@ class Message:
 class UcxTransport(MessageTransport):
     """One worker, an endpoint to every peer."""
 
-    def __init__(self, context: Context, worker: Worker, one_host: bool) -> None:
+    def __init__(self, context: Context, worker: Worker) -> None:
         self._worker = worker
         self._call = worker.lib.call
         self._epoch = context.epoch
@@ -82,11 +82,11 @@ class UcxTransport(MessageTransport):
         self._farewells = Farewells(worker, context.rank)
         try:
             self._connect(context)
-            super().__init__(context, LINKS[one_host])
+            super().__init__(context, LINKS[worker.over.local])
         except BaseException:
             self.close()
             raise
-        if not one_host:
+        if not worker.over.local:
             self._progress = ProgressThread(worker, self._lock)
 
     def note_failure(self, rank: int, why: str) -> None:
@@ -105,6 +105,18 @@ class UcxTransport(MessageTransport):
                 self._endpoints[peer] = self._worker.connect(bytes.fromhex(address.decode()), peer)
             except UcxError as error:
                 raise PeerFailed((peer,), f"no connection to it: {error}") from error
+
+    def meet(self, deadline: float) -> None:
+        """Return once every rank is connected to every other.
+
+        UCX would put it off until the first large message, which the receiver must then help along: nothing from a rank
+        that aborts at that moment, its farewell least of all, would arrive.
+        """
+        connected = Message(torch.empty(0), -1, False)
+        with self._lock:
+            self._posted(connected, self._call.ucp_worker_flush_nbx(self._worker.handle, self._worker.plain))
+        self._complete([connected], deadline, "connect", 0)
+        self.barrier(deadline)
 
     # -- messages
 
@@ -206,7 +218,7 @@ class UcxTransport(MessageTransport):
                 look_at = now + _LOOK_SECONDS
                 self._look_at_peers(waiting)
                 if now >= deadline:
-                    missing = sorted({each.peer for each in waiting if not self._done(each)})
+                    missing = sorted({each.peer for each in waiting if not self._done(each)} - {-1})
                     raise OpTimeout(op, seq, now - began, missing)
             if turn >= self._spins + self._yields:
                 if worker.arm():
@@ -293,18 +305,21 @@ class UcxTransport(MessageTransport):
 
 
 def connect(context: Context) -> UcxTransport:
-    """Make a worker and connect it to those of all peers."""
+    """Make a worker and connect it to those of all peers; return once all ranks have."""
     if context.device.type != "cpu":
         raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    one_host = len({peer.host for peer in context.peers}) == 1
-    tls, chosen = transports(one_host)
+    over = Transports.choose(one_host=len({peer.host for peer in context.peers}) == 1)
     made: list[UcxTransport] = []
 
     def failed(rank: int, why: str) -> None:
         for transport in made:
             transport.note_failure(rank, why)
 
-    worker = Worker(libucp.FEATURE_TAG, tls, {"RNDV_SCHEME": "get_zcopy"} if one_host else {}, failed)
-    transport = UcxTransport(context, worker, one_host and not chosen)
+    transport = UcxTransport(context, Worker(libucp.FEATURE_TAG, over, failed))
     made.append(transport)
+    try:
+        transport.meet(context.deadline)
+    except BaseException:
+        transport.close()
+        raise
     return transport

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.backends.ucx import libucp
@@ -22,33 +23,49 @@ Endpoint = Any
 Failed = Callable[[int, str], None]
 """failed(key, why): the connection of an endpoint made with `key` broke."""
 
-_SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm", "all"])
+_SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm"])
 _CLOSE_SECONDS = 0.2
 
 
-def transports(one_host: bool) -> tuple[str, bool]:
-    """The transports that UCX is told to use, and whether the user chose them (by UCX_TLS)."""
-    chosen = os.environ.get("UCX_TLS")
-    if chosen:
-        return chosen, True
-    return (ONE_HOST if one_host else MANY_HOSTS), False
+@dataclass(frozen=True, slots=True)
+class Transports:
+    """What UCX is told to use, as in UCX_TLS, and the options that go with it. `local`: shared memory alone, so that
+    nothing needs the target to make progress.
+    """
+
+    tls: str
+    options: Mapping[str, str]
+    local: bool
+
+    @staticmethod
+    def choose(one_host: bool) -> Transports:
+        """The user's, if UCX_TLS is set; else by whether all peers are on this host."""
+        tls = os.environ.get("UCX_TLS") or (ONE_HOST if one_host else MANY_HOSTS)
+        local = set(tls.split(",")) <= _SHARED_MEMORY | {"self"}
+        reading = {"RNDV_SCHEME": "get_zcopy"} if local and "UCX_RNDV_SCHEME" not in os.environ else {}
+        return Transports(tls, reading, local)
 
 
 class Worker:
-    """A context and a worker over `tls`, a list of transports as in UCX_TLS. `address` is what peers connect to.
+    """A context and its worker. `address` is what peers connect to.
 
     `reports_failures` says whether broken connections are reported: no transport over shared memory can.
     """
 
-    def __init__(self, features: int, tls: str, options: Mapping[str, str], failed: Failed | None = None) -> None:
+    def __init__(self, features: int, over: Transports, failed: Failed | None = None) -> None:
         self.lib: Libucp = library()
         self._ffi, self._call = self.lib.ffi, self.lib.call
-        self.tls = tls
-        self.reports_failures = failed is not None and not _SHARED_MEMORY & set(tls.split(","))
+        self.over = over
+        self.reports_failures = failed is not None and not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
         self._failed = failed
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
-        self._context = self._make_context(features | libucp.FEATURE_WAKEUP, {"TLS": tls, **options})
+        self._bounce: Any = None
+        self._kept: list[object] = []
+        resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_TAG else {}
+        self._context = self._make_context(
+            features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
+        )
         self.handle: Any = self._ffi.NULL
         try:
             self.handle = self._make_worker()
@@ -77,7 +94,7 @@ class Worker:
             params = ffi.new("ucp_params_t *", {"field_mask": 1, "features": features})
             context = ffi.new("ucp_context_h *")
             status = call.ucp_init_version(*libucp.API, params, config[0], context)
-            self.lib.check(status, f"opening the transports {self.tls}")
+            self.lib.check(status, f"opening the transports {self.over.tls}")
         finally:
             call.ucp_config_release(config[0])
         return context[0]
@@ -147,6 +164,17 @@ class Worker:
     def flush(self, seconds: float) -> bool:
         """Wait until all that was sent has left this process, at most so long."""
         return self.finish(self._call.ucp_worker_flush_nbx(self.handle, self.plain), seconds)
+
+    def bounce(self, nbytes: int) -> int:
+        """The address of memory that lives as long as this worker."""
+        if self._bounce is None or len(self._bounce) < nbytes:
+            self._bounce = self._ffi.new("char[]", nbytes)
+        return int(self._ffi.cast("uintptr_t", self._bounce))
+
+    def abandon(self, keep: object) -> None:
+        """A request goes on that nobody waits for: keep what it may write to, and give out another bounce."""
+        self._kept.append((keep, self._bounce))
+        self._bounce = None
 
     def disconnect(self, endpoint: Endpoint) -> None:
         """Let an endpoint go, whatever state it is in."""

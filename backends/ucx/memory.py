@@ -1,0 +1,243 @@
+"""The memory plane of UCX: get and put on the very memory that another process exposed.
+
+On one host (the default) the kernel copies, straight between the two tensors, and the table of regions is shared
+memory: the owner takes no part, it may be busy or stopped. With UCX_TLS set to something that crosses hosts, for
+example "tcp,self", the owner's progress thread answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from contextlib import ExitStack
+
+import torch
+
+from holdfast.backends.block_copy import contiguous_address
+from holdfast.backends.process_memory import permit_peers
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.regions import Address, Mapping, Table
+from holdfast.backends.ucx.remote import ConnectionLost, Owner, RemoteRegion
+from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.liveness import this_host, this_process
+from holdfast.comms.plane import Handle, MemoryPlane, Region
+from holdfast.comms.work import Work
+
+BLOCK_BYTES = 2 << 20
+"""Bytes between two looks at deadline and generation."""
+ATTEMPTS = 3
+"""How often a block is tried, over a new connection each time."""
+REMEMBERED = 256
+"""How many regions of others a plane keeps keys to."""
+
+
+def open_plane() -> UcxPlane:
+    """A memory plane of this process. What it exposes is open until it is closed."""
+    return UcxPlane()
+
+
+class UcxRegion(Region):
+    """A row in the table of this process, and the tensor whose memory it names."""
+
+    def __init__(self, plane: UcxPlane, tensor: torch.Tensor, mapping: Mapping, address: Address) -> None:
+        self.handle = Handle(plane.name, address.encode(), tensor.nbytes)
+        self.mapping, self.address = mapping, address
+        self._plane, self._tensor, self._pid = plane, tensor, os.getpid()
+        self._open = True
+
+    def close(self) -> None:
+        if self._open and os.getpid() == self._pid:
+            self._open = False
+            self._plane.strike_out(self)
+
+
+class UcxPlane(MemoryPlane):
+    """See `MemoryPlane`. A forked child that uses its parent's plane has one without regions of its own."""
+
+    name = "ucx"
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._count = itertools.count(1)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._worker: Worker | None = None
+        self._progress: ProgressThread | None = None
+        self._table: Table | None = None
+        self._regions: set[UcxRegion] = set()
+        self._owners: dict[bytes, Owner] = {}
+        self._remote: dict[bytes, RemoteRegion] = {}
+
+    def _notice_fork(self) -> None:
+        if os.getpid() != self._pid:
+            self._begin()
+
+    def _started(self) -> Worker:
+        """The worker, made when it is first needed. The lock is held."""
+        if self._worker is None:
+            over = Transports.choose(one_host=True)
+            permit_peers()
+            self._worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
+            if not over.local:
+                self._progress = ProgressThread(self._worker, self._lock)
+        return self._worker
+
+    # -- exposing
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> UcxRegion:
+        self._check_open()
+        self._notice_fork()
+        memory = contiguous_address(tensor, "an exposed tensor", self.name)
+        with self._lock:
+            worker = self._started()
+            if self._table is None:
+                self._table = Table(worker, this_process())
+            mapping = Mapping(worker, tensor.nbytes, memory) if tensor.nbytes else Mapping(worker, 8, None)
+            try:
+                region = UcxRegion(self, tensor, mapping, self._table.fill(mapping, tensor.nbytes, writable))
+            except BaseException:
+                mapping.close()
+                raise
+            self._regions.add(region)
+        return region
+
+    def strike_out(self, region: UcxRegion) -> None:
+        """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
+        with self._lock:
+            table = self._table
+            if table is None:
+                return
+            table.invalidate(region.address)
+        if region.address.writable:
+            table.wait_for_writer(region.address)
+        with self._lock:
+            region.mapping.close()
+            table.free(region.address)
+            self._regions.discard(region)
+
+    # -- reading and writing
+
+    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        return self._copy("memory read", handle, into, "into", offset, timeout, writing=False)
+
+    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        return self._copy("memory write", handle, source, "source", offset, timeout, writing=True)
+
+    def _copy(
+        self, op: str, handle: Handle, tensor: torch.Tensor, what: str, offset: int, timeout: float, writing: bool
+    ) -> Work:
+        address = contiguous_address(tensor, what, self.name)
+        self._check_open()
+        self._notice_fork()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+        deadline = began + timeout
+
+        def body() -> None:
+            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+                with self._lock:
+                    self._check_open()
+                    if time.monotonic() > deadline:
+                        raise OpTimeout(op, seq, time.monotonic() - began)
+                    block = min(BLOCK_BYTES, nbytes - start)
+                    self._move(handle, address + start, offset + start, block, deadline, writing)
+            if not writing and nbytes and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """One block, over a new connection if the one that is there is broken."""
+        for attempt in range(1, ATTEMPTS + 1):
+            region = None
+            try:
+                region = self._remote.get(handle.address) or self._find(handle, deadline)
+                (region.push if writing else region.pull)(address, offset, nbytes, deadline)
+            except (RegionGone, OpTimeout) as error:
+                if region is not None:
+                    self._forget(region.owner)
+                if attempt == ATTEMPTS or not isinstance(error, ConnectionLost):
+                    raise
+            else:
+                return
+
+    def _find(self, handle: Handle, deadline: float) -> RemoteRegion:
+        address = Address.decode(handle.address)
+        if handle.nbytes != address.nbytes:
+            raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
+        worker = self._started()
+        if worker.over.local and address.owner.host != this_host():
+            raise Unsupported(
+                f"reaching process {address.owner.pid} of another host over {worker.over.tls}",
+                "set UCX_TLS=tcp,self (or what your network has) for both processes",
+            )
+        owner = self._owners.get(address.worker)
+        if owner is None:
+            owner = self._owners[address.worker] = Owner(worker, address)
+        if len(self._remote) >= REMEMBERED:
+            self._drop_keys(list(self._remote))
+        try:
+            region = RemoteRegion(owner, address)
+            region.check(deadline)
+        except (RegionGone, OpTimeout):
+            self._forget(owner)
+            raise
+        except libucp.UcxError as error:
+            self._forget(owner)
+            raise ConnectionLost(f"process {owner.pid} cannot be reached any more: {error}") from error
+        self._remote[handle.address] = region
+        return region
+
+    def _forget(self, owner: Owner) -> None:
+        """Drop the connection to an owner, which may be broken, and what was known of its regions."""
+        self._drop_keys([name for name, region in self._remote.items() if region.owner is owner])
+        for address, known in list(self._owners.items()):
+            if known is owner:
+                del self._owners[address]
+                owner.close()
+
+    def _drop_keys(self, names: list[bytes]) -> None:
+        for name in names:
+            self._remote.pop(name).close()
+
+    # -- the end
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+    def close(self) -> None:
+        self._notice_fork()
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            for region in list(self._regions):
+                stack.callback(region.close)
+
+    def _release(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        with self._lock:
+            for owner in list(self._owners.values()):
+                self._forget(owner)
+            table, self._table = self._table, None
+            if table is not None:
+                table.close()
+            if self._worker is not None:
+                self._worker.close()
+                self._worker = None

@@ -1,0 +1,339 @@
+"""What is special about ucx: transports by name, deaths that UCX does not report, reading and writing over both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from children import Child, children
+
+from holdfast import comms
+from holdfast.backends.ucx import memory, plugin
+from holdfast.backends.ucx.regions import Address
+from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.errors import CorruptData, RegionGone
+from holdfast.comms.plane import Handle
+from holdfast.comms.plugins import Available
+from holdfast.harness import LocalCluster
+
+SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
+
+
+@pytest.fixture(params=[SHARED_MEMORY, TCP])
+def tls(request: pytest.FixtureRequest) -> str:
+    """What UCX is told to use."""
+    return str(request.param)
+
+
+def over(comm: Communicator, tls: str) -> Communicator:
+    """A communicator of the same ranks over other transports."""
+    os.environ["UCX_TLS"] = tls
+    try:
+        return comm.split(range(comm.size))
+    finally:
+        del os.environ["UCX_TLS"]
+
+
+def entries(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def test_ucx_says_which_version_it_is() -> None:
+    status = plugin.probe()
+    assert isinstance(status, Available)
+    assert status.detail.startswith("UCX 1.")
+
+
+# -- messages
+
+
+def test_payloads_of_all_sizes(tls: str) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            for count in (0, 1, 1000, 100_000, 3_000_001):
+                tensor = torch.arange(count, dtype=torch.int64) * (part.rank + 1)
+                part.all_reduce(tensor)
+                assert torch.equal(tensor, torch.arange(count, dtype=torch.int64) * 6)
+
+    with LocalCluster(3, "ucx", timeout=60.0) as cluster:
+        cluster.run(body)
+
+
+def test_a_message_arrives_while_its_sender_computes(tls: str) -> None:
+    def body(comm: Communicator) -> float:
+        with over(comm, tls) as part:
+            part.barrier()
+            if part.rank == 0:
+                part.send(torch.ones(50), 1)
+                time.sleep(1.0)
+                part.barrier()
+                return 0.0
+            began = time.monotonic()
+            part.recv(torch.empty(50), 0)
+            took = time.monotonic() - began
+            part.barrier()
+            return took
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        assert cluster.run(body)[1] < 0.8
+
+
+@pytest.mark.parametrize("sent", [3, 5, 200_000])
+def test_a_message_of_another_size_is_a_mismatch(tls: str, sent: int) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            if part.rank == 0:
+                try:
+                    part.send(torch.ones(sent), 1)
+                except HoldfastError:
+                    pass  # a large one waits for its receiver, which gives up
+            else:
+                with pytest.raises(Mismatch, match="rank 0 sent"):
+                    part.recv(torch.empty(4), 0)
+            comm.barrier()
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        cluster.run(body)
+
+
+def test_what_an_aborted_sender_left_is_not_taken_for_its_message(tls: str) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            tensor = torch.ones(1_000_000)
+            if part.rank == 0:
+                with pytest.raises(OpTimeout):
+                    part.send(tensor, 1, timeout=0.2)
+                tensor.zero_()
+                comm.barrier()
+            else:
+                comm.barrier()
+                with pytest.raises((Revoked, PeerFailed)):
+                    part.recv(tensor, 0, timeout=10.0)
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        cluster.run(body)
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("count", [2, 5_000_000])
+def test_a_killed_rank_is_named_at_once(tls: str, count: int, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        part = over(comm, tls)
+        part.barrier()
+        if part.rank == 1:
+            time.sleep(0.1)
+            (tmp_path / "killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                part.all_reduce(torch.ones(count))
+        except (PeerFailed, Revoked) as error:
+            took = time.monotonic() - float((tmp_path / "killed").read_text())
+            (tmp_path / str(part.rank)).write_text(f"{took} {error}")
+        part.close()
+
+    with LocalCluster(3, "ucx", timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    for rank in (0, 2):
+        seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < 2.0
+        assert "rank 1" in said
+
+
+def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(tls: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        part.barrier()
+        if part.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        with pytest.raises(OpTimeout) as caught:
+            part.send(torch.ones(1_000_000), 1, timeout=0.5)
+        began = time.monotonic()
+        part.close()
+        (tmp_path / "said").write_text(f"{caught.value.missing_ranks} {time.monotonic() - began}")
+        os.kill(pids[1], signal.SIGKILL)
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    missing, seconds = (tmp_path / "said").read_text().split(" ")
+    assert missing == "(1,)"
+    assert float(seconds) < 3.0
+
+
+def test_abort_frees_a_rank_that_sleeps_in_an_op(tls: str) -> None:
+    def body(comm: Communicator) -> float:
+        part = over(comm, tls)
+        part.barrier()
+        aborted = [0.0]
+        if part.rank == 0:
+
+            def abort() -> None:
+                aborted[0] = time.monotonic()
+                part.abort("called off")
+
+            threading.Timer(0.2, abort).start()
+            with pytest.raises(Revoked, match="called off"):
+                part.recv(torch.ones(2), 1)
+            took = time.monotonic() - aborted[0]
+        else:
+            with pytest.raises(Revoked, match="called off"):
+                part.recv(torch.ones(2), 0)
+            took = 0.0
+        part.close()
+        return took
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        assert max(cluster.run(body)) < 1.0
+
+
+def test_communicators_end_without_a_trace(tls: str) -> None:
+    """Half of them with a message under way: neither descriptors, threads nor shared memory pile up."""
+
+    def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
+        def held() -> tuple[int, int, int]:
+            maps = Path("/proc/self/maps").read_text()
+            return entries("/proc/self/fd"), entries("/proc/self/task"), maps.count("/dev/shm")
+
+        over(comm, tls).close()
+        comm.barrier()
+        start = held()
+        for turn in range(rounds):
+            part = over(comm, tls)
+            part.all_reduce(torch.ones(100_000))
+            if turn % 2:
+                with pytest.raises((Revoked, PeerFailed, OpTimeout)):
+                    part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
+            part.close()
+        time.sleep(0.1)
+        return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+
+    with LocalCluster(2, "ucx", timeout=100.0) as cluster:
+        for grown in cluster.run(body, 30):
+            assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
+    assert not list(Path("/dev/shm").glob("ucx*"))
+
+
+# -- the memory plane
+
+
+@pytest.fixture
+def start(tls: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
+    monkeypatch.setenv("UCX_TLS", tls)
+    with children() as starter:
+        yield starter
+
+
+def _expose(pipe: Connection) -> None:
+    with memory.open_plane() as plane:
+        tensor = torch.arange(1_000_000)
+        region = plane.expose(tensor, writable=True)
+        pipe.send(region.handle.encode())
+        while (said := pipe.recv()) != "end":
+            if said == "close":
+                region.close()
+            pipe.send(int(tensor.sum()))
+
+
+def test_an_idle_process_is_read_and_written(start: Callable[..., Child]) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.zeros(1_000_000, dtype=torch.int64)
+    with memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        assert torch.equal(into, torch.arange(1_000_000))
+        plane.write(handle, torch.zeros(999_999, dtype=torch.int64), offset=8).wait()
+        child.tell("sum")
+        assert child.hear() == 0
+        child.tell("close")
+        child.hear()
+        with pytest.raises(RegionGone):
+            plane.read(handle, into).wait()
+        with pytest.raises(RegionGone):
+            plane.write(handle, into).wait()
+    child.tell("end")
+    child.end()
+
+
+def test_a_stopped_owner_is_read_over_shared_memory_and_times_out_over_tcp(
+    start: Callable[..., Child], tls: str
+) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.full((1_000_000,), 7)
+    with memory.open_plane() as plane:
+        plane.read(handle, into[:10]).wait()
+        child.stop()
+        if tls == SHARED_MEMORY:
+            plane.read(handle, into).wait()
+            assert torch.equal(into, torch.arange(1_000_000))
+        else:
+            into.fill_(7)
+            with pytest.raises(OpTimeout):
+                plane.read(handle, into, timeout=0.5).wait()
+            child.resume()
+            time.sleep(0.2)
+            assert torch.equal(into, torch.full((1_000_000,), 7)), "late bytes stay out of the user's memory"
+            plane.read(handle, into).wait()
+            assert torch.equal(into, torch.arange(1_000_000))
+
+
+def test_a_killed_owner_is_gone(start: Callable[..., Child]) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.zeros(1_000_000, dtype=torch.int64)
+    with memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        child.kill()
+        for count in (0, 1, 1_000_000):
+            with pytest.raises(RegionGone):
+                plane.read(handle, into[:count], timeout=5.0).wait()
+    with memory.open_plane() as fresh, pytest.raises(RegionGone):
+        fresh.read(handle, into, timeout=5.0).wait()
+
+
+def _write_for_ever(pipe: Connection) -> None:
+    handle = Handle.decode(pipe.recv())
+    source = torch.zeros(handle.nbytes, dtype=torch.uint8)
+    with memory.open_plane() as plane:
+        plane.write(handle, source[:8]).wait()
+        pipe.send("writing")
+        while True:
+            plane.write(handle, source).wait()
+
+
+@pytest.mark.parametrize("tls", [SHARED_MEMORY])
+def test_a_writer_that_dies_holds_nobody_up(start: Callable[..., Child]) -> None:
+    with memory.open_plane() as plane:
+        for _ in range(5):
+            region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
+            child = start(_write_for_ever)
+            child.tell(region.handle.encode())
+            child.hear()
+            time.sleep(0.01)
+            child.kill()
+            began = time.monotonic()
+            plane.write(region.handle, torch.ones(10, dtype=torch.uint8), timeout=5.0).wait()
+            region.close()
+            assert time.monotonic() - began < 1.9
+
+
+def test_a_damaged_handle_is_refused() -> None:
+    with comms.memory("ucx") as plane, plane.expose(torch.ones(8)) as region:
+        for position in (0, 9, 50, 200):
+            address = bytearray(region.handle.address)
+            address[position] ^= 1
+            with pytest.raises(CorruptData):
+                plane.read(Handle("ucx", bytes(address), 32), torch.zeros(8)).wait()
+        with pytest.raises(CorruptData):
+            Address.decode(b"")
