@@ -18,7 +18,7 @@ from holdfast import comms
 from holdfast.backends.ucx import memory, plugin
 from holdfast.backends.ucx.regions import Address
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.errors import CorruptData, RegionGone
+from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
 from holdfast.comms.plane import Handle
 from holdfast.comms.plugins import Available
 from holdfast.harness import LocalCluster
@@ -312,12 +312,11 @@ def _write_for_ever(pipe: Connection) -> None:
             plane.write(handle, source).wait()
 
 
-@pytest.mark.parametrize("tls", [SHARED_MEMORY])
 def test_a_writer_that_dies_holds_nobody_up(start: Callable[..., Child]) -> None:
+    writers = [start(_write_for_ever) for _ in range(5)]
     with memory.open_plane() as plane:
-        for _ in range(5):
+        for child in writers:
             region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
-            child = start(_write_for_ever)
             child.tell(region.handle.encode())
             child.hear()
             time.sleep(0.01)
@@ -326,6 +325,23 @@ def test_a_writer_that_dies_holds_nobody_up(start: Callable[..., Child]) -> None
             plane.write(region.handle, torch.ones(10, dtype=torch.uint8), timeout=5.0).wait()
             region.close()
             assert time.monotonic() - began < 1.9
+
+
+def _try_to_read(pipe: Connection) -> None:
+    with memory.open_plane() as plane:
+        try:
+            plane.read(Handle.decode(pipe.recv()), torch.zeros(8)).wait()
+        except BackendUnavailable as error:
+            pipe.send(str(error))
+
+
+@pytest.mark.parametrize("tls", [TCP])
+def test_a_fork_of_a_process_that_uses_tcp_is_told_that_it_cannot(start: Callable[..., Child]) -> None:
+    with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+        child = start(_try_to_read)
+        child.tell(region.handle.encode())
+        assert "forked" in child.hear()
+        child.end()
 
 
 def test_a_damaged_handle_is_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, library
+from holdfast.comms.errors import BackendUnavailable
 
 ONE_HOST = "posix,cma,self"
 """Shared memory for messages, and the kernel's copies between processes for large payloads."""
@@ -46,6 +47,20 @@ class Transports:
         return Transports(tls, reading, local)
 
 
+_in_use: dict[int, int] = {}
+"""Process id -> workers that it has: a forked child finds its parent's."""
+
+
+def _check_fork(over: Transports) -> None:
+    """UCX has one thread for all workers of a process, which a forked child lacks; over TCP nothing goes without it."""
+    if not over.local and any(count for pid, count in _in_use.items() if pid != os.getpid()):
+        raise BackendUnavailable(
+            "ucx",
+            "this process was forked from one that was using UCX, whose threads it lacks",
+            "fork before the first use of ucx, or start processes by spawn",
+        )
+
+
 class Worker:
     """A context and its worker. `address` is what peers connect to.
 
@@ -55,6 +70,7 @@ class Worker:
     def __init__(self, features: int, over: Transports, failed: Failed | None = None) -> None:
         self.lib: Libucp = library()
         self._ffi, self._call = self.lib.ffi, self.lib.call
+        _check_fork(over)
         self.over = over
         self.reports_failures = failed is not None and not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
         self._failed = failed
@@ -67,6 +83,7 @@ class Worker:
             features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
         )
         self.handle: Any = self._ffi.NULL
+        _in_use[os.getpid()] = _in_use.get(os.getpid(), 0) + 1
         try:
             self.handle = self._make_worker()
             self.address = self._own_address()
@@ -195,4 +212,5 @@ class Worker:
             self.handle = self._ffi.NULL
         if self._context:
             self._call.ucp_cleanup(self._context)
+            _in_use[os.getpid()] -= 1
             self._context = self._ffi.NULL
