@@ -28,6 +28,8 @@ _START_SECONDS = 60.0
 _END_SECONDS = 5.0
 _RANK = "PMIX_RANK"
 _MOST = 1 << 20
+_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where the ranks' shared memory lies: in a folder of ours, for mpirun may forget files of the killed."""
 _OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
 """What a rank has from this process and not from its proxy."""
 
@@ -46,6 +48,7 @@ class MpiJob(Launch):
         if program is None:
             raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-mpi-"))
+        self._shared = Path(tempfile.mkdtemp(prefix="holdfast-mpi-", dir=_SHARED_MEMORY))
         self._output = self._directory / "mpirun.log"
         self._proxies: dict[int, socket.socket] = {}
         self.environ = {}
@@ -65,6 +68,7 @@ class MpiJob(Launch):
         as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
         options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
+        options += ["--mca", "btl_sm_backing_directory", str(self._shared)]
         with self._output.open("wb") as output:
             return subprocess.Popen(
                 [program, *as_root, *options, *proxy],
@@ -111,7 +115,8 @@ class MpiJob(Launch):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_SECONDS)
                     break
-        shutil.rmtree(self._directory, ignore_errors=True)
+        for directory in (self._directory, self._shared):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _said(self) -> str:
         return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"

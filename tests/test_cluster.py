@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast import comms
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout, processes
 from holdfast.harness.failures import pack_error, rank_failure, unpack_error
@@ -33,6 +34,11 @@ def total(comm: Communicator, start: float = 0.0) -> float:
     tensor = torch.full((3,), start + comm.rank)
     comm.all_reduce(tensor)
     return float(tensor[0])
+
+
+def started_together(backend: str) -> bool:
+    """Whether a launcher starts all ranks of this backend, so that one that died is replaced with all others."""
+    return bool(comms.backends()[backend].info.capabilities.launcher)
 
 
 def pid_of(comm: Communicator) -> int:
@@ -218,7 +224,7 @@ def test_a_rank_that_does_not_notice_is_ended_after_the_grace(process_backend: s
             cluster.run(fail)
         after = cluster.run(pid_of)
     assert after[0] != before[0]
-    assert after[1] == before[1]
+    assert started_together(process_backend) or after[1] == before[1]
 
 
 def test_sys_exit_in_a_rank_is_a_failure_of_that_rank(process_backend: str) -> None:
@@ -262,7 +268,7 @@ def test_the_death_of_a_rank_is_raised_as_such(process_backend: str) -> None:
         assert caught.value.exit.signal == signal.SIGKILL
         after = cluster.run(pid_of)
     assert after[1] != before[1], "a new process stands in its place"
-    assert (after[0], after[2]) == (before[0], before[2])
+    assert started_together(process_backend) or (after[0], after[2]) == (before[0], before[2])
 
 
 def test_an_early_exit_shows_the_status_and_the_end_of_the_output(process_backend: str) -> None:
