@@ -215,6 +215,7 @@ def test_a_rank_that_does_not_notice_is_ended_after_the_grace(process_backend: s
     def fail(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
+            time.sleep(0.3)  # so that the other rank is out of the barrier
             raise ValueError("the cause")
         time.sleep(600)
 
