@@ -70,7 +70,7 @@ def _open_what_stays_open() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Look for leaks here; a worker hands what it found to the process that started it."""
+    """Look for leaks here; a worker hands what it found to the process that started it, which looks for files last."""
     processes.shut_down()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -78,6 +78,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if not session.config.pluginmanager.has_plugin("dsession"):
         _leaks.extend(_start[0].left_behind())
+    _leaks.extend(_start[0].files_left_behind())
     if _leaks:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -1,6 +1,7 @@
 """What a test session must not leave behind, and how to see it: processes, threads, descriptors, shared memory.
 
-Counts what belongs to this process and its children, so that other sessions on the machine do not disturb it.
+Counts what belongs to this process and its children, and shared memory that nobody uses, so that other sessions on
+the machine do not disturb it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Descriptors that count: what can keep another process waiting or memory alive."""
 
 SHARED_MEMORY = Path("/dev/shm")
+OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
+"""How the names begin that we and the libraries that we use give to shared memory."""
 
 
 def children() -> dict[int, str]:
@@ -57,18 +60,18 @@ def descriptors() -> dict[int, str]:
 
 
 def shared_memory() -> set[Path]:
-    """The files in /dev/shm."""
-    return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
+    """The files and folders in /dev/shm that could be ours."""
+    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(OURS)} if SHARED_MEMORY.is_dir() else set()
 
 
 def _in_use(path: Path) -> bool:
-    """True if a living process has the file open or mapped."""
+    """True if a living process has the file, or one in the folder, open or mapped."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
                 if str(path) in (process / "maps").read_text():
                     return True
-                if any(str(fd.readlink()) == str(path) for fd in (process / "fd").iterdir()):
+                if any(fd.readlink().is_relative_to(path) for fd in (process / "fd").iterdir()):
                     return True
     return False
 
@@ -95,9 +98,14 @@ class Snapshot:
         """One line for each thing that is here and was not; what ends within `patience` seconds is let go."""
         found = settle(self.living, patience)
         gc.collect()
-        found += settle(self._descriptors, patience)
-        found += [f"shared memory: {path}" for path in shared_memory() - self.shared_memory if not _in_use(path)]
-        return found
+        return found + settle(self._descriptors, patience)
+
+    def files_left_behind(self, patience: float = 2.0) -> list[str]:
+        """One line for each new piece of shared memory that no living process uses, of whichever process it was."""
+        return settle(self._unused, patience)
+
+    def _unused(self) -> list[str]:
+        return [f"shared memory: {path}" for path in shared_memory() - self.shared_memory if not _in_use(path)]
 
     def living(self) -> list[str]:
         """The processes and threads that are new; cheap."""
