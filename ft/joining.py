@@ -19,6 +19,7 @@ from holdfast.ft.view import Job, View
 
 MAX_NAME = 100
 MAX_MEMBERS = 1 << 16
+MAX_SHARDS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,6 @@ def settle(
     device: str | torch.device | None,
 ) -> Settings:
     """Fill what is None from the environment and check it. Raises ValueError, TypeError, `KeyRefused`."""
-    name = _given("job", job, "HOLDFAST_JOB", "the name of the job")
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise ValueError(f"job {name[:MAX_NAME]!r}: a job's name has at most {MAX_NAME} printable characters")
-    url = _given("register", register, "HOLDFAST_REGISTER", "such as sqlite:///path/job.sqlite")
-    key_path = _given(
-        "key_file", None if key_file is None else os.fspath(key_file), "HOLDFAST_KEY_FILE", "the job's key"
-    )
     if size is None and "HOLDFAST_SIZE" in os.environ:
         size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
     _positive("min_size", min_size, MAX_MEMBERS)
@@ -64,9 +58,15 @@ def settle(
         if min_size > size:
             raise ValueError(f"min_size={min_size} is above size={size}: the job could never run")
     if shards is not None:
-        _positive("shards", shards, 1 << 30)
+        _positive("shards", shards, MAX_SHARDS)
     if not isinstance(timeouts, Timeouts):
         raise TypeError(f"timeouts must be a Timeouts, not {type(timeouts).__name__}")
+    name = _given("job", job, "HOLDFAST_JOB", "the name of the job")
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise ValueError(f"job {name[:MAX_NAME]!r}: a job's name has at most {MAX_NAME} printable characters")
+    url = _given("register", register, "HOLDFAST_REGISTER", "such as sqlite:///path/job.sqlite")
+    key_path = None if key_file is None else os.fspath(key_file)
+    key_path = _given("key_file", key_path, "HOLDFAST_KEY_FILE", "the file with the job's key")
     asked = backend or os.environ.get("HOLDFAST_BACKEND") or "auto"
     where = torch.device("cpu" if device is None else device)
     return Settings(name, url, load_key(Path(key_path)), asked, size or 0, min_size, shards or 0, timeouts, where)
