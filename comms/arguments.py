@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comms.algorithms.arithmetic import check_reducible
+from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducible
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import BackendInfo
@@ -20,8 +20,10 @@ class Arguments:
 
     def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:
         self._rank, self._size, self._device = rank, size, device
+        self._on_cpu = device.type == "cpu"
         self._backend = info.name
         self._reduces = info.capabilities.reduces.get(device.type, frozenset())
+        self._widens = info.capabilities.widens(device.type)
         self._moves = info.capabilities.moves.get(device.type, frozenset())
         self._allowed: set[tuple[torch.dtype, str]] = set()
 
@@ -29,7 +31,8 @@ class Arguments:
         """TypeError, ValueError or `Unsupported` unless it is a dense tensor on this communicator's device."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
-        if tensor.device.type != self._device.type:
+        here = tensor.is_cpu if self._on_cpu else tensor.device.type == self._device.type
+        if not here:
             raise ValueError(f"a tensor on {tensor.device} cannot be used by a communicator on {self._device}")
         if tensor.layout != torch.strided:
             raise Unsupported(f"{tensor.layout} tensors", "pass a dense tensor: tensor.to_dense()")
@@ -44,16 +47,22 @@ class Arguments:
             self._allowed.add((tensor.dtype, ""))
 
     def reducible(self, tensor: Any, op: Any) -> None:
-        """As `tensor`, and of a dtype that the backend reduces by `op`."""
+        """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32."""
         self.tensor(tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
         if (tensor.dtype, op.name) not in self._allowed:
             name = str(tensor.dtype).removeprefix("torch.")
-            if name not in self._reduces:
+            if name not in self._reduces and name not in self._widens:
                 raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
             check_reducible(tensor.dtype, op)
             self._allowed.add((tensor.dtype, op.name))
+
+    def carrier(self, tensor: Tensor) -> Tensor:
+        """What is reduced in the place of `tensor`: itself, or a copy in float32."""
+        if self._widens and tensor.dtype in EIGHT_BIT_FLOATS:
+            return tensor.float()
+        return tensor
 
     def rank(self, rank: Any, what: str) -> None:
         """ValueError unless it is a rank of this communicator."""
@@ -80,11 +89,11 @@ class Arguments:
         self.one_for_each(items, what, tensor.dtype)
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
-    def same_dtype(self, output: Any, tensor: Any) -> None:
-        self.tensor(output)
+    def like(self, tensor: Any, checked: Tensor) -> None:
+        """As `tensor`, and of the dtype of one that has been checked already."""
         self.tensor(tensor)
-        if output.dtype != tensor.dtype:
-            raise ValueError(f"output is {output.dtype}, tensor {tensor.dtype}; they must be alike")
+        if tensor.dtype != checked.dtype:
+            raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
 
     def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
         if tensor.numel() != count:

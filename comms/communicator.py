@@ -1,4 +1,4 @@
-"""The communicator: what a user calls. Each method checks its arguments and hands an op to the executor.
+"""The communicator: what a user calls. Its ops are those of `collectives`; here are its parts, and its end.
 
 What it does not do: move bytes (transports), find peers (connect), decide who is alive (holdfast.ft).
 """
@@ -11,12 +11,11 @@ import torch
 
 from holdfast.comms import objects
 from holdfast.comms.arguments import Arguments
+from holdfast.comms.collectives import Collectives
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.execution import Body, Executor
-from holdfast.comms.ops import Recv, ReduceOp, Send
+from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
-from holdfast.comms.reproducible import check_exact, reduce_exactly
-from holdfast.comms.tensors import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport import Context, Transport
 from holdfast.comms.window import Window, WindowMemory, check_exposable
 from holdfast.comms.work import Work
@@ -24,7 +23,7 @@ from holdfast.comms.work import Work
 Tensor = torch.Tensor
 
 
-class Communicator:
+class Communicator(Collectives):
     """The connected ranks of one epoch. Made by `holdfast.comms.connect`; a context manager.
 
     Ops run in the order they are issued, and every rank must issue the same. Each takes `timeout` (seconds; default:
@@ -44,17 +43,19 @@ class Communicator:
         timeout: float,
         check: bool = False,
         on_close: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.rank: int = context.rank
-        self.size: int = context.size
+        super().__init__(
+            transport,
+            Arguments(context.rank, context.size, context.device, info),
+            Executor(transport, context, timeout, check, on_close, context.journal),
+        )
         self.name: str = context.name
         self.epoch: int = context.epoch
         self.device: torch.device = context.device
         self.backend: str = info.name
         self._context = context
-        self._transport = transport
-        self._check = Arguments(context.rank, context.size, context.device, info)
-        self._executor = Executor(transport, context, timeout, check, on_close)
+        self._recorder = recorder
         self._splits: dict[tuple[int, ...], int] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
@@ -66,306 +67,17 @@ class Communicator:
             f"<Communicator {self.name!r}: rank {self.rank} of {self.size}, {self.backend}, epoch {self.epoch}{state}>"
         )
 
-    # -- reductions
+    @property
+    def over(self) -> HoldfastError | None:
+        """Why no more ops can run here; None while they can. From any thread."""
+        return self._executor.over
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-        reproducible: bool = False,
-    ) -> Work:
-        """Reduce `tensor` over all ranks, in place; every rank gets equal bits.
-
-        With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
-        backend, only on the values (see `holdfast.comms.reproducible`).
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """How many collectives this rank has entered, the same on all ranks that are equally far, and whether it is
+        inside of an op now. From any thread.
         """
-        self._check.reducible(tensor, op)
-        if reproducible:
-            check_exact(op)
-        transport = self._transport
-
-        def body(deadline: float) -> None:
-            flat = packed(tensor)
-            if reproducible:
-                reduce_exactly(transport, flat, op, deadline)
-            else:
-                transport.all_reduce(flat, op, deadline)
-            if flat is not tensor:
-                unpack(flat, tensor)
-
-        return self._executor.issue(
-            "all_reduce",
-            tensor.nbytes,
-            body,
-            async_op,
-            timeout,
-            lambda: _alike(tensor, op.name, "reproducible" * reproducible),
-        )
-
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
-        self._check.reducible(tensor, op)
-        self._check.rank(dst, "dst")
-
-        def body(deadline: float) -> None:
-            flat = packed(tensor)
-            self._transport.reduce(flat, dst, op, deadline)
-            unpack(flat, tensor)
-
-        return self._issue("reduce", tensor, body, async_op, timeout, op.name, f"to {dst}")
-
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        inputs: Sequence[Tensor],
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
-        self._check.reducible(output, op)
-        self._check.one_for_each(inputs, "inputs", output.dtype)
-        self._check.same_count(output, inputs[self.rank].numel(), "output", f"as many as inputs[{self.rank}]")
-
-        def body(deadline: float) -> None:
-            flat = packed(output)
-            self._transport.reduce_scatter(flat, [packed(t) for t in inputs], op, deadline)
-            unpack(flat, output)
-
-        return self._executor.issue(
-            "reduce_scatter", output.nbytes, body, async_op, timeout, lambda: _alike_list(inputs, op.name)
-        )
-
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Reduce `tensor`, of size times `output`'s elements, and give rank i its i-th part."""
-        self._check.reducible(output, op)
-        self._check.same_dtype(output, tensor)
-        self._check.same_count(tensor, output.numel() * self.size, "tensor", "size times output's")
-
-        def body(deadline: float) -> None:
-            flat = packed(output)
-            self._transport.reduce_scatter(flat, parts(packed(tensor), self.size), op, deadline)
-            unpack(flat, output)
-
-        return self._issue("reduce_scatter_single", output, body, async_op, timeout, op.name)
-
-    # -- moves
-
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None) -> Work:
-        """Copy rank `src`'s `tensor` into every rank's."""
-        self._check.movable(tensor)
-        self._check.rank(src, "src")
-
-        def body(deadline: float) -> None:
-            flat = packed(tensor)
-            self._transport.broadcast(flat, src, deadline)
-            unpack(flat, tensor)
-
-        return self._issue("broadcast", tensor, body, async_op, timeout, f"from {src}")
-
-    def all_gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False, timeout: float | None = None
-    ) -> Work:
-        """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
-        self._check.movable(tensor)
-        self._check.one_for_each(outputs, "outputs", tensor.dtype)
-        own = outputs[self.rank]
-        self._check.same_count(own, tensor.numel(), f"outputs[{self.rank}]", "as many as tensor")
-
-        def body(deadline: float) -> None:
-            flats = [packed(t) for t in outputs]
-            self._transport.all_gather(flats, packed(tensor), deadline)
-            unpack_all(flats, outputs)
-
-        return self._executor.issue("all_gather", tensor.nbytes, body, async_op, timeout, lambda: _alike_list(outputs))
-
-    def all_gather_single(
-        self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
-    ) -> Work:
-        """Concatenate every rank's `tensor`, in rank order, into `output`, of size times its elements."""
-        self._check.movable(tensor)
-        self._check.same_dtype(output, tensor)
-        self._check.same_count(output, tensor.numel() * self.size, "output", "size times tensor's")
-
-        def body(deadline: float) -> None:
-            flat = packed(output)
-            self._transport.all_gather(parts(flat, self.size), packed(tensor), deadline)
-            unpack(flat, output)
-
-        return self._issue("all_gather_single", tensor, body, async_op, timeout)
-
-    def all_to_all(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
-        if len(inputs) != self.size:
-            raise ValueError(f"inputs has {len(inputs)} tensors; it needs one for each of {self.size} ranks")
-        self._check.movable(inputs[0])
-        dtype = inputs[0].dtype
-        self._check.one_for_each(inputs, "inputs", dtype)
-        self._check.one_for_each(outputs, "outputs", dtype)
-        own = inputs[self.rank].numel()
-        self._check.same_count(outputs[self.rank], own, f"outputs[{self.rank}]", f"as many as inputs[{self.rank}]")
-
-        def body(deadline: float) -> None:
-            flats = [packed(t) for t in outputs]
-            self._transport.all_to_all(flats, [packed(t) for t in inputs], deadline)
-            unpack_all(flats, outputs)
-
-        return self._executor.issue(
-            "all_to_all", sum(t.nbytes for t in inputs), body, async_op, timeout, lambda: str(dtype)
-        )
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Split `tensor` along dimension 0 over the ranks; concatenate what they send along dimension 0 of `output`.
-
-        Split sizes are rows, one number a rank; without them the rows are divided evenly.
-        """
-        self._check.movable(tensor)
-        self._check.same_dtype(output, tensor)
-        to_output = self._check.split_rows(output, output_split_sizes, "output")
-        of_tensor = self._check.split_rows(tensor, input_split_sizes, "tensor")
-
-        def body(deadline: float) -> None:
-            flat = packed(output)
-            given = rows(packed(tensor), tensor, of_tensor)
-            self._transport.all_to_all(rows(flat, output, to_output), given, deadline)
-            unpack(flat, output)
-
-        return self._executor.issue(
-            "all_to_all_single", tensor.nbytes, body, async_op, timeout, lambda: str(tensor.dtype)
-        )
-
-    def gather(
-        self,
-        tensor: Tensor,
-        outputs: Sequence[Tensor] | None = None,
-        dst: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
-        self._check.movable(tensor)
-        self._check.rank(dst, "dst")
-        self._check.of_root(outputs, "outputs", dst, tensor)
-
-        def body(deadline: float) -> None:
-            if self.rank != dst or outputs is None:
-                self._transport.gather(packed(tensor), None, dst, deadline)
-                return
-            flats = [packed(t) for t in outputs]
-            self._transport.gather(packed(tensor), flats, dst, deadline)
-            unpack_all(flats, outputs)
-
-        return self._executor.issue(
-            "gather", tensor.nbytes, body, async_op, timeout, lambda: f"{tensor.dtype} to {dst}"
-        )
-
-    def scatter(
-        self,
-        tensor: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        src: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
-        self._check.movable(tensor)
-        self._check.rank(src, "src")
-        self._check.of_root(inputs, "inputs", src, tensor)
-
-        def body(deadline: float) -> None:
-            flat = packed(tensor)
-            given = [packed(t) for t in inputs] if self.rank == src and inputs is not None else None
-            self._transport.scatter(flat, given, src, deadline)
-            unpack(flat, tensor)
-
-        return self._executor.issue(
-            "scatter", tensor.nbytes, body, async_op, timeout, lambda: f"{tensor.dtype} from {src}"
-        )
-
-    def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work:
-        """Return once every rank has entered."""
-        return self._executor.issue("barrier", 0, self._transport.barrier, async_op, timeout, lambda: "")
-
-    # -- point to point
-
-    def send(
-        self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> Work:
-        """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
-        self._check_peer(tensor, dst, "dst")
-
-        def body(deadline: float) -> None:
-            self._transport.send(packed(tensor), dst, tag, deadline)
-
-        return self._executor.issue("send", tensor.nbytes, body, async_op, timeout, None)
-
-    def recv(
-        self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> Work:
-        """Receive into `tensor` what rank `src` sent under `tag`."""
-        self._check_peer(tensor, src, "src")
-
-        def body(deadline: float) -> None:
-            flat = packed(tensor)
-            self._transport.recv(flat, src, tag, deadline)
-            unpack(flat, tensor)
-
-        return self._executor.issue("recv", tensor.nbytes, body, async_op, timeout, None)
-
-    def batch_send_recv(
-        self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
-    ) -> Work:
-        """All sends and receives of `batch` at once, whatever their order."""
-        sends = [item for item in batch if isinstance(item, Send)]
-        recvs = [item for item in batch if isinstance(item, Recv)]
-        if len(sends) + len(recvs) != len(batch):
-            raise TypeError("batch_send_recv takes holdfast.comms.Send and Recv objects")
-        for send in sends:
-            self._check_peer(send.tensor, send.dst, "dst")
-        for recv in recvs:
-            self._check_peer(recv.tensor, recv.src, "src")
-
-        def body(deadline: float) -> None:
-            flats = [packed(recv.tensor) for recv in recvs]
-            self._transport.batch_send_recv(
-                [(packed(send.tensor), send.dst, send.tag) for send in sends],
-                [(flat, recv.src, recv.tag) for flat, recv in zip(flats, recvs, strict=True)],
-                deadline,
-            )
-            unpack_all(flats, [recv.tensor for recv in recvs])
-
-        nbytes = sum(send.tensor.nbytes for send in sends)
-        return self._executor.issue("batch_send_recv", nbytes, body, async_op, timeout, None)
+        return self._executor.progress
 
     # -- objects: what msgpack can say (dicts, lists, strings, numbers, bytes, None); never pickle
 
@@ -403,6 +115,7 @@ class Communicator:
             device=self.device,
             timeout=self._executor.timeout if timeout is None else timeout,
             op_timeout=self._executor.timeout,
+            recorder=self._recorder,
         )
 
     def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
@@ -423,10 +136,20 @@ class Communicator:
             False,
             timeout,
             lambda: str(tensor.dtype),
+            None,
+            tensor.dtype,
         )
         window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout)
         self._windows.append(window)
         return window
+
+    # -- ops of one's own
+
+    def issue(
+        self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
+    ) -> Work:
+        """Run an op of one's own, in order with the others: `body(deadline)` works on the transport alone."""
+        return self._executor.issue(name, nbytes, body, False, timeout, agreed)
 
     # -- the end
 
@@ -450,32 +173,3 @@ class Communicator:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
-
-    # -- shared by the ops above
-
-    def issue(
-        self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
-    ) -> Work:
-        """Run an op of one's own, in order with the others: `body(deadline)` works on the transport alone."""
-        return self._executor.issue(name, nbytes, body, False, timeout, agreed)
-
-    def _issue(
-        self, name: str, tensor: Tensor, body: Body, async_op: bool, timeout: float | None, *details: str
-    ) -> Work:
-        return self._executor.issue(name, tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *details))
-
-    def _check_peer(self, tensor: Tensor, peer: int, what: str) -> None:
-        self._check.movable(tensor)
-        self._check.rank(peer, what)
-        if peer == self.rank:
-            raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
-
-
-def _alike(tensor: Tensor, *details: str) -> str:
-    """What must be alike on all ranks, in words."""
-    return ", ".join([str(tensor.dtype), str(tuple(tensor.shape)), *filter(None, details)])
-
-
-def _alike_list(tensors: Sequence[Tensor], *details: str) -> str:
-    counts = [tensor.numel() for tensor in tensors]
-    return ", ".join([str(tensors[0].dtype), f"{counts} elements", *details])

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported
+from holdfast.comms.journal import Recorder
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plugins import BackendInfo, Unavailable
 from holdfast.comms.registry import registry
-from holdfast.comms.transport import Context, Peer
+from holdfast.comms.transport import Context, Peer, Transport
 
 log = logging.getLogger("holdfast.comms")
 
@@ -123,12 +124,13 @@ def connect_members(
     timeout: float = 30.0,
     op_timeout: float | None = None,
     over: Callable[[], HoldfastError | None] = lambda: None,
+    recorder: Recorder | None = None,
 ) -> Communicator:
     """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
 
     `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
     `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call ends with what
-    `over()` gives once that is not None.
+    `over()` gives once that is not None. `recorder` is told of every op, and of those of communicators split off.
     """
     info = registry().backend(backend).info
     context = Context(
@@ -141,8 +143,11 @@ def connect_members(
         peers=tuple(peers),
         deadline=time.monotonic() + timeout,
         over=over,
+        journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
     )
-    return _build(info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on())
+    return _build(
+        info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
+    )
 
 
 def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:
@@ -173,10 +178,34 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
 
 
 def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:
-    if info.connect is None:
-        raise Unsupported(f"a communicator over {info.name!r}", "it offers a memory plane only: comms.memory()")
-    transport = info.connect(context)
+    assert info.connect is not None, "a preference holds only backends that connect"
+    transport = _connect(info.connect, context)
     return Communicator(transport, context, info, timeout=timeout, check=check, **more)
+
+
+def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:
+    """The transport; to a journal, connecting is the communicator's op number 0."""
+    journal = context.journal
+    if journal is None:
+        return _in_time(connect, context)
+    journal.enter("connect", 0, 0, None, None, -1)
+    try:
+        transport = _in_time(connect, context)
+    except BaseException as error:
+        journal.leave(error)
+        raise
+    journal.leave(None)
+    return transport
+
+
+def _in_time(connect: Callable[[Context], Transport], context: Context) -> Transport:
+    began = time.monotonic()
+    try:
+        return connect(context)
+    except TimeoutError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
 def _forget(identity: tuple[str, str, int], place: places.Place) -> None:
@@ -186,7 +215,7 @@ def _forget(identity: tuple[str, str, int], place: places.Place) -> None:
 
 
 def _preference(backend: str, device: torch.device) -> list[str]:
-    """The backends to try, in order. Unknown names are refused here, before anybody is met."""
+    """The backends to try, in order. Names that are unknown, or of planes, are refused before anybody is met."""
     if backend == "auto":
         order = ["shm", "gloo"] if device.type == "cpu" else ["nccl", "rccl"]
         return [name for name in order if name in registry().backends]
@@ -194,7 +223,8 @@ def _preference(backend: str, device: torch.device) -> list[str]:
     if not names:
         raise ValueError("backend is empty: pass a name, a preference list such as 'ucx,gloo', or 'auto'")
     for name in names:
-        registry().backend(name)
+        if registry().backend(name).info.connect is None:
+            raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
     return names
 
 
@@ -203,7 +233,7 @@ def _unavailable(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         status = registry().backend(name).status
         if isinstance(status, Unavailable):
-            found[name] = status.reason + (f" ({status.install_hint})" if status.install_hint else "")
+            found[name] = status.reason
     return found
 
 
@@ -220,7 +250,11 @@ def _unfit(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:
 
 
 def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable:
-    return BackendUnavailable(backend, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    statuses = [registry().backend(name).status for name in reasons]
+    hints = [status.install_hint for status in statuses if isinstance(status, Unavailable)]
+    return BackendUnavailable(
+        backend, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()), next(filter(None, hints), "")
+    )
 
 
 def _exchange(store: dist.Store, place: places.Place, offer: _Offer, deadline: float, timeout: float) -> list[_Offer]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 
 from holdfast.comms.agreement import Agreement
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked
+from holdfast.comms.journal import About, Journal
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
 from holdfast.comms.transport import Context, Transport
@@ -34,8 +36,10 @@ class Executor:
         timeout: float,
         check: bool,
         on_close: Callable[[], None] | None,
+        journal: Journal | None = None,
     ) -> None:
         self.timeout = timeout
+        self._journal = journal
         self._transport = transport
         self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
         self._agreement = Agreement(transport) if check and context.size > 1 else None
@@ -46,7 +50,7 @@ class Executor:
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._last: Work = DONE
-        self._seq = 0
+        self._seq = self._joint = 0
         self._over: HoldfastError | None = None
         self._closed = False
 
@@ -54,6 +58,11 @@ class Executor:
     def over(self) -> HoldfastError | None:
         """Why no more ops can run; None while they can."""
         return self._over
+
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """How many ops of all ranks together were issued, and whether any op is running. From any thread."""
+        return self._joint, self._entry.locked() or not self._last.done()
 
     def issue(
         self,
@@ -63,10 +72,14 @@ class Executor:
         async_op: bool,
         timeout: float | None,
         agreed: Callable[[], str] | None,
+        about: About = None,
+        detail: Hashable = None,
+        peer: int = -1,
     ) -> Work:
         """Put an op in order and run it: here, or behind those that are still running.
 
-        `agreed()` says in words what all ranks must agree on; None for point-to-point ops.
+        `agreed()` says in words what all ranks must agree on; None for point-to-point ops. `about`, `detail` and
+        `peer` say the same to a journal.
         """
         if not self._entry.acquire(blocking=False):
             if self._over is not None:
@@ -79,14 +92,20 @@ class Executor:
             if self._over is not None:
                 self._refuse()
             self._seq += 1
+            self._joint += agreed is not None
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             if self._agreement is not None and agreed is not None:
                 body = self._agreement.checked(body, name, agreed)
             if self._registry.observed:
                 body = self._observed(body, name, self._seq, nbytes)
+            if self._journal is not None:
+                body = partial(_recorded, self._journal, body, name, self._seq, nbytes, about, detail, peer)
             if not async_op and self._last.done():
                 self._run(name, self._seq, body, deadline)
                 return DONE
+            if self._transport.streams:
+                seq = self._seq
+                return self._transport.launch(name, lambda: self._run(name, seq, body, deadline))
             work = self._enqueue(name, self._seq, body, deadline)
             if not async_op:
                 work.wait()
@@ -178,3 +197,24 @@ class Executor:
         self._transport.close()
         if self._on_close is not None:
             self._on_close()
+
+
+def _recorded(
+    journal: Journal,
+    body: Body,
+    name: str,
+    seq: int,
+    nbytes: int,
+    about: About,
+    detail: Hashable,
+    peer: int,
+    deadline: float,
+) -> None:
+    """Run an op between two words to a journal."""
+    journal.enter(name, seq, nbytes, about, detail, peer)
+    try:
+        body(deadline)
+    except BaseException as error:
+        journal.leave(error)
+        raise
+    journal.leave(None)

@@ -12,12 +12,17 @@ from pathlib import Path
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport import Peer
 
+HOST = "HOLDFAST_HOST"
+"""The environment variable that sets processes of one machine apart: those with different values take themselves to be
+on different hosts, and judge each other by what comes over the network alone.
+"""
+
 
 @functools.cache
 def this_host() -> str:
     """This boot of this machine and this pid namespace: within it, a (pid, start time) names one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    return "/".join(filter(None, (boot, str(Path("/proc/self/ns/pid").readlink()), os.environ.get(HOST))))
 
 
 def started(pid: int) -> int:
@@ -92,11 +97,11 @@ class Liveness:
             self._note(self._poll.poll(0))
         return tuple(sorted(self._dead))
 
-    def wait(self, wake_fd: int) -> bool:
-        """Block until a watched process ends or `wake_fd` is readable; False in the latter case."""
+    def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
+        """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case."""
         self._open()
         self._poll.register(wake_fd, select.POLLIN)
-        ready = self._poll.poll()
+        ready = self._poll.poll(None if seconds is None else seconds * 1000)
         self._poll.unregister(wake_fd)
         self._note([event for event in ready if event[0] != wake_fd])
         return all(fd != wake_fd for fd, _ in ready)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
+from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.tensors import names
 from holdfast.comms.transport import Context, Transport
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ class Capabilities:
     """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type).
 
     `launcher` names the program that must start the ranks together ("mpirun"); "" if anybody may start them.
+    `passive_target` says what a rank whose memory others reach must do for it, by windows or the memory plane: "none"
+    (it may compute, sleep or be stopped), "thread" (a thread of the backend's answers for it: it may compute or sleep,
+    but not be stopped), or "" where there is neither.
     """
 
     reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -75,10 +80,16 @@ class Capabilities:
     windows: bool = False
     atomics: bool = False
     memory_plane: bool = False
+    passive_target: str = ""
     abortable: bool = True
     native_shrink: bool = False
     native_grow: bool = False
     launcher: str = ""
+
+    def widens(self, device: str) -> frozenset[str]:
+        """The dtypes that are reduced as float32, and rounded back, for a backend that does not reduce them itself."""
+        reduces = self.reduces.get(device, frozenset())
+        return names(EIGHT_BIT_FLOATS) - reduces if "float32" in reduces else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,22 @@ class BackendInfo:
     connect: Callable[[Context], Transport] | None
     memory: Callable[[], MemoryPlane] | None = None
     prepare: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorInfo:
+    """A failure detector as its plugin announces it. `probe` and `make` import lazily whatever they need.
+
+    `evidence`: "proof" if what it says is certain, "suspicion" if others have to agree. `make` gets a
+    `holdfast.ft.detectors.detector.Surroundings`, in the event loop of a process's runtime, and gives a `Detector`.
+    """
+
+    name: str
+    api: tuple[int, int]
+    description: str
+    evidence: Literal["proof", "suspicion"]
+    probe: Callable[[], Available | Unavailable]
+    make: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +150,19 @@ class HoldfastSpec:
 
     @hookspec
     def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Any]]:
-        """URL scheme -> factory(url, cell_name) of a `holdfast.ft.registers.Cell`."""
+        """URL scheme -> factory(url, cell_name) of a `holdfast.ft.registers.Cell`. The factory's docstring says in one
+        line what the register is, for `holdfast backends`.
+        """
         raise NotImplementedError
 
     @hookspec
-    def holdfast_detectors(self) -> Mapping[str, Callable[..., Any]]:
-        """Name -> factory of a failure detector."""
+    def holdfast_detectors(self) -> list[DetectorInfo]:
+        """The failure detectors of this plugin."""
         raise NotImplementedError
 
     @hookspec
     def holdfast_faults(self) -> Mapping[str, Callable[..., Any]]:
-        """Name -> fault type for the chaos harness."""
+        """Name -> fault type for `holdfast chaos`: a subclass of `holdfast.harness.chaos.FaultType`."""
         raise NotImplementedError
 
     @hookspec

@@ -22,6 +22,7 @@ from holdfast.comms.plugins import (
     Available,
     BackendInfo,
     Capabilities,
+    DetectorInfo,
     HoldfastSpec,
     OpEvent,
     Unavailable,
@@ -62,6 +63,7 @@ class Registry:
         self.manager.add_hookspecs(HoldfastSpec)
         self._backends: dict[str, BackendInfo] = {}
         self._owners: dict[str, object] = {}
+        self._detectors: dict[str, tuple[DetectorInfo, object]] = {}
         self._probed: dict[str, Available | Unavailable] = {}
         self._broken: dict[str, str] = {}
         self.observed = False
@@ -71,6 +73,11 @@ class Registry:
     def backends(self) -> Mapping[str, BackendInfo]:
         """Every backend that registered, by name."""
         return MappingProxyType(self._backends)
+
+    @property
+    def detectors(self) -> Mapping[str, DetectorInfo]:
+        """Every failure detector that registered, by name."""
+        return MappingProxyType({name: info for name, (info, _) in self._detectors.items()})
 
     @property
     def broken(self) -> Mapping[str, str]:
@@ -98,12 +105,18 @@ class Registry:
                 taken = {*self._backends, *(earlier.name for earlier in offered[:position])}
                 if info.name in taken:
                     raise InvalidPlugin(f"a backend named {info.name!r} is registered already")
+            detectors = list(getattr(plugin, "holdfast_detectors", list)())
+            for position, detector in enumerate(detectors):
+                _check_detector(detector)
+                if detector.name in {*self._detectors, *(earlier.name for earlier in detectors[:position])}:
+                    raise InvalidPlugin(f"a detector named {detector.name!r} is registered already")
         except Exception:
             self.manager.unregister(plugin)
             raise
         for info in offered:
             self._backends[info.name] = info
             self._owners[info.name] = plugin
+        self._detectors.update({detector.name: (detector, plugin) for detector in detectors})
         self._look_for_observers()
 
     def unregister(self, plugin: object) -> None:
@@ -112,6 +125,8 @@ class Registry:
         for name in [name for name, owner in self._owners.items() if owner is plugin]:
             del self._backends[name], self._owners[name]
             self._probed.pop(name, None)
+        for name in [name for name, (_, owner) in self._detectors.items() if owner is plugin]:
+            del self._detectors[name]
         self._look_for_observers()
 
     def _offered(self, plugin: object) -> Iterator[BackendInfo]:
@@ -151,21 +166,7 @@ class Registry:
 def _check(info: Any) -> None:
     if not isinstance(info, BackendInfo):
         raise InvalidPlugin(f"holdfast_backends() must return BackendInfo objects, not {type(info).__name__}")
-    if not isinstance(info.name, str) or not _NAME.fullmatch(info.name):
-        raise InvalidPlugin(f"{info.name!r} is no backend name: lower-case letters, digits, '-' and '_'")
-    major, minor = API_VERSION
-    if not isinstance(info.api, tuple) or len(info.api) != 2:
-        raise InvalidPlugin(f"backend {info.name!r}: api must be (major, minor), not {info.api!r}")
-    if info.api[0] < major:
-        raise InvalidPlugin(
-            f"backend {info.name!r} was built for plugin API {_version(info.api)}, too old for this holdfast "
-            f"({major}.0 to {major}.{minor}); install a newer release of the plugin"
-        )
-    if info.api > API_VERSION:
-        raise InvalidPlugin(
-            f"backend {info.name!r} was built for plugin API {_version(info.api)}, too new for this holdfast "
-            f"({major}.0 to {major}.{minor}); install a newer holdfast"
-        )
+    _check_name_and_version("backend", info.name, info.api)
     if not isinstance(info.capabilities, Capabilities):
         raise InvalidPlugin(f"backend {info.name!r}: capabilities must be a Capabilities object")
     if not callable(info.probe):
@@ -175,6 +176,35 @@ def _check(info: Any) -> None:
             raise InvalidPlugin(f"backend {info.name!r}: {part} must be callable or None")
     if info.connect is None and info.memory is None:
         raise InvalidPlugin(f"backend {info.name!r} offers neither connect nor memory")
+
+
+def _check_detector(info: Any) -> None:
+    if not isinstance(info, DetectorInfo):
+        raise InvalidPlugin(f"holdfast_detectors() must return DetectorInfo objects, not {type(info).__name__}")
+    _check_name_and_version("detector", info.name, info.api)
+    if info.evidence not in ("proof", "suspicion"):
+        raise InvalidPlugin(f"detector {info.name!r}: evidence must be 'proof' or 'suspicion', not {info.evidence!r}")
+    for part in ("probe", "make"):
+        if not callable(getattr(info, part)):
+            raise InvalidPlugin(f"detector {info.name!r}: {part} must be callable")
+
+
+def _check_name_and_version(kind: str, name: Any, api: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidPlugin(f"{name!r} is no {kind} name: lower-case letters, digits, '-' and '_'")
+    major, minor = API_VERSION
+    if not isinstance(api, tuple) or len(api) != 2:
+        raise InvalidPlugin(f"{kind} {name!r}: api must be (major, minor), not {api!r}")
+    if api[0] < major:
+        raise InvalidPlugin(
+            f"{kind} {name!r} was built for plugin API {_version(api)}, too old for this holdfast "
+            f"({major}.0 to {major}.{minor}); install a newer release of the plugin"
+        )
+    if api > API_VERSION:
+        raise InvalidPlugin(
+            f"{kind} {name!r} was built for plugin API {_version(api)}, too new for this holdfast "
+            f"({major}.0 to {major}.{minor}); install a newer holdfast"
+        )
 
 
 def _version(api: tuple[int, int]) -> str:

@@ -1,13 +1,10 @@
 """Sums whose bits depend on the values alone: not on how many ranks hold them, their order, nor the backend.
 
-Each rank owns a part of the result. All contributions to it come to the owner (an all-to-all), who adds them exactly
-and rounds once; the parts then go to all (an all-gather): the volume of an ordinary all_reduce.
-
-The exact addition is pre-rounding, after Demmel and Nguyen, "Fast Reproducible Floating-Point Summation" (2013):
-every contribution to an element is split on grids that only the largest of them fixes, coarse enough that sums of
-grid points round nowhere in float64. Half and single precision need one grid, 2^-36 of the largest value; float64 two,
-down to 2^-72. That is finer than the rounding error of a plain sum in the tensor's own dtype. A sum with NaN, or with
-infinities of both signs, is NaN; one with an infinity is that infinity.
+The result is the exact sum, rounded once (see `exact_sum`). Two ranks with a tensor each need nothing special: adding
+two numbers rounds correctly wherever it is done. Else each rank owns a part of the result: all contributions to it come
+to the owner (an all-to-all), who adds them up; the parts then go to all (an all-gather). That is the volume of an
+ordinary all_reduce. It is done in segments, so that what arrives is still in the cache when it is added. A sum with
+NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import torch
 
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import Unsupported
+from holdfast.comms.exact_sum import add_exactly, make_nans_alike, summable
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import packed, unpack
 from holdfast.comms.transport import Transport
@@ -28,9 +26,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_CARRY_BITS = 16
-MOST_CONTRIBUTIONS = 1 << _CARRY_BITS
-_GRID_BITS = 52 - _CARRY_BITS
+_SEGMENT_BYTES = 4 << 20
+"""How much of the output is worked on at a time."""
+
 _ORDER_FREE = ("min", "max", "band", "bor", "bxor")
 
 
@@ -40,10 +38,9 @@ def sum_contributions(
     """Fill `output`, on every rank, with the sum of all contributions of all ranks; collective.
 
     Each rank gives as many contributions as it likes, none included, each of `output`'s shape and a floating dtype:
-    the result does not depend on who holds which. At most 65,536 in all. Raises ValueError and `Unsupported` before
-    any byte moves.
+    the result does not depend on who holds which. Raises ValueError and `Unsupported` before any byte moves.
     """
-    if not output.dtype.is_floating_point or output.dtype not in arithmetic.REDUCIBLE:
+    if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
     for tensor in contributions:
         if tensor.shape != output.shape or tensor.dtype != output.dtype or tensor.device != output.device:
@@ -69,6 +66,46 @@ def sum_contributions(
     )
 
 
+def scatter_contributions(
+    comm: Communicator, contributions: Sequence[Tensor], output: Tensor, timeout: float | None = None
+) -> None:
+    """Fill `output`, on rank i, with the i-th part of the sum of all contributions of all ranks; collective.
+
+    As `sum_contributions`, with contributions of size times `output`'s elements. The parts hold the same bits as the
+    whole sum would.
+    """
+    if not summable(output.dtype):
+        raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
+    for tensor in contributions:
+        if (tensor.numel(), tensor.dtype, tensor.device) != (output.numel() * comm.size, output.dtype, output.device):
+            raise ValueError(
+                f"a contribution is {tensor.numel()} x {tensor.dtype} on {tensor.device}; it must be "
+                f"{comm.size} times output's {output.numel()} x {output.dtype} on {output.device}"
+            )
+
+    def body(deadline: float) -> None:
+        transport = comm._transport
+        counts = [torch.zeros(1, dtype=torch.int64, device=output.device) for _ in range(comm.size)]
+        transport.all_gather(counts, torch.full_like(counts[0], len(contributions)), deadline)
+        flat = packed(output).view(-1)
+        given = [packed(each).view(comm.size, flat.numel()) for each in contributions]
+        step = max(1, _SEGMENT_BYTES // flat.element_size() // comm.size)
+        buffers = [flat.new_empty(int(count.item()) * min(step, flat.numel())) for count in counts]
+        rows = [int(count.item()) for count in counts]
+        for start in range(0, flat.numel(), step):
+            parts = [[each[r, start : start + step] for each in given] for r in range(comm.size)]
+            _add_up(transport, parts, rows, buffers, flat[start : start + step], deadline)
+        unpack(flat.view(output.shape), output)
+
+    comm.issue(
+        "scatter_contributions",
+        output.nbytes * comm.size * len(contributions),
+        body,
+        lambda: f"{output.dtype}, {tuple(output.shape)}",
+        timeout,
+    )
+
+
 def check_exact(op: ReduceOp) -> None:
     """Raise `Unsupported` for a reduction that has no reproducible form."""
     if op.name == "product":
@@ -81,7 +118,13 @@ def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline:
         transport.all_reduce(tensor, op, deadline)
         return
     given = arithmetic.before(tensor, op)
-    _sum(transport, [given], [1] * transport.size, tensor, deadline)
+    if transport.size <= 2:
+        if given is not tensor:
+            tensor.copy_(given)
+        transport.all_reduce(tensor, ReduceOp.SUM, deadline)
+        make_nans_alike(tensor)
+    else:
+        _sum(transport, [given], [1] * transport.size, tensor, deadline)
     arithmetic.after(tensor, op, transport.size)
 
 
@@ -93,68 +136,39 @@ def _sum(
     deadline: float,
 ) -> None:
     """`counts[i]` is the number of rank i's contributions."""
-    if sum(counts) > MOST_CONTRIBUTIONS:
-        raise Unsupported(f"a reproducible sum of {sum(counts)} contributions", "add some of them beforehand")
     flat = output.view(-1)
-    total, size, rank = flat.numel(), transport.size, transport.rank
-    length = -(-total // size)
-    bounds = [min(r * length, total) for r in range(size + 1)]
-    spans = [slice(bounds[r], bounds[r + 1]) for r in range(size)]
-    own = bounds[rank + 1] - bounds[rank]
-    given = [torch.cat([c.view(-1)[span] for c in contributions]) if contributions else flat[:0] for span in spans]
-    received = [torch.empty(count * own, dtype=flat.dtype, device=flat.device) for count in counts]
-    transport.all_to_all(received, given, deadline)
-    part = exact_sum(torch.cat(received).view(sum(counts), own))
-    transport.all_gather([flat[span] for span in spans], part, deadline)
+    given = [each.view(-1) for each in contributions]
+    step = max(1, _SEGMENT_BYTES // flat.element_size())
+    size, rank = transport.size, transport.rank
+    own = -(-min(step, flat.numel()) // size)
+    buffers = [flat.new_empty(count * own) for count in counts]
+    for start in range(0, flat.numel(), step):
+        segment = flat[start : start + step]
+        edges = [min(r * -(-segment.numel() // size), segment.numel()) for r in range(size + 1)]
+        mine = segment[edges[rank] : edges[rank + 1]]
+        parts = [[each[start + edges[r] : start + edges[r + 1]] for each in given] for r in range(size)]
+        _add_up(transport, parts, counts, buffers, mine, deadline)
+        transport.all_gather([segment[edges[r] : edges[r + 1]] for r in range(size)], mine, deadline)
 
 
-def exact_sum(rows: Tensor) -> Tensor:
-    """The sum of a (contributions, elements) tensor over its rows; the same bits for any order of the rows."""
-    if rows.shape[0] == 0 or rows.shape[1] == 0:
-        return rows.new_zeros(rows.shape[1])
-    values = rows.double()
-    largest = values.abs().amax(0)
-    finite = torch.isfinite(largest)
-    exponent = torch.frexp(torch.where(finite, largest, 0.0)).exponent
-    scale = None
-    if rows.dtype == torch.float64:
-        huge = exponent > 1000
-        if huge.any():
-            scale = torch.where(huge, 2.0**-64, 1.0)
-            values = values * scale
-            exponent = exponent - 64 * huge.int()
-    grids = 2 if rows.dtype == torch.float64 else 1
-    result = torch.zeros_like(largest)
-    for level in reversed(_slices(values, exponent, grids)):
-        result += level
-    if scale is not None:
-        result /= scale
-    result = result.to(rows.dtype)
-    if not finite.all():
-        result = torch.where(finite, result, _sum_of_specials(rows))
-    return result
-
-
-def _slices(values: Tensor, exponent: Tensor, grids: int) -> list[Tensor]:
-    """The exact sums of what lies on each grid, coarsest first. |values| < 2^exponent, elementwise."""
-    sums = []
-    for _ in range(grids):
-        pivot = _one_and_a_half_times_two_to(exponent + _CARRY_BITS)
-        on_grid = (values + pivot) - pivot
-        sums.append(on_grid.sum(0))
-        values = values - on_grid
-        exponent = exponent - _GRID_BITS
-    return sums
-
-
-def _one_and_a_half_times_two_to(exponent: Tensor) -> Tensor:
-    """Exactly that, in float64, put together from its bits; the smallest normal number below the range."""
-    return ((exponent.long() + 1023).clamp(1, 2046) << 52 | 1 << 51).view(torch.float64)
-
-
-def _sum_of_specials(rows: Tensor) -> Tensor:
-    """What a plain sum gives where a row is infinite or NaN."""
-    up, down = torch.isposinf(rows).any(0), torch.isneginf(rows).any(0)
-    nan = torch.isnan(rows).any(0) | (up & down)
-    infinity = torch.where(up, torch.inf, -torch.inf).to(rows.dtype)
-    return torch.where(nan, torch.full_like(infinity, torch.nan), infinity)
+def _add_up(
+    transport: Transport,
+    parts: Sequence[Sequence[Tensor]],
+    counts: Sequence[int],
+    buffers: Sequence[Tensor],
+    mine: Tensor,
+    deadline: float,
+) -> None:
+    """Fill `mine` with the sum of what all ranks have for this one: `counts[r]` tensors of rank r, by way of
+    `buffers[r]`. `parts[r]` are the tensors that this rank has for rank r.
+    """
+    width = mine.numel()
+    sent = [part[0] if len(part) == 1 else torch.cat(tuple(part)) if part else mine[:0] for part in parts]
+    received = [buffer[: count * width] for buffer, count in zip(buffers, counts, strict=True)]
+    transport.all_to_all(received, sent, deadline)
+    rows = [
+        buffer[i * width : (i + 1) * width]
+        for buffer, count in zip(received, counts, strict=True)
+        for i in range(count)
+    ]
+    add_exactly(rows, mine)

@@ -20,6 +20,8 @@ def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
 def packed(tensor: Tensor) -> Tensor:
     """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
     if tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg():
+        if tensor.numel() <= 1 and tensor.dim() and tensor.stride(-1) != 1:  # contiguous, but not to `view` as bytes
+            return tensor.as_strided(tensor.shape, (1,) * tensor.dim())
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.tensors import parts
 from holdfast.comms.window import WindowMemory
+from holdfast.comms.work import Work
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -33,7 +37,8 @@ class Context:
     """All that a backend needs to connect one rank: who it is, who the others are, and where they meet.
 
     `store` is private to this communicator (nobody else's keys are in it). `peers` is in rank order. `deadline` is
-    on `time.monotonic()`. `over()` says why there is no point in connecting any more; None while there is.
+    on `time.monotonic()`. `over()` says why there is no point in connecting any more; None while there is. A `journal`,
+    if there is one, is to be told of long waits (`Journal.waits`).
     """
 
     rank: int
@@ -45,6 +50,7 @@ class Context:
     peers: tuple[Peer, ...]
     deadline: float
     over: Callable[[], HoldfastError | None] = lambda: None
+    journal: Journal | None = None
 
 
 class Transport(ABC):
@@ -53,10 +59,21 @@ class Transport(ABC):
     Each op blocks until it is complete on this rank, or raises an error of `holdfast.comms.errors` by `deadline`
     (`time.monotonic()` seconds). Ops are called one at a time, in the same order on every rank. Only `abort` may be
     called from another thread while an op is running.
+
+    Transports of a device with streams (`streams` is true) return once an op is in order on the current stream, as
+    torch's own NCCL group does; what goes wrong later ends the next op, or whoever waits.
     """
 
     rank: int
     size: int
+    streams: ClassVar[bool] = False
+
+    def launch(self, name: str, op: Callable[[], None]) -> Work:
+        """Run `op()`, which calls ops of this transport, beside the current stream: an asynchronous op, if `streams`.
+
+        The work's `wait` puts what follows on the then current stream behind it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
@@ -83,6 +100,18 @@ class Transport(ABC):
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         """`inputs[j]` of rank i into `outputs[i]` of rank j."""
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
+        """`all_gather` into equal parts of one contiguous tensor. A transport may have a faster way."""
+        self.all_gather(parts(output, self.size), tensor, deadline)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
+        """`reduce_scatter` of equal parts of one contiguous tensor."""
+        self.reduce_scatter(output, parts(tensor, self.size), op, deadline)
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
+        """`all_to_all` of equal parts of contiguous tensors."""
+        self.all_to_all(parts(output, self.size), parts(tensor, self.size), deadline)
 
     @abstractmethod
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:

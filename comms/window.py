@@ -4,13 +4,16 @@ Memory ordering: a rank's own puts, atomics and signals to one target take effec
 `wait_signal` returns after everything that the signalling rank did to this one before. Between ranks that do not
 signal each other there is no order. `fetch_add` and `compare_swap` are atomic with regard to each other, on one
 element, from all ranks; not with regard to put, or to the owner's own use of its tensor.
+
+Whether a rank that computes, sleeps or was stopped holds up the others' ops on its memory depends on the transport:
+`Capabilities.passive_target` says which it is, and the docstring of its window what that means for each op.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,6 +23,7 @@ from holdfast.comms.tensors import packed, unpack
 Tensor = torch.Tensor
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
+_RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 
 
 class WindowMemory(ABC):
@@ -37,8 +41,14 @@ class WindowMemory(ABC):
         """Copy from a rank's window into a contiguous tensor. Raises `RegionGone`."""
 
     @abstractmethod
-    def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
-        """Replace an integer by `change(it)`, atomically; the old one."""
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        """Add to an integer, atomically, wrapping around; what it was before."""
+
+    @abstractmethod
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        """Set an integer to `desired` if it is `expected`, atomically; what it was before."""
 
     @abstractmethod
     def signal(self, rank: int, deadline: float) -> None:
@@ -86,11 +96,13 @@ class Window:
 
     def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
         """Add `value` to an element of rank's window, atomically; what it was before."""
-        return self._update(rank, index, lambda old: old + value, timeout)
+        at = self._element(rank, index, value)
+        return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
 
     def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set an element of rank's window to `desired` if it is `expected`, atomically; what it was before."""
-        return self._update(rank, index, lambda old: desired if old == expected else old, timeout)
+        at = self._element(rank, index, expected, desired)
+        return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
 
     def signal(self, rank: int, timeout: float | None = None) -> None:
         """Signal `rank`: one of its `wait_signal` for this rank returns."""
@@ -134,23 +146,26 @@ class Window:
     def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
         """The byte offset of a transfer that fits into rank's window."""
         self._check_open(rank)
-        if tensor.dtype != self.dtype or tensor.device.type != "cpu":
+        if tensor.dtype != self.dtype or not tensor.is_cpu:
             raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
-        elements = self._memory.sizes[rank] // self._itemsize
-        if offset < 0 or offset + tensor.numel() > elements:
-            raise ValueError(
-                f"elements {offset} to {offset + tensor.numel()} are outside rank {rank}'s window of {elements}"
-            )
+        elements, end = self._memory.sizes[rank] // self._itemsize, offset + tensor.numel()
+        if offset < 0 or end > elements:
+            raise ValueError(f"elements {offset} to {end} are outside rank {rank}'s window of {elements}")
         return offset * self._itemsize
 
-    def _update(self, rank: int, index: int, change: Callable[[int], int], timeout: float | None) -> int:
+    def _element(self, rank: int, index: int, *values: int) -> int:
+        """The byte offset of an integer that atomics can change to and from `values`."""
         self._check_open(rank)
         if self.dtype not in ATOMIC_DTYPES:
             raise Unsupported(f"atomics on {self.dtype}", "use a window of int32 or int64")
         elements = self._memory.sizes[rank] // self._itemsize
         if not 0 <= index < elements:
             raise ValueError(f"element {index} is outside rank {rank}'s window of {elements}")
-        return self._memory.update(rank, index * self._itemsize, self.dtype, change, self._deadline(timeout))
+        least, most = _RANGES[self.dtype]
+        for value in values:
+            if not least <= value <= most:
+                raise ValueError(f"{value} is no {self.dtype}")
+        return index * self._itemsize
 
 
 def check_exposable(tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
 
 Each rank has a row that it alone writes (but for two words, named below), so nothing here needs an atomic
-read-modify-write: aligned eight-byte loads and stores are enough, in the order x86 and the GIL's barriers keep them.
+read-modify-write: aligned eight-byte loads and stores are enough.
 
 A row, in 8-byte words, hot words on cache lines of their own:
 
@@ -13,24 +13,26 @@ A row, in 8-byte words, hot words on cache lines of their own:
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED or ABORTED
     25  note        length of the text that says why
-    32  table       2 parities x (signature, then an (address, nbytes) pair for each rank)
+    32  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
 Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
-millisecond. A wake-up lost to the race between `asleep` and `flag` costs that millisecond, no more.
+millisecond at a time, with a look at the deadline and the peers between. The first two are compiled, and let go of the
+GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.journal import Journal
 
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE = 0, 1, 2, 3, 8, 16, 24, 25
@@ -47,19 +49,11 @@ INLINE_BYTES = 1024
 ENTRY_WORDS = 8 + INLINE_BYTES // 8
 SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
 
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
-_libc = ctypes.CDLL(None, use_errno=True)
-_sched_yield = _libc.sched_yield
-_SLEEP_SECONDS = 0.001
+_SLEEP_NANOSECONDS = 1_000_000
 _LIVENESS_SECONDS = 0.002
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_SLEEP = _Timespec(0, int(_SLEEP_SECONDS * 1e9))
+_SPINS, _CROWDED_SPINS = 10_000, 100
+"""Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
+_YIELDS, _CROWDED_YIELDS = 400, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +103,8 @@ def _round_up(value: int, unit: int) -> int:
 class Board:
     """One rank's hands on the board that lies in `memory` (a writable buffer of `Layout(size).nbytes` bytes).
 
-    `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `looks` is how often
-    a wait looks before it gives way.
+    `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
+    long waits.
     """
 
     def __init__(
@@ -120,47 +114,36 @@ class Board:
         size: int,
         epoch: int,
         dead: Callable[[], Sequence[int]],
-        looks: int = 2000,
+        journal: Journal | None = None,
     ) -> None:
         self.layout = Layout(size)
+        self._journal = journal
         self.rank, self.size, self.epoch = rank, size, epoch
         self.bytes = memoryview(memory).cast("B")
         self.words = self.bytes.cast("Q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.rows = [r * self.layout.row_words for r in range(size)]
         self._mine = self.rows[rank]
-        self._others = [row for r, row in enumerate(self.rows) if r != rank]
         self._dead = dead
         self._error: HoldfastError | None = None
         crowded = size > (len(os.sched_getaffinity(0)) or 1)
-        self._looks = min(looks, 20) if crowded else looks
-        self._yields = 40 if crowded else 400
-
-    # -- what this rank says
-
-    def raise_flag(self, value: int, flag: int = FLAG) -> None:
-        """Say that this rank has reached a phase (or, of another flag, a block), and wake those who sleep."""
-        words = self.words
-        words[self._mine + flag] = value
-        for row in self._others:
-            if words[row + ASLEEP]:
-                self._ring(row)
-
-    def _ring(self, row: int) -> None:
-        self.words[row + DOORBELL] = (self.words[row + DOORBELL] + 1) & 0xFFFFFFFF
-        _libc.syscall(
-            _SYS_FUTEX, ctypes.c_void_p(self.base + 8 * (row + DOORBELL)), _FUTEX_WAKE, 1 << 30, None, None, 0
+        self._yields = _CROWDED_YIELDS if crowded else _YIELDS
+        self.native = _native.Board(
+            memory,
+            rank,
+            size,
+            row=8 * self.layout.row_words,
+            table=8 * self.layout.table_words,
+            slots=8 * self.layout.slots,
+            slot=SLOT_BYTES,
+            stage=8 * self.layout.stage,
+            block=self.layout.stage_block,
+            depth=STAGE_DEPTH,
+            spins=_CROWDED_SPINS if crowded else _SPINS,
+            yields=self._yields,
         )
 
-    def wake(self, rank: int) -> None:
-        """Wake `rank` if it sleeps: something other than a flag has changed for it."""
-        if self.words[self.rows[rank] + ASLEEP]:
-            self._ring(self.rows[rank])
-
-    def ring_all(self) -> None:
-        """Wake everybody, this rank's own sleeping thread too."""
-        for row in self.rows:
-            self._ring(row)
+    # -- what this rank says
 
     def leave(self, state: int, note: str) -> None:
         """Tell the others that this rank has closed or aborted, and why."""
@@ -170,43 +153,34 @@ class Board:
             self.bytes[start : start + len(text)] = text
             self.words[self._mine + NOTE] = len(text)
             self.words[self._mine + STATE] = state
-        self.ring_all()
+        self.native.ring_all()
 
     def fail(self, error: HoldfastError) -> None:
         """End this rank's wait, and all later ones, with `error`. From any thread."""
         if self._error is None:
             self._error = error
-        self._ring(self._mine)
+        self.native.stop()
+        self.native.ring_all()
 
     # -- what this rank waits for
 
-    def reached(self, rank: int, phase: int) -> bool:
-        return self.words[self.rows[rank] + FLAG] >= phase
-
     def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
         """Return once every rank has reached `phase`."""
-        words = self.words
-        for _ in range(self._looks):
-            for row in self._others:
-                if words[row + FLAG] < phase:
-                    break
-            else:
-                return
-        self.wait_until(
-            lambda: all(words[row + FLAG] >= phase for row in self._others),
-            lambda: [r for r, row in enumerate(self.rows) if words[row + FLAG] < phase],
-            deadline,
-            op,
-            seq,
-        )
+        if not self.native.wait_all(phase):
+            words = self.words
+            self._sleep_until(
+                lambda: all(words[row + FLAG] >= phase for row in self.rows if row != self._mine),
+                lambda: [r for r, row in enumerate(self.rows) if r != self.rank and words[row + FLAG] < phase],
+                deadline,
+                op,
+                seq,
+            )
 
     def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
         """Return once `rank` has reached a phase (or, of another flag, a block)."""
-        words, at = self.words, self.rows[rank] + flag
-        for _ in range(self._looks):
-            if words[at] >= value:
-                return
-        self.wait_until(lambda: words[at] >= value, lambda: [rank], deadline, op, seq)
+        if not self.native.wait(rank, value, flag):
+            words, at = self.words, self.rows[rank] + flag
+            self._sleep_until(lambda: words[at] >= value, lambda: [rank], deadline, op, seq)
 
     def wait_until(
         self,
@@ -220,36 +194,36 @@ class Board:
 
         Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
         """
-        began = time.monotonic()
-        words, mine = self.words, self._mine
         for _ in range(self._yields):
             if ready():
                 return
-            if self._error is not None:
-                raise self._error.again()
-            _sched_yield()
-        look_at_peers = 0.0
+            self.check()
+            self.native.give_way()
+        self._sleep_until(ready, missing, deadline, op, seq)
+
+    def _sleep_until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        deadline: float,
+        op: str,
+        seq: int,
+    ) -> None:
+        began = time.monotonic()
+        native, look_at_peers = self.native, 0.0
         while True:
-            words[mine + ASLEEP] = 1
-            bell = words[mine + DOORBELL] & 0xFFFFFFFF
+            bell = native.lie_down()
             if not ready() and self._error is None:
-                _libc.syscall(
-                    _SYS_FUTEX,
-                    ctypes.c_void_p(self.base + 8 * (mine + DOORBELL)),
-                    _FUTEX_WAIT,
-                    ctypes.c_uint32(bell),
-                    ctypes.byref(_SLEEP),
-                    None,
-                    0,
-                )
-            words[mine + ASLEEP] = 0
+                native.sleep(bell, _SLEEP_NANOSECONDS)
+            native.get_up()
             if ready():
                 return
-            if self._error is not None:
-                raise self._error.again()
+            self.check()
             now = time.monotonic()
             if now >= look_at_peers:
                 look_at_peers = now + _LIVENESS_SECONDS
+                if self._journal is not None:
+                    self._journal.waits(missing())
                 self.check_peers(missing(), ready)
             if now >= deadline:
                 raise OpTimeout(op, seq, now - began, missing())
@@ -282,17 +256,8 @@ class Board:
 
     # -- where things are
 
-    def slot(self, rank: int, parity: int) -> int:
-        """Byte offset of a rank's slot."""
-        return 8 * (self.rows[rank] + self.layout.slots) + parity * SLOT_BYTES
-
-    def staged(self, src: int, dst: int, block: int) -> int:
-        """Byte offset of a block of the stage of `src`: of its input for `dst`, or, for itself, of its results."""
-        place = STAGE_DEPTH * dst + block % STAGE_DEPTH
-        return 8 * (self.rows[src] + self.layout.stage) + place * self.layout.stage_block
-
     def table(self, rank: int, parity: int) -> int:
-        """Word index of a rank's table: the signature, then (address, nbytes) for each rank."""
+        """Word index of a rank's table: the signature, then (place, nbytes) for each rank."""
         return self.rows[rank] + TABLE + parity * self.layout.table_words
 
     def entry(self, src: int, dst: int, number: int) -> int:
@@ -302,5 +267,6 @@ class Board:
 
     def release(self) -> None:
         """Let go of the memory. Nothing of this board may be used afterwards."""
+        self.native.release()
         self.words.release()
         self.bytes.release()

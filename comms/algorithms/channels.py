@@ -100,7 +100,7 @@ class Channels:
         self._sent[dst] += 1
         number = self._sent[dst]
         words[entry + SENT] = number
-        board.wake(dst)
+        board.native.ring(dst)
         return entry, number
 
     def _take(self, message: Message) -> bool:
@@ -119,7 +119,7 @@ class Channels:
         nbytes = words[found + NBYTES]
         if nbytes != tensor.nbytes:
             words[found + TAKEN] = oldest | _REFUSED
-            board.wake(src)
+            board.native.ring(src)
             raise Mismatch(
                 f"rank {src} sent {nbytes} bytes under tag {tag}, rank {board.rank} receives {tensor.nbytes}; "
                 "both sides must pass the same shape and dtype"
@@ -129,7 +129,7 @@ class Channels:
         elif nbytes:
             ctypes.memmove(tensor.data_ptr(), board.base + 8 * (found + 8), nbytes)
         words[found + TAKEN] = oldest
-        board.wake(src)
+        board.native.ring(src)
         return True
 
     def _was_taken(self, dst: int, entry: int, number: int) -> bool:

@@ -1,11 +1,10 @@
-"""Collectives for ranks that can read each other's memory: every op is publish, meet, read, part.
+"""Collectives for ranks that share memory: every op is publish, meet, take, part.
 
-A rank publishes where its inputs lie (or copies them into its slot, when they are small), raises its flag, and reads
-what it needs from the others once their flags are up. Nobody waits for a message to be pushed, and large payloads move
-once, from the tensor where they are to the tensor where they belong. Large all_reduces go another way: see `staging`.
+A rank publishes how large its inputs are (and the inputs themselves, in its slot, when they are small), raises its
+flag, and takes what it needs from the others once their flags are up. Larger inputs go block by block through the stage
+(see `staging`). Nobody writes into another's tensors, so a rank that was stopped and wakes up late harms nobody.
 
-Cost for n ranks: one meeting when inputs are small; when they are not, each rank reads what the op's definition makes
-it read, once, and there is a second meeting, so that inputs may be changed.
+Cost for n ranks: one meeting, and two copies of what the op's definition makes a rank move.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.comms._native import copy, pieces
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import ABORTED, CLOSED, Board
 from holdfast.comms.algorithms.channels import Channels
-from holdfast.comms.algorithms.pairwise import keep_own
-from holdfast.comms.algorithms.publication import Publications
+from holdfast.comms.algorithms.publication import Publications, Spans
 from holdfast.comms.algorithms.staging import Staging
-from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
+from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import unpack
 from holdfast.comms.transport import Transport
@@ -33,10 +32,9 @@ class DirectTransport(Transport):
     def __init__(self, board: Board) -> None:
         self.rank, self.size = board.rank, board.size
         self._board = board
-        self._ops = Publications(board, self._read_memory)
+        self._ops = Publications(board)
         self._channels = Channels(board, self._read_memory)
         self._staging = Staging(board)
-        self._slot_blocks: dict[tuple[int, torch.dtype, int], list[arithmetic.Block]] = {}
 
     def start(self, deadline: float) -> None:
         """Return once every rank has the board mapped. On failure everything is released."""
@@ -57,139 +55,163 @@ class DirectTransport(Transport):
     # -- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        given = arithmetic.before(tensor, op)
-        inline = self._ops.publish("all_reduce", [given], deadline, of=tensor, reduction=op.name, same_count=True)
-        self._ops.meet_all("all_reduce", deadline)
-        if inline:
-            if self.size == 1:
-                unpack(given, tensor)
-            elif tensor.numel():
-                self._reduce_slots(tensor, op)
-            self._ops.finish("all_reduce", deadline, wait=False)
+        ops, given, nbytes = self._ops, arithmetic.before(tensor, op), tensor.nbytes
+        source = (given.data_ptr(), nbytes)
+        copied = ops.publish(
+            "all_reduce", source, deadline, dtype=tensor.dtype, reduction=op.name, count=tensor.numel()
+        )
+        ops.meet_all("all_reduce", deadline)
+        if copied:
+            ops.combine(0, arithmetic.kind(tensor.dtype, op), tensor.data_ptr(), nbytes)
+        elif self.size == 1:
+            copy(tensor.data_ptr(), *source)
         else:
-            if given is not tensor:
-                tensor.copy_(given)
-            self._staging.all_reduce(given.view(-1), tensor.view(-1), op, deadline, self._ops.number)
-            self._ops.finish("all_reduce", deadline, wait=False)
+            self._staging.all_reduce(given, tensor, op, deadline, ops.number)
+        ops.finish()
         arithmetic.after(tensor, op, self.size)
 
-    def _reduce_slots(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Small: everybody reduces everybody's slot, in rank order, so that all get equal bits."""
-        parity, dtype, count = self._ops.number & 1, tensor.dtype, tensor.numel()
-        key = (parity, dtype, count)
-        blocks = self._slot_blocks.get(key)
-        if blocks is None:
-            if len(self._slot_blocks) > 256:
-                self._slot_blocks.clear()
-            board = self._board
-            blocks = [arithmetic.block_at(board.bytes, board.slot(r, parity), dtype, count) for r in range(self.size)]
-            self._slot_blocks[key] = blocks
-        out = arithmetic.block_of(tensor)
-        combine = arithmetic.combiner(dtype, op)
-        with arithmetic.silent():
-            combine(blocks[0], blocks[1], out)
-            for block in blocks[2:]:
-                combine(out, block, out)
-
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        given = arithmetic.before(tensor, op)
-        inline = self._ops.publish("reduce", [given], deadline, of=tensor, root=dst, reduction=op.name, same_count=True)
-        if self.rank == dst:
-            self._ops.meet_all("reduce", deadline)
-            if given is not tensor:
-                tensor.copy_(given)
-            self._reduce_inputs(0, tensor, op)
+        ops, given, nbytes, here = self._ops, arithmetic.before(tensor, op), tensor.nbytes, self.rank == dst
+        source, target = (given.data_ptr(), nbytes), (tensor.data_ptr(), nbytes)
+        copied = ops.publish(
+            "reduce", source, deadline, dtype=tensor.dtype, root=dst, reduction=op.name, count=tensor.numel()
+        )
+        if here or not copied:
+            ops.meet_all("reduce", deadline)
         else:
-            self._ops.meet(dst, "reduce", deadline)
-        self._ops.finish("reduce", deadline, wait=not inline and self.rank != dst)
-        if self.rank == dst:
+            ops.meet(dst, "reduce", deadline)
+        kind = arithmetic.kind(tensor.dtype, op)
+        if self.size == 1:
+            copy(target[0], *source)
+        elif not copied:
+            give, into = (0, 0) * dst + source, target if here else (0, 0)
+            self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
+        elif here:
+            ops.combine(0, kind, *target)
+        ops.finish()
+        if here:
             arithmetic.after(tensor, op, self.size)
-
-    def _reduce_inputs(self, index: int, target: torch.Tensor, op: ReduceOp) -> None:
-        """target = target op input `index` of every other rank."""
-        ops, sources = self._ops, []
-        for r in ops.around():
-            if ops.nbytes(r, index) != target.nbytes:
-                raise Mismatch(
-                    f"rank {r} gives {ops.nbytes(r, index)} bytes to a reduction of {target.nbytes} on rank "
-                    f"{self.rank} in op {ops.number}; both sides must pass the same sizes"
-                )
-            sources.append((r, ops.address(r, index)))
-        if target.numel():
-            self._ops.reduce_from(sources, target, op)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, deadline: float
     ) -> None:
         given = [arithmetic.before(tensor, op) for tensor in inputs]
-        inline = self._ops.publish("reduce_scatter", given, deadline, of=output, reduction=op.name)
-        self._ops.meet_all("reduce_scatter", deadline)
-        result = output
-        if not inline and output.untyped_storage().data_ptr() == inputs[0].untyped_storage().data_ptr():
-            result = torch.empty_like(output)
-        result.view(-1).copy_(given[self.rank].view(-1))
-        self._reduce_inputs(self.rank, result, op)
-        self._ops.finish("reduce_scatter", deadline, wait=not inline)
-        if result is not output:
-            output.copy_(result)
+        self._reduce_scatter(output, _spans(given), op, deadline)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
+        given = arithmetic.before(tensor, op)
+        self._reduce_scatter(output, pieces(given.data_ptr(), output.nbytes, self.size), op, deadline)
+
+    def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
+        ops, target = self._ops, (output.data_ptr(), output.nbytes)
+        ops.publish("reduce_scatter", given, deadline, dtype=output.dtype, reduction=op.name)
+        ops.meet_all("reduce_scatter", deadline)
+        kind = arithmetic.kind(output.dtype, op)
+        if ops.collect(0, ()):
+            ops.combine(self.rank, kind, *target)
+        elif self.size == 1:
+            copy(target[0], *given)
+        else:
+            for rank in ops.around():
+                ops.expect(rank, self.rank, target[1])
+            result = torch.empty_like(output) if self._overlaps_others(target, given) else output
+            into, longest = (result.data_ptr(), result.nbytes), max(given[1::2])
+            self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
+            unpack(result, output)
+        ops.finish()
         arithmetic.after(output, op, self.size)
 
     # -- moves
 
     def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
-        given = [tensor] if self.rank == src else []
-        inline = self._ops.publish("broadcast", given, deadline, of=tensor, root=src, same_count=True)
-        if self.rank == src:
-            self._ops.finish("broadcast", deadline, wait=not inline)
-        else:
-            self._ops.meet(src, "broadcast", deadline)
-            self._ops.fetch(src, 0, tensor)
-            self._ops.finish("broadcast", deadline, wait=False)
+        ops, here, span = self._ops, self.rank == src, (tensor.data_ptr(), tensor.nbytes)
+        given = span if here else ()
+        copied = ops.publish("broadcast", given, deadline, dtype=tensor.dtype, root=src, count=tensor.numel())
+        if not here:
+            ops.meet(src, "broadcast", deadline)
+            copied = ops.copied(src)
+        if not copied and self.size > 1:
+            ops.meet_all("broadcast", deadline)
+            into = () if here else (0, 0) * src + span
+            self._staging.share("broadcast", given, into, span[1], deadline, ops.number)
+        elif not here:
+            ops.take(src, 0, *span)
+        ops.finish()
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
-        inline = self._ops.publish("all_gather", [tensor], deadline, of=tensor)
-        keep_own(outputs[self.rank], tensor)
-        for r in self._ops.around():
-            self._ops.meet(r, "all_gather", deadline)
-            self._ops.fetch(r, 0, outputs[r])
-        self._ops.finish("all_gather", deadline, wait=not inline)
+        self._all_gather(_spans(outputs), tensor, deadline)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
+        self._all_gather(pieces(output.data_ptr(), tensor.nbytes, self.size), tensor, deadline)
+
+    def _all_gather(self, into: Spans, tensor: torch.Tensor, deadline: float) -> None:
+        ops, given = self._ops, (tensor.data_ptr(), tensor.nbytes)
+        ops.publish("all_gather", given, deadline, dtype=tensor.dtype)
+        copy(into[2 * self.rank], *given)
+        ops.meet_all("all_gather", deadline)
+        if not ops.collect(0, into) and self.size > 1:
+            self._staging.share("all_gather", given, into, max(into[1::2]), deadline, ops.number)
+        ops.finish()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
-        inline = self._ops.publish("all_to_all", inputs, deadline, of=inputs[self.rank])
-        keep_own(outputs[self.rank], inputs[self.rank])
-        for r in self._ops.around():
-            self._ops.meet(r, "all_to_all", deadline)
-            self._ops.fetch(r, self.rank, outputs[r])
-        self._ops.finish("all_to_all", deadline, wait=not inline)
+        self._all_to_all(_spans(outputs), _spans(inputs), inputs[self.rank].dtype, deadline)
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
+        nbytes = tensor.nbytes // self.size
+        into, given = (pieces(each.data_ptr(), nbytes, self.size) for each in (output, tensor))
+        self._all_to_all(into, given, tensor.dtype, deadline)
+
+    def _all_to_all(self, into: Spans, given: Spans, dtype: torch.dtype, deadline: float) -> None:
+        ops, own = self._ops, 2 * self.rank
+        ops.publish("all_to_all", given, deadline, dtype=dtype)
+        copy(into[own], given[own], given[own + 1])
+        ops.meet_all("all_to_all", deadline)
+        if not ops.collect(self.rank, into) and self.size > 1:
+            ranks = range(self.size)
+            longest = max(ops.nbytes(src, dst) for src in ranks for dst in ranks if src != dst)
+            self._staging.move("all_to_all", given, into, longest, deadline, ops.number)
+        ops.finish()
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
-        inline = self._ops.publish("gather", [tensor], deadline, of=tensor, root=dst)
-        if outputs is not None:
-            keep_own(outputs[dst], tensor)
-            for r in self._ops.around():
-                self._ops.meet(r, "gather", deadline)
-                self._ops.fetch(r, 0, outputs[r])
-            self._ops.finish("gather", deadline, wait=False)
-        else:
-            self._ops.meet(dst, "gather", deadline)
-            self._ops.finish("gather", deadline, wait=False)
-            if not inline:
-                self._board.wait_for(dst, 4 * self._ops.number + 3, deadline, "gather", self._ops.number)
+        ops, given, into = self._ops, (tensor.data_ptr(), tensor.nbytes), _spans(outputs or ())
+        ops.publish("gather", given, deadline, dtype=tensor.dtype, root=dst)
+        if into:
+            copy(into[2 * dst], *given)
+        ops.meet_all("gather", deadline)
+        if not ops.collect(0, into) and self.size > 1:
+            longest = max(ops.nbytes(rank, 0) for rank in range(self.size) if rank != dst)
+            self._staging.move("gather", (0, 0) * dst + given, into, longest, deadline, ops.number)
+        ops.finish()
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
-        inline = self._ops.publish("scatter", inputs or [], deadline, of=tensor, root=src)
-        if inputs is not None:
-            keep_own(tensor, inputs[src])
-            self._ops.finish("scatter", deadline, wait=not inline)
+        ops, given, target = self._ops, _spans(inputs or ()), (tensor.data_ptr(), tensor.nbytes)
+        copied = ops.publish("scatter", given, deadline, dtype=tensor.dtype, root=src)
+        if given:
+            copy(target[0], given[2 * src], target[1])
         else:
-            self._ops.meet(src, "scatter", deadline)
-            self._ops.fetch(src, self.rank, tensor)
-            self._ops.finish("scatter", deadline, wait=False)
+            ops.meet(src, "scatter", deadline)
+            copied = ops.copied(src)
+            if copied:
+                ops.take(src, self.rank, *target)
+            else:
+                ops.expect(src, self.rank, target[1])
+        if not copied and self.size > 1:
+            ops.meet_all("scatter", deadline)
+            into = () if given else (0, 0) * src + target
+            longest = max(ops.nbytes(src, rank) for rank in range(self.size) if rank != src)
+            self._staging.move("scatter", given, into, longest, deadline, ops.number)
+        ops.finish()
+
+    def _overlaps_others(self, target: tuple[int, int], given: Spans) -> bool:
+        """Whether a result would be written over inputs that are still to be given to others."""
+        start, stop = target[0], sum(target)
+        pieces = zip(given[::2], given[1::2], strict=True)
+        return any(start < at + n and at < stop for rank, (at, n) in enumerate(pieces) if rank != self.rank)
 
     def barrier(self, deadline: float) -> None:
-        self._ops.publish("barrier", [], deadline)
+        self._ops.publish("barrier", (), deadline)
         self._ops.meet_all("barrier", deadline)
-        self._ops.finish("barrier", deadline, wait=False)
+        self._ops.finish()
 
     # -- point to point
 
@@ -215,6 +237,13 @@ class DirectTransport(Transport):
 
     def close(self) -> None:
         self._board.leave(CLOSED, "closed")
-        self._slot_blocks.clear()
         self._board.release()
         self._release()
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> Spans:
+    return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes))
+
+
+def _padded(spans: Spans, count: int) -> Spans:
+    return spans + (0, 0) * (count - len(spans) // 2)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.comms.algorithms.exchange import Exchange, combine
+from holdfast.comms.algorithms.arithmetic import combine
+from holdfast.comms.algorithms.exchange import Exchange
 from holdfast.comms.ops import ReduceOp
 
 

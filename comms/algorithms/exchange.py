@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.ops import ReduceOp
-
 Posted = object
 """A message under way; only the transport looks inside."""
 
@@ -46,14 +43,6 @@ class Exchange:
     def swap(self, given: torch.Tensor, dst: int, taken: torch.Tensor, src: int) -> None:
         """Send `given` to `dst` and receive `taken` from `src`, at once."""
         self.finish(self.begin_recv(taken, src), self.begin_send(given, dst))
-
-
-def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp) -> None:
-    """target = target op other, of two flat tensors."""
-    if target.numel():
-        block = arithmetic.block_of(target)
-        with arithmetic.silent():
-            arithmetic.combiner(target.dtype, op)(block, arithmetic.block_of(other), block)
 
 
 def bounds(count: int, parts: int) -> list[int]:

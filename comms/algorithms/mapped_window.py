@@ -67,7 +67,16 @@ class MappedWindow(WindowMemory):
             ctypes.memmove(into.data_ptr(), part.address + offset, into.nbytes)
             self._live(rank)
 
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        return self.update(rank, offset, dtype, lambda old: old + value, deadline)
+
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        return self.update(rank, offset, dtype, lambda old: desired if old == expected else old, deadline)
+
     def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
+        """Replace an integer by `change(it)`, atomically; the old one."""
         part = self._live(rank)
         kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
         with part.lock(deadline):

@@ -30,6 +30,8 @@ class MessageTransport(Transport):
         self.rank, self.size = context.rank, context.size
         self._link = cost.agree(context, link)
         self._op = 0
+        self._rounds = 0
+        self._journal = context.journal
 
     @abstractmethod
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
@@ -44,11 +46,15 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
-        """Return when all of them are complete; raise `OpTimeout`, `PeerFailed` or what `abort` was given."""
+        """Return when all of them are complete; raise `OpTimeout`, `PeerFailed` or what `abort` was given.
+
+        Counts one more of `_rounds`, and tells `_journal` of a long wait.
+        """
 
     def _exchange(self, op: str, deadline: float) -> Exchange:
         """What an algorithm works with: the messages of the op that begins."""
         self._op += 1
+        self._rounds = 0
         tag = USER_TAGS + self._op % _OP_TAGS
         return Exchange(
             self._post_send, self._post_recv, self._complete, self.rank, self.size, tag, op, self._op, deadline

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.comms.algorithms.exchange import Exchange, combine
+from holdfast.comms.algorithms.arithmetic import combine
+from holdfast.comms.algorithms.exchange import Exchange
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.ops import ReduceOp
 

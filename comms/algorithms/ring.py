@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.comms.algorithms.exchange import Exchange, bounds, combine
+from holdfast.comms.algorithms.arithmetic import combine
+from holdfast.comms.algorithms.exchange import Exchange, bounds
 from holdfast.comms.ops import ReduceOp
 
 

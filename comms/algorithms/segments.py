@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.comms.algorithms.exchange import Exchange, bounds, combine
+from holdfast.comms.algorithms.arithmetic import combine
+from holdfast.comms.algorithms.exchange import Exchange, bounds
 from holdfast.comms.ops import ReduceOp
 
 

@@ -1,28 +1,31 @@
-"""Large all_reduce through shared memory: a pipeline of blocks that never leave the cache.
+"""Large collectives through shared memory: a pipeline of blocks that never leave the cache.
 
-Each rank owns a part of the tensor. Block by block, every rank copies its input to each part into its stage; the owner
-adds them up and stages the result; the others copy it from there. So a byte is copied four times, but each time from a
-cache that both cores share, and without the kernel, whose reads of another process's memory must pin it page by page:
-that takes twice as long. A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
+Block by block, every rank copies what it gives into its stage, and the others copy it from there, or reduce it into
+theirs. So a byte is copied twice; but each time from a cache that the cores share, and without the kernel, whose reads
+of another process's memory must pin it page by page: that takes longer. A rank may be `STAGE_DEPTH` blocks ahead of
+another, so that ranks rarely wait. The loop itself is compiled (`comms/native/pipeline.h`).
 
-n ranks, b bytes: each rank copies 3 b (n-1)/n bytes and adds b (n-1)/n; about b (n-1) / (n B) meetings with blocks of
-B bytes. The pipeline is that of R. Graham et al., "MPI Support for Multi-core Architectures: Optimized Shared Memory
-Collectives" (2008).
+n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank and adds b (n-1)/n;
+there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of R. Graham et al., "MPI Support
+for Multi-core Architectures: Optimized Shared Memory Collectives" (2008).
+
+Every rank must know beforehand that all have begun the op: nothing of the one before is in a stage then.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 
 import torch
 
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.board import GIVEN, REDUCED, STAGE_DEPTH, TAKEN_BLOCKS, Board
+from holdfast.comms.algorithms.board import STAGE_DEPTH, Board
 from holdfast.comms.algorithms.exchange import bounds
+from holdfast.comms.algorithms.publication import Spans
 from holdfast.comms.ops import ReduceOp
 
 _LEAST_BLOCK_BYTES = 32 * 1024
+_NO_REDUCTION = -1
 
 
 class Staging:
@@ -33,69 +36,57 @@ class Staging:
         self._done = 0
 
     def all_reduce(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float, number: int) -> None:
-        """Reduce the flat tensors `given` of all ranks into the flat tensors `tensor` (they may be one)."""
-        board, rank, size = self._board, self._board.rank, self._board.size
-        edges = bounds(tensor.numel(), size)
-        longest = max(stop - start for start, stop in itertools.pairwise(edges))
-        itemsize = tensor.element_size()
-        block = min(board.layout.stage_block, max(_LEAST_BLOCK_BYTES, longest * itemsize // STAGE_DEPTH)) // itemsize
-        if tensor.dtype not in arithmetic.NUMPY:
-            block = min(block, arithmetic.TORCH_BLOCK_ELEMENTS)
-        steps = -(-longest // block)
-        others = [(rank + i) % size for i in range(1, size)]
-        combine = arithmetic.combiner(tensor.dtype, op)
-        result = arithmetic.block_of(tensor)
+        """Reduce contiguous tensors `given` of all ranks into `tensor` of all ranks (they may be one)."""
+        edges = bounds(tensor.numel(), self._board.size)
+        size = tensor.element_size()
+        parts = [((stop - start) * size, start * size) for start, stop in itertools.pairwise(edges)]
         source, target = given.data_ptr(), tensor.data_ptr()
-        base = self._done
+        give = tuple(number for nbytes, start in parts for number in (source + start, nbytes))
+        take = tuple(number for nbytes, start in parts for number in (target + start, nbytes))
+        kind = arithmetic.kind(tensor.dtype, op)
+        self._run("all_reduce", give, take, max(parts)[0], deadline, number, kind=kind, reduces_all=True)
 
-        def span(owner: int, step: int) -> tuple[int, int]:
-            """Where block `step` of a part begins, and how many elements it has."""
-            start = edges[owner] + step * block
-            return start, max(0, min(block, edges[owner + 1] - start))
+    def reduce(
+        self, op: str, give: Spans, output: tuple[int, int], kind: int, longest: int, deadline: float, number: int
+    ) -> None:
+        """Reduce what all ranks `give` to a rank into its `output`: address and size, the latter 0 if it gets nothing.
 
-        def wait(owner: int, value: int, flag: int) -> None:
-            board.wait_for(owner, value, deadline, "all_reduce", number, flag)
+        `longest` is the size of the longest piece that any rank gives to another.
+        """
+        rank = self._board.rank
+        take, own = (0, 0) * rank + output, give[2 * rank]
+        self._run(op, give, take, longest, deadline, number, kind=kind, own=own)
 
-        def give(step: int) -> None:
-            for owner in others:
-                wait(owner, base + step + 1 - STAGE_DEPTH, REDUCED)
-                start, count = span(owner, step)
-                if count:
-                    into = board.base + board.staged(rank, owner, step)
-                    ctypes.memmove(into, source + start * itemsize, count * itemsize)
-            board.raise_flag(base + step + 1, GIVEN)
+    def move(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
+        """Bring piece d of what every rank s gives to piece s of what rank d takes. A rank's own are left alone."""
+        self._run(op, give, take, longest, deadline, number)
 
-        def reduce(step: int) -> None:
-            start, count = span(rank, step)
-            mine = result[start : start + count]
-            for other in others:
-                wait(other, base + step + 1, GIVEN)
-                wait(other, base + step + 1 - STAGE_DEPTH, TAKEN_BLOCKS)
-                if count:
-                    theirs = arithmetic.block_at(board.bytes, board.staged(other, rank, step), tensor.dtype, count)
-                    combine(mine, theirs, mine)
-            if count:
-                into = board.base + board.staged(rank, rank, step)
-                ctypes.memmove(into, target + start * itemsize, count * itemsize)
-            board.raise_flag(base + step + 1, REDUCED)
+    def share(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
+        """Bring the one piece that a rank s gives, if any, to piece s of what all others take."""
+        self._run(op, (0, 0) * self._board.rank + give, take, longest, deadline, number, shared=True)
 
-        def take(step: int) -> None:
-            for owner in others:
-                wait(owner, base + step + 1, REDUCED)
-                start, count = span(owner, step)
-                if count:
-                    ctypes.memmove(
-                        target + start * itemsize, board.base + board.staged(owner, owner, step), count * itemsize
-                    )
-            board.raise_flag(base + step + 1, TAKEN_BLOCKS)
-
-        with arithmetic.silent():
-            for step in range(steps + 2):
-                board.check()
-                if step < steps:
-                    give(step)
-                if 0 <= step - 1 < steps:
-                    reduce(step - 1)
-                if step >= 2:
-                    take(step - 2)
+    def _run(
+        self,
+        op: str,
+        give: Spans,
+        take: Spans,
+        longest: int,
+        deadline: float,
+        number: int,
+        *,
+        kind: int = _NO_REDUCTION,
+        reduces_all: bool = False,
+        shared: bool = False,
+        own: int = 0,
+    ) -> None:
+        board = self._board
+        wanted = -(-longest // STAGE_DEPTH // 4096) * 4096
+        block = min(board.layout.stage_block, max(_LEAST_BLOCK_BYTES, wanted))
+        steps = -(-longest // block)
+        board.check()
+        board.native.begin(self._done, steps, block, kind, reduces_all, shared, give, take, own)
+        while (stuck := board.native.run()) is not None:
+            board.check()
+            rank, value, flag = stuck
+            board.wait_for(rank, value, deadline, op, number, flag)
         self._done += steps

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from holdfast.comms.algorithms.arithmetic import combine
 from holdfast.comms.algorithms.cost import PIPELINE_BYTES
-from holdfast.comms.algorithms.exchange import Exchange, combine
+from holdfast.comms.algorithms.exchange import Exchange
 from holdfast.comms.ops import ReduceOp
 
 

@@ -9,6 +9,7 @@ Types of overridden methods are looser than those in torch's stubs, which name o
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from holdfast.comms.ops import ReduceOp
 from holdfast.comms.torchdist.lanes import Lanes
 from holdfast.comms.torchdist.monitored import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
 from holdfast.comms.torchdist.sparse import all_reduce_sparse
 from holdfast.comms.torchdist.words import is_async, reduction, seconds
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
@@ -32,6 +34,9 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Issue = Callable[[bool, float], Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
+
+_numbers = itertools.count()
+_ABORTED = "the process group was aborted"
 
 
 class HoldfastProcessGroup(dist.ProcessGroup):
@@ -43,6 +48,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     supports_splitting = False
     supports_coalescing = False
     supports_shrinking = False
+    supports_reconfigure = True
     supports_time_estimate = False
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
@@ -57,8 +63,19 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._monitored = MonitoredBarrier(store, communicator.rank, communicator.size)
         self._name, self._description = "", "undefined"
         self._issued = 0
+        self._number = next(_numbers)
+        self._root = communicator.name
+        self._used: set[int] = set()
 
     # -- who it is
+
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    def size(self) -> int:
+        return self.communicator.size
+
+    getRank, getSize = rank, size  # noqa: N815  # torch's names
 
     def name(self) -> str:
         return "holdfast"
@@ -288,11 +305,54 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self._issued += len(issues)
             return self._joined(TorchWork([issue(later, limit) for issue in issues], tensors))
 
+    # -- other members, in the same object
+
+    def get_reconfigure_handle(self) -> str:
+        """The name of this member, for `reconfigure` on those that are to be in a group with it."""
+        return handle(self.options.backend, self.communicator.device, self._number)
+
+    def reconfigure(
+        self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
+    ) -> TorchWork:
+        """Go on as the group of the members in `handles`, in rank order; collective over these alone.
+
+        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. Pending ops end with `Revoked`; rank and
+        size are new when this returns. Works after an abort, and after the death of members that are left out. Raises
+        ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; else what
+        `connect` raises, after which another `reconfigure` may follow.
+        """
+        change = asked_for(given, handles, timeout)
+        with self._turn:
+            if change.uuid in self._used:
+                raise HoldfastError(f"reconfigure: uuid {change.uuid} was already used; take a new one")
+            check(change, self.get_reconfigure_handle())
+            self._used.add(change.uuid)
+            device = self.communicator.device
+            over = Revoked(self.communicator.epoch, f"the process group is reconfigured to {change.uuid}")
+            self.communicator.abort(over)
+            self._lanes.abort(over)
+            self.shutdown()
+            mine = self.get_reconfigure_handle()
+            self.communicator = connect_changed(change, mine, self._store, self._root, device, self._timeout)
+            store = dist.PrefixStore(f"reconfigured/{change.uuid}", self._store)
+            self._lanes = Lanes(self.communicator, dist.PrefixStore("point-to-point", store))
+            self._monitored = MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
+        return TorchWork([DONE], [])
+
+    def get_error(self) -> Any:
+        """torch's `ErrorType`: what has ended the communicator, if anything did but an abort by this rank."""
+        from torch._C._distributed_c10d import ErrorType
+
+        over = self.communicator._executor.over
+        if over is None or (isinstance(over, Revoked) and over.reason in (_ABORTED, "closed")):
+            return ErrorType.SUCCESS
+        return ErrorType.TIMEOUT if "timed out" in str(over) else ErrorType.COMM_ERROR
+
     # -- the end
 
     def abort(self) -> None:
         """End all ops here, and those of the peers that wait for this rank, and release everything."""
-        over = Revoked(self.communicator.epoch, "the process group was aborted")
+        over = Revoked(self.communicator.epoch, _ABORTED)
         self.communicator.abort(over)
         self._lanes.abort(over)
         self.shutdown()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from holdfast.comms.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,11 +13,12 @@ class Options:
     """`pg_options` of `init_process_group("holdfast")` and `new_group`.
 
     `backend` is a holdfast backend's name, a preference list ("ucx,gloo"), or "auto"; `device` the device whose tensors
-    the group takes.
+    the group takes. `over` is a communicator that exists already and stays its owner's.
     """
 
     backend: str = "auto"
     device: str = "cpu"
+    over: Communicator | None = field(default=None, repr=False, compare=False)
 
 
 def chosen(given: object, inherited: Options | None) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
     """
     options = chosen(pg_options, _default_options())
     timeout = given.timeout.total_seconds()
+    if options.over is not None:
+        from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+
+        return BorrowedProcessGroup(given.store, options.over, options, timeout)
     communicator = connect(
         options.backend,
         rank=given.group_rank,
@@ -48,4 +53,4 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
 def _default_options() -> Options | None:
     """The options of the default group, if it is one of ours."""
     world = c10d.GroupMember.WORLD if dist.is_initialized() else None
-    return world.options if isinstance(world, HoldfastProcessGroup) else None
+    return replace(world.options, over=None) if isinstance(world, HoldfastProcessGroup) else None

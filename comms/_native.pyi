@@ -1,0 +1,102 @@
+"""The compiled part (comms/native/): a board's waits, small ops and large ones; reductions of memory."""
+
+from typing import Any
+
+class Board:
+    """One rank's hands on a board; sizes in bytes. Calls may come from any thread, but one op at a time."""
+
+    def __init__(
+        self,
+        memory: Any,
+        rank: int,
+        size: int,
+        row: int,
+        table: int,
+        slots: int,
+        slot: int,
+        stage: int,
+        block: int,
+        depth: int,
+        spins: int,
+        yields: int,
+    ) -> None: ...
+    def release(self) -> None: ...
+    def raise_flag(self, value: int, flag: int, /) -> None:
+        """Raise a flag of this rank, and wake those who sleep."""
+
+    def wait(self, rank: int, value: int, flag: int, /) -> bool:
+        """Look for a while whether `rank` has raised a flag to `value`."""
+
+    def wait_all(self, value: int, /) -> bool:
+        """The same of every other rank's first flag."""
+
+    def stop(self) -> None:
+        """Let every look, now and later, end at once."""
+
+    def ring(self, rank: int, /) -> None:
+        """Wake `rank` if it sleeps."""
+
+    def ring_all(self) -> None: ...
+    def lie_down(self) -> int:
+        """Say that this rank is about to sleep. What is looked at from here on is not missed by `sleep`, which takes
+        the result."""
+
+    def sleep(self, bell: int, nanoseconds: int, /) -> None: ...
+    def get_up(self) -> None: ...
+    def give_way(self) -> None: ...
+    def publish(self, op: int, signature: int, inputs: tuple[int, ...], /) -> int:
+        """Publish (address, nbytes) of each input: 1 if they were copied into the slot, 0 if not, -1 if a rank still
+        reads what the slot held before."""
+
+    def meet(self, rank: int, op: int, /) -> int:
+        """-1 once `rank` has published the same, -2 if that takes long, else `rank`: its op is another."""
+
+    def meet_all(self, op: int, /) -> int:
+        """The same of every rank."""
+
+    def input(self, rank: int, op: int, index: int, /) -> tuple[int, bool]:
+        """The size of an input, and whether it lies in the slot."""
+
+    def fetch(self, rank: int, op: int, index: int, into: int, nbytes: int, /) -> int:
+        """Copy an input out of its slot: -1 if done, else the size that it has."""
+
+    def collect(self, op: int, index: int, into: tuple[int, ...], /) -> int:
+        """Copy an input of every other rank out of its slot, to (address, nbytes) for each rank: -1 if done, -2 if they
+        are not all in slots, else a rank whose input has another size. `into` may be empty."""
+
+    def combine(self, op: int, index: int, kind: int, into: int, nbytes: int, /) -> int:
+        """Reduce an input of all ranks: -1 if done, else a rank whose input has another size."""
+
+    def begin(
+        self,
+        base: int,
+        steps: int,
+        block: int,
+        kind: int,
+        reduces_all: bool,
+        shared: bool,
+        give: tuple[int, ...],
+        take: tuple[int, ...],
+        own: int,
+        /,
+    ) -> None:
+        """Set up a pipeline. `give` and `take`: (address, nbytes) for each rank. kind -1: nothing is reduced."""
+
+    def run(self) -> tuple[int, int, int] | None:
+        """Go on with it: None once complete, else the (rank, value, flag) that keeps it."""
+
+def kind(dtype: str, op: str, /) -> int:
+    """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""
+
+def combine(kind: int, out: int, a: int, b: int, count: int, /) -> None:
+    """out = a op b for `count` numbers at these addresses; `out` may be `a` or `b`."""
+
+def copy(into: int, from_: int, nbytes: int, /) -> None:
+    """Copy between two addresses of this process; nothing where they are one."""
+
+def pieces(address: int, nbytes: int, count: int, /) -> tuple[int, ...]:
+    """Memory in `count` pieces: (address, nbytes) of each, flat."""
+
+def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) -> int:
+    """The correctly rounded sums of `count` floats at each of up to 64 addresses. Returns how many were done: it stops
+    before 1024 of them that need more than two doubles, or hold what is not finite. `out` may be one of the inputs."""

@@ -1,0 +1,88 @@
+"""The constants of the cost model that were measured on this machine: where they are kept, and how they are checked.
+
+One small JSON file a machine, in the user's cache folder (`$XDG_CACHE_HOME/holdfast/`, else `~/.cache/holdfast/`),
+named after the host, since home folders are often shared. It is only ever replaced whole. No file means that nothing
+was measured, and the defaults hold; a file that cannot be understood is an error, never a silent default.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+
+VERSION = 1
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One link: `latency` in seconds, `bandwidth` in bytes a second, when it was measured (UTC), and by how much the
+    model misses the worst of the measurements (0.2: 20%)."""
+
+    latency: Positive
+    bandwidth: Positive
+    measured: str
+    worst_error: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All links that were measured on one machine, by name."""
+
+    version: int = VERSION
+    links: Mapping[str, Measured] = {}
+
+
+def path() -> Path:
+    """The file of this machine."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return folder / "holdfast" / f"tune-{platform.node() or 'this-host'}.json"
+
+
+def load() -> Tuning:
+    """What was measured here; nothing, if there is no file. `CorruptData` if it cannot be understood."""
+    file = path()
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return Tuning()
+    except OSError as error:
+        raise _broken(file, error) from error
+    try:
+        found = msgspec.json.decode(data, type=Tuning)
+    except msgspec.MsgspecError as error:
+        raise _broken(file, error) from error
+    if found.version != VERSION:
+        raise _broken(file, f"it has version {found.version}, this holdfast reads {VERSION}")
+    return found
+
+
+def save(tuning: Tuning) -> None:
+    """Replace the file of this machine."""
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(tuning)) + b"\n")
+    draft.replace(file)
+
+
+def forget() -> bool:
+    """Remove the file of this machine, whatever is in it; False if there was none."""
+    file = path()
+    found = file.exists()
+    file.unlink(missing_ok=True)
+    return found
+
+
+def _broken(file: Path, why: object) -> CorruptData:
+    return CorruptData(
+        f"the measured constants in {file} cannot be used: {why}; run `holdfast tune --forget` to go back to the "
+        "defaults, or `holdfast tune --forget && holdfast tune` to measure again"
+    )

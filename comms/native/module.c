@@ -1,0 +1,568 @@
+/* holdfast.comms._native: waiting, small ops and large ones on a board of shared memory, without the interpreter.
+ *
+ * Nothing here decides anything: which op runs, over what, and what a rank that does not come means is said in Python.
+ * Whatever may take longer than a microsecond lets go of the GIL. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "exact.h"
+#include "pipeline.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    board b;
+    pipeline p;
+} Board;
+
+static int board_init(PyObject *object, PyObject *args, PyObject *named) {
+    Board *self = (Board *)object;
+    static char *names[] = {"memory", "rank", "size", "row",    "table", "slots",  "slot",
+                            "stage",  "block", "depth", "spins", "yields", NULL};
+    PyObject *memory;
+    board b = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKill", names, &memory, &b.rank, &b.size, &b.row, &b.table,
+                                     &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields))
+        return -1;
+    if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
+        PyErr_SetString(PyExc_ValueError, "no such rank, or no stage");
+        return -1;
+    }
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    b.base = self->memory.buf, b.nbytes = (size_t)self->memory.len;
+    self->b = b;
+    self->p.give = PyMem_Calloc((size_t)b.size, sizeof(span));
+    self->p.take = PyMem_Calloc((size_t)b.size, sizeof(span));
+    if (b.row * (uint64_t)b.size > b.nbytes) {
+        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the board");
+        return -1;
+    }
+    if (!self->p.give || !self->p.take) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->p.b = &self->b;
+    return 0;
+}
+
+static PyObject *release(Board *self, PyObject *nothing) {
+    (void)nothing;
+    self->b.size = 0;
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    Py_RETURN_NONE;
+}
+
+static void board_dealloc(PyObject *object) {
+    Board *self = (Board *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    PyMem_Free(self->p.give);
+    PyMem_Free(self->p.take);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
+/* -- arguments: addresses and numbers, by position */
+
+static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        into[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (into[i] == (uint64_t)-1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+static int ours(const Board *self, uint64_t rank) {
+    if (rank < (uint64_t)self->b.size)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
+    return 0;
+}
+
+/* A tuple of (address, nbytes) pairs, flat, into `spans`; those that it does not reach are empty. */
+static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
+    Py_ssize_t count = PyTuple_Size(flat);
+    if (count < 0)
+        return -1;
+    if (count % 2 || count / 2 > most) {
+        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
+        return -1;
+    }
+    memset(spans, 0, (size_t)most * sizeof(span));
+    for (Py_ssize_t i = 0; i < count / 2; i++) {
+        spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
+        spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
+    }
+    return PyErr_Occurred() ? -1 : count / 2;
+}
+
+/* `look`, and without the GIL if that takes time. */
+static int await(Board *self, int rank, int flag, uint64_t value) {
+    int missing = look(&self->b, rank, flag, value, 0, 0);
+    if (missing >= 0 && self->b.spins + self->b.yields > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        missing = look(&self->b, rank, flag, value, self->b.spins, self->b.yields);
+        Py_END_ALLOW_THREADS;
+    }
+    return missing;
+}
+
+/* -- flags */
+
+static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, 0))
+        return NULL;
+    raise_flag(&self->b, (int)a[1], a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a) || !ours(self, a[0]))
+        return NULL;
+    return PyBool_FromLong(await(self, (int)a[0], (int)a[2], a[1]) < 0);
+}
+
+static PyObject *board_wait_all(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, 0))
+        return NULL;
+    return PyBool_FromLong(await(self, -1, FLAG, a[0]) < 0);
+}
+
+static PyObject *board_stop(Board *self, PyObject *nothing) {
+    (void)nothing;
+    atomic_store(&self->b.stopped, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, a[0]))
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    if (flag_of(&self->b, (int)a[0], ASLEEP))
+        ring(&self->b, (int)a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring_all(Board *self, PyObject *nothing) {
+    (void)nothing;
+    for (int rank = 0; rank < self->b.size; rank++)
+        ring(&self->b, rank);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_lie_down(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 1, memory_order_relaxed);
+    uint64_t bell = flag_of(&self->b, self->b.rank, DOORBELL);
+    atomic_thread_fence(memory_order_seq_cst);
+    return PyLong_FromUnsignedLongLong(bell);
+}
+
+static PyObject *board_sleep(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, 0))
+        return NULL;
+    struct timespec most = {(time_t)(a[1] / 1000000000u), (long)(a[1] % 1000000000u)};
+    word *bell = word_of(&self->b, self->b.rank, DOORBELL);
+    Py_BEGIN_ALLOW_THREADS;
+    syscall(SYS_futex, bell, FUTEX_WAIT, (uint32_t)a[0], &most, NULL, 0);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_get_up(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 0, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_yield(Board *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    Py_BEGIN_ALLOW_THREADS;
+    sched_yield();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* -- small ops: publish, meet, fetch or combine */
+
+/* publish(op, signature, inputs): 1 if the inputs were copied into the slot, 0 if they are too large, -1 if a rank has
+ * still to read what the slot held before. */
+static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !ours(self, 0))
+        return NULL;
+    board *b = &self->b;
+    uint64_t op = a[0];
+    Py_ssize_t inputs = PyTuple_Size(args[2]) / 2;
+    if (op > 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
+        return PyLong_FromLong(-1);
+    if (inputs > b->size) {
+        PyErr_SetString(PyExc_ValueError, "more inputs than ranks");
+        return NULL;
+    }
+    uint64_t *table = table_of(b, b->rank, op), total = 0;
+    table[0] = a[1];
+    for (Py_ssize_t i = 0; i < inputs; i++) {
+        table[1 + 2 * i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[2], 2 * i));
+        total += table[2 + 2 * i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[2], 2 * i + 1));
+    }
+    if (PyErr_Occurred())
+        return NULL;
+    int fits = total <= b->slot;
+    if (fits) {
+        char *slot = slot_of(b, b->rank, op);
+        for (Py_ssize_t i = 0; i < inputs; i++) {
+            uint64_t nbytes = table[2 + 2 * i];
+            memcpy(slot, (const void *)(uintptr_t)table[1 + 2 * i], nbytes);
+            table[1 + 2 * i] = (uint64_t)(slot - b->base) | INLINED;
+            slot += nbytes;
+        }
+    } else {
+        for (Py_ssize_t i = 0; i < inputs; i++)
+            table[1 + 2 * i] = 0;
+    }
+    raise_flag(b, FLAG, 4 * op + 1);
+    return PyLong_FromLong(fits);
+}
+
+static int agrees(const board *b, int rank, uint64_t op) { return *table_of(b, rank, op) == *table_of(b, b->rank, op); }
+
+/* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
+static PyObject *board_meet(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, a[0]))
+        return NULL;
+    if (await(self, (int)a[0], FLAG, 4 * a[1] + 1) >= 0)
+        return PyLong_FromLong(-2);
+    return PyLong_FromLong(agrees(&self->b, (int)a[0], a[1]) ? -1 : (long)a[0]);
+}
+
+static PyObject *board_meet_all(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, 0))
+        return NULL;
+    if (await(self, -1, FLAG, 4 * a[0] + 1) >= 0)
+        return PyLong_FromLong(-2);
+    for (int rank = 0; rank < self->b.size; rank++)
+        if (!agrees(&self->b, rank, a[0]))
+            return PyLong_FromLong(rank);
+    return PyLong_FromLong(-1);
+}
+
+/* Input `index` of `rank` in an op, in its slot; NULL if it is not there. */
+static const char *input(const board *b, int rank, uint64_t op, uint64_t index, uint64_t *nbytes) {
+    const uint64_t *entry = table_of(b, rank, op) + 1 + 2 * index;
+    *nbytes = entry[1];
+    uint64_t offset = entry[0] & ~INLINED;
+    if (!(entry[0] & INLINED) || offset > b->nbytes || *nbytes > b->nbytes - offset)
+        return NULL;
+    return b->base + offset;
+}
+
+static int has_input(const Board *self, uint64_t rank, uint64_t index) {
+    return ours(self, rank) && ours(self, index);
+}
+
+/* input(rank, op, index): (nbytes, whether it lies in the slot). */
+static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3], nbytes;
+    if (!numbers(args, count, 3, a) || !has_input(self, a[0], a[2]))
+        return NULL;
+    const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
+    return Py_BuildValue("KO", (unsigned long long)nbytes, at ? Py_True : Py_False);
+}
+
+/* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the size that it really has. */
+static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[5], nbytes;
+    if (!numbers(args, count, 5, a) || !has_input(self, a[0], a[2]))
+        return NULL;
+    const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
+    if (!at || nbytes != a[4])
+        return PyLong_FromUnsignedLongLong(nbytes);
+    memcpy((void *)(uintptr_t)a[3], at, nbytes);
+    return PyLong_FromLong(-1);
+}
+
+/* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; to
+ * nowhere if `into` is empty. -1 if done, -2 if they are not all in slots, else a rank whose input has another size. */
+static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2], nbytes;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "op, index and into are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !has_input(self, 0, a[1]))
+        return NULL;
+    board *b = &self->b;
+    span *into = self->p.take;
+    Py_ssize_t places = spans_of(args[2], into, b->size);
+    if (places < 0)
+        return NULL;
+    int all = 1;
+    for (int rank = 0; rank < b->size; rank++)
+        all &= input(b, rank, a[0], 0, &nbytes) != NULL;
+    for (int rank = 0; rank < b->size && places; rank++)
+        if (rank != b->rank && (input(b, rank, a[0], a[1], &nbytes), nbytes != into[rank].nbytes))
+            return PyLong_FromLong(rank);
+    if (!all)
+        return PyLong_FromLong(-2);
+    for (int i = 1; i < b->size && places; i++) {
+        int rank = (b->rank + i) % b->size;
+        const char *at = input(b, rank, a[0], a[1], &nbytes);
+        if (at)
+            memcpy(into[rank].at, at, nbytes);
+    }
+    return PyLong_FromLong(-1);
+}
+
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose
+ * input has another size. */
+static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[5], nbytes;
+    if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]))
+        return NULL;
+    board *b = &self->b;
+    kernel combine = kernel_of((long)a[2]);
+    if (!combine) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    const char *first = NULL;
+    size_t elements = a[4] / itemsize_of((long)a[2]);
+    char *into = (char *)(uintptr_t)a[3];
+    for (int rank = 0; rank < b->size; rank++)
+        if (!input(b, rank, a[0], a[1], &nbytes) || nbytes != a[4])
+            return PyLong_FromLong(rank);
+    for (int rank = 0; rank < b->size; rank++) {
+        const char *theirs = input(b, rank, a[0], a[1], &nbytes);
+        if (rank == 0)
+            first = theirs;
+        else
+            combine(into, rank == 1 ? first : into, theirs, elements);
+    }
+    if (b->size == 1)
+        memcpy(into, first, a[4]);
+    return PyLong_FromLong(-1);
+}
+
+/* -- large ops */
+
+/* begin(base, steps, block, kind, reduces_all, shared, give, take, own): a pipeline; see pipeline.h. kind -1: a move. */
+static PyObject *board_begin(Board *self, PyObject *args) {
+    pipeline *p = &self->p;
+    unsigned long long base, steps, block, own;
+    long kind;
+    int reduces_all, shared;
+    PyObject *give_, *take_;
+    if (!PyArg_ParseTuple(args, "KKKlppO!O!K", &base, &steps, &block, &kind, &reduces_all, &shared, &PyTuple_Type, &give_,
+                          &PyTuple_Type, &take_, &own) ||
+        !ours(self, 0))
+        return NULL;
+    if (block > self->b.block || !block || (kind >= 0 && !kernel_of(kind))) {
+        PyErr_SetString(PyExc_ValueError, "no such block, or no such reduction");
+        return NULL;
+    }
+    if (spans_of(give_, p->give, self->b.size) < 0 || spans_of(take_, p->take, self->b.size) < 0)
+        return NULL;
+    p->base = base, p->steps = steps, p->block = block, p->own = (const char *)(uintptr_t)own;
+    p->combine = kind >= 0 ? kernel_of(kind) : NULL;
+    p->itemsize = kind >= 0 ? itemsize_of(kind) : 1;
+    p->reduces_all = reduces_all, p->shared = shared;
+    p->step = 0, p->phase = 0, p->other = 1;
+    Py_RETURN_NONE;
+}
+
+/* run(): None once the op is complete, else (rank, value, flag) that it has waited for. */
+static PyObject *board_run(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    int done;
+    Py_BEGIN_ALLOW_THREADS;
+    done = run(&self->p);
+    Py_END_ALLOW_THREADS;
+    if (done)
+        Py_RETURN_NONE;
+    return Py_BuildValue("iKi", self->p.awaited, (unsigned long long)self->p.value, self->p.flag);
+}
+
+/* -- without a board */
+
+/* kind(dtype, op): the number of a reduction, -1 if there is none. */
+static PyObject *kind(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *dtype, *op;
+    if (!PyArg_ParseTuple(args, "ss", &dtype, &op))
+        return NULL;
+    for (long row = 0; row < DTYPES; row++)
+        for (long column = 0; column < OPS; column++)
+            if (!strcmp(all_kernels[row].dtype, dtype) && !strcmp(op_names[column], op) && all_kernels[row].ops[column])
+                return PyLong_FromLong(row * OPS + column);
+    return PyLong_FromLong(-1);
+}
+
+/* combine(kind, out, a, b, count): out = a op b, for `count` numbers at these addresses. */
+static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    uint64_t a[5];
+    if (!numbers(args, count, 5, a))
+        return NULL;
+    kernel combine = kernel_of((long)a[0]);
+    if (!combine) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    combine((void *)(uintptr_t)a[1], (const void *)(uintptr_t)a[2], (const void *)(uintptr_t)a[3], a[4]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* sum_exactly(dtype, out, count, inputs): the correctly rounded sums of the numbers at several addresses. Returns how many
+ * were done: it stops before a chunk that needs more than two doubles, or holds what is not finite. */
+static PyObject *sum_exactly(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *dtype;
+    unsigned long long out, count;
+    PyObject *addresses;
+    const void *inputs[64];
+    if (!PyArg_ParseTuple(args, "sKKO!", &dtype, &out, &count, &PyTuple_Type, &addresses))
+        return NULL;
+    Py_ssize_t number = PyTuple_Size(addresses);
+    exact add = exact_of(dtype);
+    if (!add || number < 1 || number > 64) {
+        PyErr_SetString(PyExc_ValueError, "floats, and from 1 to 64 inputs, are needed");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < number; i++)
+        inputs[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
+    if (PyErr_Occurred())
+        return NULL;
+    size_t done;
+    Py_BEGIN_ALLOW_THREADS;
+    done = add((void *)(uintptr_t)out, inputs, (size_t)number, count);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromSize_t(done);
+}
+
+/* pieces(address, nbytes, count): memory in `count` pieces of `nbytes` each, flat. */
+static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a))
+        return NULL;
+    PyObject *flat = PyTuple_New(2 * (Py_ssize_t)a[2]);
+    for (Py_ssize_t i = 0; flat && i < (Py_ssize_t)a[2]; i++) {
+        PyObject *address = PyLong_FromUnsignedLongLong(a[0] + (uint64_t)i * a[1]);
+        PyObject *nbytes = PyLong_FromUnsignedLongLong(a[1]);
+        if (!address || !nbytes || PyTuple_SetItem(flat, 2 * i, address) || PyTuple_SetItem(flat, 2 * i + 1, nbytes))
+            Py_CLEAR(flat);
+    }
+    return flat;
+}
+
+/* copy(into, from, nbytes): between two addresses of this process; nothing where they are one. */
+static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a))
+        return NULL;
+    if (a[0] == a[1])
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS;
+    memmove((void *)(uintptr_t)a[0], (const void *)(uintptr_t)a[1], a[2]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+#define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
+#define PLAIN(NAME, FUNCTION) {NAME, (PyCFunction)FUNCTION, METH_NOARGS, NULL}
+
+static PyMethodDef board_methods[] = {
+    FAST("raise_flag", board_raise),
+    FAST("wait", board_wait),
+    FAST("wait_all", board_wait_all),
+    PLAIN("stop", board_stop),
+    FAST("ring", board_ring),
+    PLAIN("ring_all", board_ring_all),
+    PLAIN("lie_down", board_lie_down),
+    FAST("sleep", board_sleep),
+    PLAIN("get_up", board_get_up),
+    PLAIN("give_way", board_yield),
+    FAST("publish", board_publish),
+    FAST("meet", board_meet),
+    FAST("meet_all", board_meet_all),
+    FAST("input", board_input),
+    FAST("fetch", board_fetch),
+    FAST("collect", board_collect),
+    FAST("combine", board_combine),
+    {"begin", (PyCFunction)board_begin, METH_VARARGS, NULL},
+    PLAIN("run", board_run),
+    PLAIN("release", release),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot board_slots[] = {
+    {Py_tp_init, board_init},
+    {Py_tp_dealloc, board_dealloc},
+    {Py_tp_methods, board_methods},
+    {0, NULL},
+};
+
+static PyType_Spec board_spec = {
+    "holdfast.comms._native.Board", sizeof(Board), 0, Py_TPFLAGS_DEFAULT, board_slots,
+};
+
+static PyMethodDef module_methods[] = {
+    {"kind", kind, METH_VARARGS, NULL},
+    FAST("combine", combine_),
+    FAST("copy", copy_),
+    FAST("pieces", pieces),
+    {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int module_exec(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&board_spec);
+    if (!type)
+        return -1;
+    int failed = PyModule_AddObjectRef(module, "Board", type);
+    Py_DECREF(type);
+    return failed;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", NULL, 0, module_methods, module_slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,86 @@
+"""torch.distributed's default group over a communicator that belongs to somebody else: that of a session's epoch.
+
+Its end is the communicator's, so the group ends with the epoch; the next epoch gets a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, Revoked, Unsupported
+from holdfast.comms.torchdist.group import HoldfastProcessGroup
+from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.registration import BACKEND, register
+from holdfast.comms.torchdist.works import TorchWork
+
+
+class Ending(Protocol):
+    """What cannot outlive its group."""
+
+    def end(self) -> None: ...
+
+
+class BorrowedProcessGroup(HoldfastProcessGroup):
+    """A process group that leaves its communicator open, and its members to those who own that.
+
+    `kept` are things that were made over the group and end with it: `remove` calls their `end()`.
+    """
+
+    supports_reconfigure = False
+
+    def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
+        super().__init__(store, communicator, options, timeout)
+        self.kept: dict[int, Ending] = {}
+
+    def reconfigure(
+        self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
+    ) -> TorchWork:
+        raise Unsupported("to reconfigure a session's process group", "the session decides who its members are")
+
+    def abort(self) -> None:
+        """End what is beside the communicator: point-to-point ops."""
+        self._lanes.abort(Revoked(self.communicator.epoch, "the process group was aborted"))
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        self._lanes.close()
+
+
+def install(communicator: Communicator, store: dist.Store, timeout: float) -> BorrowedProcessGroup:
+    """Make torch's default group run over `communicator`; its subgroups meet at `store`. `timeout` (seconds) is that of
+    ops.
+
+    Raises HoldfastError if torch has a default group already: that of another library, or of another rank in this
+    process.
+    """
+    if dist.is_initialized():
+        raise HoldfastError(
+            "torch.distributed has a default group in this process already; do not call init_process_group() where a "
+            "session makes the group"
+        )
+    register()
+    options = Options(backend=communicator.backend, device=communicator.device.type, over=communicator)
+    dist.init_process_group(
+        BACKEND,
+        store=store,
+        rank=communicator.rank,
+        world_size=communicator.size,
+        timeout=timedelta(seconds=timeout),
+        pg_options=options,
+    )
+    group: Any = dist.group.WORLD
+    assert isinstance(group, BorrowedProcessGroup)
+    return group
+
+
+def remove(group: BorrowedProcessGroup) -> None:
+    """Take `group` and its subgroups from torch, if it is still the default one, and end what was made over it."""
+    while group.kept:
+        group.kept.popitem()[1].end()
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
