@@ -7,13 +7,12 @@ each. A watcher thread does so too, the moment the kernel says that a peer on th
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
+from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
-from holdfast.comms.liveness import Liveness
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import (
     API_VERSION,
@@ -36,7 +36,7 @@ from holdfast.comms.plugins import (
 )
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
-from holdfast.comms.transport import Context, Transport
+from holdfast.comms.transport import Context
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,6 @@ _NATIVE_OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _GRACE_SECONDS = 0.2
 """How long a broken connection may wait for the kernel's word on whose process ended."""
 
@@ -68,6 +67,9 @@ _CONNECT_SECONDS = 5.0
 """How long the ranks may take to connect once all are there: nothing can end that wait if one of them then dies."""
 
 _WAIT_SECONDS = 0.02
+_WAIT = timedelta(seconds=_WAIT_SECONDS)
+_OPTIONS = 256
+"""How many ops' options are kept."""
 """How long to wait for an op before looking whether it was aborted; that it ends with its connections is the rule."""
 
 _making_device = threading.Lock()
@@ -75,35 +77,28 @@ _forgotten: list[Any] = []
 """Groups with an op that does not end. To destroy one would wait for it."""
 
 
-class GlooTransport(Transport):
+class GlooTransport(TorchGroup):
     """A ProcessGroupGloo, with an end."""
 
     def __init__(self, context: Context) -> None:
-        self.rank, self.size = context.rank, context.size
-        self._epoch = context.epoch
-        self._seq = 0
-        self._error: HoldfastError | None = None
-        self._liveness = Liveness(context.peers, context.rank)
-        self._ending = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._options: dict[tuple[Any, ...], Any] = {}
+        super().__init__(context)
         try:
             self._group = self._make_group(context)
         except BaseException:
-            os.close(self._wake)
-            self._liveness.close()
+            self._forget_peers()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="holdfast-gloo-watch", daemon=True)
-        self._watcher.start()
+        self._watch_peers("gloo")
 
     def _make_group(self, context: Context) -> Any:
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
+        settings = gloo._Options()
         one_host = len({peer.host for peer in context.peers}) == 1
         with _making_device:
-            before = _sockets()
-            options._devices = [gloo.create_device(interface="lo") if one_host else gloo.create_default_device()]
-            listening = {_name(number) for number, _ in _sockets() - before if _listens(number)}
+            before = sockets()
+            settings._devices = [_device(one_host)]
+            listening = {name_of(number) for number, _ in sockets() - before if listens(number)}
         context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
         theirs: set[tuple[str, int]] = set()
         for rank in range(self.size):
@@ -111,18 +106,31 @@ class GlooTransport(Transport):
                 data = fetch(context.store, f"listens/{rank}", context.deadline)
                 theirs.update(msgspec.json.decode(data, type=list[tuple[str, int]]))
         limit = min(context.deadline - time.monotonic(), _CONNECT_SECONDS)
-        options._timeout = timedelta(seconds=max(limit, 0.001))
-        options._threads = 2
+        settings._timeout = timedelta(seconds=max(limit, 0.001))
+        settings._threads = 2
         try:
-            group = gloo(context.store, self.rank, self.size, options)
+            group = gloo(context.store, self.rank, self.size, settings)
         except RuntimeError as error:
             if dead := self._liveness.dead():
                 raise PeerFailed(dead, "its process ended while the ranks connected") from error
             raise OpTimeout("connect", 0, limit) from error
-        self._sockets = _duplicates(listening, theirs)
+        self._sockets = duplicates(listening, theirs)
         return group
 
     # -- how an op runs and ends
+
+    def _collective(self, op: str, kind: Any, start: Callable[[Any], Any], deadline: float, **fields: Any) -> None:
+        """Run `start(options)`. Its options are kept for the next op, with a timeout in whole seconds: it is this
+        transport that keeps the deadline.
+        """
+        seconds = max(math.ceil(deadline - time.monotonic()), 1)
+        key = (kind, seconds, *fields.values())
+        given = self._options.get(key)
+        if given is None:
+            if len(self._options) >= _OPTIONS:
+                self._options.clear()
+            given = self._options[key] = options(kind, timedelta(seconds=seconds), **fields)
+        self._run(op, lambda _: start(given), deadline)
 
     def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float) -> None:
         self._seq += 1
@@ -147,10 +155,13 @@ class GlooTransport(Transport):
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(min(left, _WAIT_SECONDS), 0.001)))
+                work.wait(_WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001)))
                 return
             except RuntimeError:
-                if work.is_completed() or left <= _WAIT_SECONDS:
+                if work.is_completed():
+                    work.wait()  # returns, or raises what the op failed with: it may have ended just after we gave up
+                    return
+                if left <= _WAIT_SECONDS:
                     raise
                 if aborted:
                     _forgotten.append(self._group)
@@ -169,25 +180,14 @@ class GlooTransport(Transport):
             return OpTimeout(op, self._seq, waited)
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
-    def _watch(self) -> None:
-        while self._liveness.wait(self._wake):
-            self.abort(PeerFailed(self._liveness.dead(), "the kernel says that the process is gone"))
+    def _end_group(self) -> None:
+        for each in self._sockets:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
 
-    def abort(self, error: HoldfastError) -> None:
-        with self._ending:
-            if self._error is None:
-                self._error = error
-            for each in self._sockets:
-                try:
-                    each.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
-
-    def close(self) -> None:
-        os.eventfd_write(self._wake, 1)
-        self._watcher.join()
-        os.close(self._wake)
-        self._liveness.close()
+    def _release_group(self) -> None:
         del self._group
         with self._ending:
             for each in self._sockets:
@@ -201,18 +201,18 @@ class GlooTransport(Transport):
         if tensor.dtype in _NATIVE_DTYPES:
             if given is not tensor:
                 tensor.copy_(given)
-            self._run("all_reduce", lambda limit: self._start_all_reduce(tensor, op, limit), deadline)
+            self._collective(
+                "all_reduce",
+                dist.AllreduceOptions,
+                lambda given: self._group.allreduce([tensor], given),
+                deadline,
+                reduceOp=_NATIVE_OPS[op.name],
+            )
         else:
             others = [torch.empty_like(given) for _ in range(self.size)]
             self.all_gather(others, given, deadline)
             _combine(others, tensor, op)
         arithmetic.after(tensor, op, self.size)
-
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, limit: timedelta) -> Any:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _NATIVE_OPS[op.name]  # type: ignore[assignment]
-        options.timeout = limit
-        return self._group.allreduce([tensor], options)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
@@ -235,14 +235,10 @@ class GlooTransport(Transport):
         if tensor.numel() == 0:
             return
 
-        def start(limit: timedelta) -> Any:
-            options = dist.BroadcastOptions()
-            options.rootRank = src
-            options.rootTensor = 0
-            options.timeout = limit
-            return self._group.broadcast([_bytes(tensor)], options)
+        def start(given: Any) -> Any:
+            return self._group.broadcast([_movable(tensor)], given)
 
-        self._run("broadcast", start, deadline)
+        self._collective("broadcast", dist.BroadcastOptions, start, deadline, rootRank=src)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
@@ -251,15 +247,30 @@ class GlooTransport(Transport):
         if tensor.numel() == 0:
             return
 
-        def start(limit: timedelta) -> Any:
-            options = AllgatherOptions()
-            options.timeout = limit
-            return self._group.allgather([[_bytes(output) for output in outputs]], [_bytes(tensor)], options)
+        def start(given: Any) -> Any:
+            return self._group.allgather([[bytes_of(output) for output in outputs]], [bytes_of(tensor)], given)
 
-        self._run("all_gather", start, deadline)
+        self._collective("all_gather", AllgatherOptions, start, deadline)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        if tensor.numel() == 0:
+            return
+
+        def start(given: Any) -> Any:
+            return self._group._allgather_base(_movable(output.view(-1)), _movable(tensor.view(-1)), given)
+
+        self._collective("all_gather", AllgatherOptions, start, deadline)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         self._exchange("all_to_all", outputs, inputs, deadline)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        share = [tensor.nbytes // self.size] * self.size
+
+        def start(given: Any) -> Any:
+            return self._group.alltoall_base(bytes_of(output), bytes_of(tensor), share, share, given)
+
+        self._collective("all_to_all", dist.AllToAllOptions, start, deadline)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
         nothing = tensor.view(-1)[:0]
@@ -273,40 +284,33 @@ class GlooTransport(Transport):
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
-        given = torch.cat([_bytes(tensor) for tensor in inputs])
+        given = torch.cat([bytes_of(tensor) for tensor in inputs])
         taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8)
 
-        def start(limit: timedelta) -> Any:
-            options = dist.AllToAllOptions()
-            options.timeout = limit
+        def start(settings: Any) -> Any:
             out_sizes, in_sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
-            return self._group.alltoall_base(taken, given, out_sizes, in_sizes, options)
+            return self._group.alltoall_base(taken, given, out_sizes, in_sizes, settings)
 
-        self._run(op, start, deadline)
+        self._collective(op, dist.AllToAllOptions, start, deadline)
         start_of = 0
         for output in outputs:
-            _bytes(output).copy_(taken[start_of : start_of + output.nbytes])
+            bytes_of(output).copy_(taken[start_of : start_of + output.nbytes])
             start_of += output.nbytes
 
     def barrier(self, deadline: float) -> None:
-        def start(limit: timedelta) -> Any:
-            options = dist.BarrierOptions()
-            options.timeout = limit
-            return self._group.barrier(options)
-
-        self._run("barrier", start, deadline)
+        self._collective("barrier", dist.BarrierOptions, self._group.barrier, deadline)
 
     # -- point to point
 
     def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
         def start(limit: timedelta) -> None:
-            self._group.send([_bytes(tensor)], dst, tag).wait(limit)
+            self._group.send([bytes_of(tensor)], dst, tag).wait(limit)
 
         self._run("send", start, deadline)
 
     def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
         def start(limit: timedelta) -> None:
-            self._group.recv([_bytes(tensor)], src, tag).wait(limit)
+            self._group.recv([bytes_of(tensor)], src, tag).wait(limit)
 
         self._run("recv", start, deadline)
 
@@ -317,89 +321,31 @@ class GlooTransport(Transport):
         deadline: float,
     ) -> None:
         def start(limit: timedelta) -> None:
-            pending = [self._group.recv([_bytes(tensor)], src, tag) for tensor, src, tag in recvs]
-            pending += [self._group.send([_bytes(tensor)], dst, tag) for tensor, dst, tag in sends]
+            pending = [self._group.recv([bytes_of(tensor)], src, tag) for tensor, src, tag in recvs]
+            pending += [self._group.send([bytes_of(tensor)], dst, tag) for tensor, dst, tag in sends]
             for work in pending:
                 work.wait(limit)
 
         self._run("batch_send_recv", start, deadline)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes."""
-    return tensor.view(-1).view(torch.uint8)
+def _movable(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as something that gloo moves: as bytes, where it does not know the dtype."""
+    return tensor if tensor.dtype in _NATIVE_DTYPES else bytes_of(tensor)
+
+
+def _device(one_host: bool) -> Any:
+    """Loopback among ranks of one host; else what GLOO_SOCKET_IFNAME names, as torch does, or gloo finds by itself."""
+    gloo: Any = dist.ProcessGroupGloo
+    interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:
     """output = the reduction of all inputs, in rank order."""
-    if output.numel() == 0:
-        return
-    combine = arithmetic.combiner(output.dtype, op)
     output.view(-1).copy_(inputs[0].view(-1))
-    block = arithmetic.block_of(output)
-    with arithmetic.silent():
-        for each in inputs[1:]:
-            combine(block, arithmetic.block_of(each), block)
-
-
-def _sockets() -> set[tuple[int, int]]:
-    """The sockets of this process, as (descriptor, inode)."""
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  # a tenth of the time that pathlib takes
-        try:
-            status = os.fstat(int(entry))
-        except OSError:
-            continue
-        if stat.S_ISSOCK(status.st_mode):
-            found.add((int(entry), status.st_ino))
-    return found
-
-
-@contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """A descriptor that somebody else owns, as a socket; OSError if it is gone."""
-    borrowed = socket.socket(fileno=os.dup(number))
-    try:
-        yield borrowed
-    finally:
-        borrowed.close()
-
-
-def _listens(number: int) -> bool:
-    with _borrowed(number) as each:
-        return each.family in _INTERNET and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _name(number: int) -> tuple[str, int]:
-    """The address and port that a socket is bound to."""
-    with _borrowed(number) as each:
-        address = each.getsockname()
-        return str(address[0]), int(address[1])
-
-
-def _duplicates(listening: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> list[socket.socket]:
-    """Duplicates of the connections that this group accepted (at `listening`) or opened (to `theirs`).
-
-    Each group listens at ports of its own, so groups may be made side by side.
-    """
-    found = []
-    for number, _ in _sockets():
-        try:
-            each = socket.socket(fileno=os.dup(number))
-        except OSError:
-            continue
-        try:
-            if (
-                each.family in _INTERNET
-                and (each.getsockname()[:2] in listening or each.getpeername()[:2] in theirs)
-                and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            ):
-                found.append(each)
-                continue
-        except OSError:
-            pass  # not connected
-        each.close()
-    return found
+    for each in inputs[1:]:
+        arithmetic.combine(output, each, op)
 
 
 def connect(context: Context) -> GlooTransport:

@@ -32,7 +32,7 @@ class InprocTransport(DirectTransport):
     """Ranks as threads of one process."""
 
     def __init__(self, context: Context, board_memory: mmap.mmap) -> None:
-        board = Board(board_memory, context.rank, context.size, context.epoch, dead=tuple, looks=1)
+        board = Board(board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal)
         super().__init__(board)
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
@@ -129,6 +129,7 @@ def holdfast_backends() -> list[BackendInfo]:
                 one_process=True,
                 windows=True,
                 atomics=True,
+                passive_target="none",
                 memory_plane=True,
             ),
             probe=Available,

@@ -90,11 +90,17 @@ class RegionTable:
         self._file.truncate(_SLOTS_AT + SLOTS * _SLOT_BYTES)
         words = np.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=np.uint64)
         self._slots = words[_SLOTS_AT // 8 :].reshape(SLOTS, _SLOT_BYTES // 8)
+        self._base = int(words.ctypes.data)
         self._id = secrets.randbits(64)
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
         self._file.write(_HEADER.pack(_MAGIC, owner.pid, owner.started, words.ctypes.data, self._id))
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Where the table lies in this process, and its size in bytes."""
+        return self._base, _SLOTS_AT + SLOTS * _SLOT_BYTES
 
     def fill(self, address: int, nbytes: int, writable: bool) -> Address:
         """Write down a region. Raises `Unsupported` when a million are open already."""

@@ -37,7 +37,9 @@ class ShmTransport(DirectTransport):
     """Ranks as processes of one host."""
 
     def __init__(self, context: Context, board_memory: mmap.mmap, liveness: Liveness) -> None:
-        super().__init__(Board(board_memory, context.rank, context.size, context.epoch, liveness.dead))
+        super().__init__(
+            Board(board_memory, context.rank, context.size, context.epoch, liveness.dead, journal=context.journal)
+        )
         self._memory = board_memory
         self._liveness = liveness
         self._processes = context.peers
@@ -121,6 +123,7 @@ def holdfast_backends() -> list[BackendInfo]:
                 one_host=True,
                 windows=True,
                 atomics=True,
+                passive_target="none",
                 memory_plane=True,
             ),
             probe=probe,

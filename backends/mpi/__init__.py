@@ -69,6 +69,9 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=Capabilities(
                 reduces={"cpu": names(REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
+                windows=True,
+                atomics=True,
+                passive_target="thread",
                 launcher="mpirun",
             ),
             probe=probe,

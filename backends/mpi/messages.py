@@ -19,7 +19,8 @@ from mpi4py import MPI
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.mailbox import Word, ended, mailbox
 from holdfast.backends.mpi.meeting import meet
-from holdfast.comms.algorithms.cost import Link
+from holdfast.backends.mpi.window import Desk, MpiWindow
+from holdfast.comms.algorithms.cost import DEFAULTS
 from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import USER_TAGS, MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
@@ -28,7 +29,7 @@ from holdfast.comms.transport import Context
 
 Tensor = torch.Tensor
 
-_LINK = Link(2e-6, 8e9)
+_LINK = DEFAULTS["mpi"]
 _USER_TAGS = 1 << 30
 _SPINS, _CROWDED_SPINS = 2000, 50
 """Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
@@ -43,6 +44,13 @@ _give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_
 
 _abandoned: list[tuple[MPI.Request, object]] = []
 """Requests of ops that were given up, with the memory that MPI may still look at."""
+
+
+def _abandon(request: MPI.Request, memory: object) -> None:
+    """Keep what MPI may still look at, unless the request has ended."""
+    _abandoned[:] = [left for left in _abandoned if not ended(left[0])]
+    if not ended(request):
+        _abandoned.append((request, memory))
 
 
 class _Message:
@@ -75,6 +83,8 @@ class MpiMessages(MessageTransport):
             raise
         self._token, self._comm = meeting.token, meeting.comm
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
+        self._peers, self._processes = context.peers, meeting.processes
+        self._desk: Desk | None = None
         mailbox.open(self._token)
 
     # -- how an op completes, or ends
@@ -82,6 +92,7 @@ class MpiMessages(MessageTransport):
     def _run(self, op: str, start: Callable[[], MPI.Request], deadline: float, *memory: object) -> None:
         """Start one of MPI's own collectives and complete it."""
         self._op += 1
+        self._rounds = 0
         if self._error is not None:
             raise self._error.again()
         try:
@@ -132,6 +143,8 @@ class MpiMessages(MessageTransport):
                     if test():
                         return
                     raise verdict
+                if said and self._journal is not None:
+                    self._journal.waits(self._missing(seq, awaited), rounds=self._rounds)
                 next_look = now + _LOOK_SECONDS
             if now >= deadline:
                 raise OpTimeout(op, seq, now - began, self._missing(seq, awaited))
@@ -183,6 +196,24 @@ class MpiMessages(MessageTransport):
             return Revoked(self._epoch, "another rank aborted it")
         return PeerFailed((), f"{op} (op {seq}): {error.Get_error_string()}")
 
+    # -- windows
+
+    def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
+        if self._desk is None:
+            mark = int(self._token[:16], 16)
+            self._desk = Desk(mark, self._processes, self._peers, self.rank, self._judge, _abandon)
+        return MpiWindow(self._desk, self, tensor, deadline)
+
+    def _judge(self) -> None:
+        """Raise if this communicator has ended, here or elsewhere."""
+        if self._error is not None:
+            raise self._error.again()
+        if self._comm.Is_revoked():
+            words = [word for word in mailbox.look(self._token) if word.kind == "aborted"]
+            raise Revoked(self._epoch, f"rank {words[0].rank} aborted: {words[0].reason}" if words else "aborted")
+
+    # -- the end
+
     def abort(self, error: HoldfastError) -> None:
         with self._ending:
             if self._error is None:
@@ -194,6 +225,8 @@ class MpiMessages(MessageTransport):
 
     def close(self) -> None:
         """A communicator that was revoked is not freed: messages under way could reach one that took its place."""
+        if self._desk is not None:
+            self._desk.close()
         self._liveness.close()
         mailbox.close(self._token)
         if self._error is None and not self._comm.Is_revoked():
@@ -222,6 +255,7 @@ class MpiMessages(MessageTransport):
         return _Message(request, tensor, peer, receives)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        self._rounds += 1
         for number, message in enumerate(posted):
             assert isinstance(message, _Message)
             try:

@@ -22,6 +22,8 @@ Tensor = torch.Tensor
 SEGMENTED_BYTES = 8 << 20
 """From here our segmented all_reduce is faster than MPI's."""
 PART_BYTES = 1 << 20
+GATHERED_BYTES = 1 << 16
+"""From here a ring of messages is faster than MPI's nonblocking all_gather, which is not its blocking one."""
 SCATTERED_BYTES = 1 << 18
 """From here pairwise exchange is faster than MPI's reduce_scatter."""
 
@@ -93,6 +95,9 @@ class MpiTransport(MpiMessages):
         self._run("broadcast", lambda: self._comm.Ibcast(memory, src), deadline, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        if sum(output.nbytes for output in outputs) >= GATHERED_BYTES:
+            super().all_gather(outputs, tensor, deadline)
+            return
         memory, staged = room(outputs)
         sizes = [output.nbytes for output in outputs]
         source = [at(tensor), MPI.BYTE]
@@ -103,6 +108,13 @@ class MpiTransport(MpiMessages):
             uneven = [memory, counts(sizes), MPI.BYTE]
             self._run("all_gather", lambda: self._comm.Iallgatherv(source, uneven), deadline, outputs, staged, tensor)
         spread(staged, outputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        if output.nbytes >= GATHERED_BYTES:
+            super().all_gather_single(output, tensor, deadline)
+            return
+        source, target = [at(tensor), MPI.BYTE], [at(output), tensor.nbytes, MPI.BYTE]
+        self._run("all_gather", lambda: self._comm.Iallgather(source, target), deadline, output, tensor)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         memory, kept = given(inputs)

@@ -23,13 +23,13 @@ API = (1, 18)
 OK, IN_PROGRESS = 0, 1
 ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_CANCELED, ERR_LAST = -9, -15, -16, -100
 
-FEATURE_TAG, FEATURE_RMA, FEATURE_AMO64, FEATURE_WAKEUP = 1 << 0, 1 << 1, 1 << 3, 1 << 4
+FEATURE_TAG, FEATURE_RMA, FEATURE_AMO32, FEATURE_AMO64, FEATURE_WAKEUP = (1 << bit for bit in range(5))
 THREADS_SERIALIZED = 1
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 CLOSE_FORCE = 1 << 0
 MEM_MAP_ALLOCATE = 1 << 1
 ATTR_DATATYPE, ATTR_FLAGS, ATTR_REPLY_BUFFER, ATTR_RECV_INFO = 1 << 3, 1 << 4, 1 << 5, 1 << 7
-ATOMIC_CSWAP = 2
+ATOMIC_ADD, ATOMIC_CSWAP = 0, 2
 
 CDEF = """
 typedef int8_t ucs_status_t;
@@ -161,6 +161,18 @@ ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 def contiguous(nbytes: int) -> int:
     """The `ucp_datatype_t` of elements of so many bytes."""
     return nbytes << 3
+
+
+def atomic_parameters(lib: Libucp, size: int, words: Any) -> Any:
+    """The parameters of an atomic on an integer of `size` bytes that returns the old one: `words` has room for two."""
+    return lib.ffi.new(
+        "ucp_request_param_t *",
+        {
+            "op_attr_mask": ATTR_DATATYPE | ATTR_REPLY_BUFFER,
+            "datatype": contiguous(size),
+            "reply_buffer": words + 1,
+        },
+    )
 
 
 class UcxError(HoldfastError):

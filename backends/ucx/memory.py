@@ -27,8 +27,8 @@ from holdfast.comms.liveness import this_host, this_process
 from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.work import Work
 
-BLOCK_BYTES = 2 << 20
-"""Bytes between two looks at deadline and generation."""
+BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
+"""Bytes between two looks at the generation, by the kernel's copies and over a network."""
 ATTEMPTS = 3
 """How often a block is tried, over a new connection each time."""
 REMEMBERED = 256
@@ -68,6 +68,7 @@ class UcxPlane(MemoryPlane):
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._block = BLOCK_BYTES
         self._worker: Worker | None = None
         self._progress: ProgressThread | None = None
         self._table: Table | None = None
@@ -86,7 +87,8 @@ class UcxPlane(MemoryPlane):
             permit_peers()
             self._worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
             if not over.local:
-                self._progress = ProgressThread(self._worker, self._lock)
+                self._block = FAR_BLOCK_BYTES
+                self._progress = ProgressThread(self._worker, self._lock, eager=len(os.sched_getaffinity(0)) > 1)
         return self._worker
 
     # -- exposing
@@ -144,12 +146,13 @@ class UcxPlane(MemoryPlane):
         deadline = began + timeout
 
         def body() -> None:
-            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+            most = self._block
+            for start in range(0, nbytes, most) or (0,):
                 with self._lock:
                     self._check_open()
                     if time.monotonic() > deadline:
                         raise OpTimeout(op, seq, time.monotonic() - began)
-                    block = min(BLOCK_BYTES, nbytes - start)
+                    block = min(most, nbytes - start)
                     self._move(handle, address + start, offset + start, block, deadline, writing)
             if not writing and nbytes and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)

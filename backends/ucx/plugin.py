@@ -51,7 +51,10 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=Capabilities(
                 reduces={"cpu": names(REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
+                windows=True,
+                atomics=True,
                 memory_plane=True,
+                passive_target="thread",
             ),
             probe=probe,
             connect=connect,

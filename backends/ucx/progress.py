@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import threading
+import time
 
 from holdfast.backends.ucx.worker import Worker
 
 _PAUSE_MILLISECONDS = 2
+_EAGER_SECONDS = 0.0003
+_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 
 class ProgressThread:
-    """Progresses `worker` under `lock` whenever there is something to do and the lock is free. Asleep otherwise."""
+    """Progresses `worker` under `lock` whenever there is something to do and the lock is free. Asleep otherwise.
 
-    def __init__(self, worker: Worker, lock: threading.RLock) -> None:
-        self._worker, self._lock = worker, lock
+    An `eager` one stays awake for a third of a millisecond after it had something to do: who answers a request gets
+    the next one without having to be woken up.
+    """
+
+    def __init__(self, worker: Worker, lock: threading.RLock, eager: bool = False) -> None:
+        self._worker, self._lock, self._eager = worker, lock, eager
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._events = select.poll()
         self._events.register(self._stop, select.POLLIN)
@@ -35,16 +43,23 @@ class ProgressThread:
 
     def _work(self) -> bool:
         """True if nothing is left to do; False if the worker is in use."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            while True:
-                while self._worker.progress():
+        progress, lock = self._worker.progress, self._lock
+        until = 0.0
+        while True:
+            if not lock.acquire(blocking=False):
+                return False
+            try:
+                moved = progress()
+                while progress():
                     pass
-                if self._worker.arm():
+                if moved and self._eager:
+                    until = time.monotonic() + _EAGER_SECONDS
+                elif (not until or time.monotonic() > until) and self._worker.arm():
                     return True
-        finally:
-            self._lock.release()
+            finally:
+                lock.release()
+            if until:
+                _give_way()
 
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)

@@ -9,6 +9,7 @@ import ctypes
 import os
 import select
 import time
+from collections import deque
 from typing import Any
 
 from holdfast.backends.ucx import libucp
@@ -17,8 +18,14 @@ from holdfast.backends.ucx.worker import Worker
 from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
 
+PIECE_BYTES = 1 << 20
+"""Bytes that go over a network at once."""
 _LOOK_SECONDS = 0.002
 _LEAVE_SECONDS = 0.5
+
+
+ATOMIC = "taking a region to write to"
+"""What an atomic is called to `Owner.wait`."""
 
 
 class ConnectionLost(RegionGone):
@@ -31,6 +38,7 @@ class Owner:
     def __init__(self, worker: Worker, address: Address) -> None:
         self.worker = worker
         self.pid, self.here = address.owner.pid, address.owner.host == this_host()
+        self.token = writer_token(this_process())
         self._pidfd: int | None = None
         self._poll = select.poll()
         if self.here:
@@ -38,7 +46,7 @@ class Owner:
             if self._pidfd is None:
                 raise RegionGone(f"process {self.pid}, which exposed this region, is gone")
             self._poll.register(self._pidfd, select.POLLIN)
-        self.words = worker.lib.ffi.new("uint64_t[2]")
+        self.words = worker.lib.ffi.new("uint64_t[3]")
         self.words_at = int(worker.lib.ffi.cast("uintptr_t", self.words))
         try:
             self.endpoint: Any = worker.connect(address.worker, self.pid)
@@ -68,7 +76,13 @@ class Owner:
         """
         if not request:
             return
-        lib, call, began = self.worker.lib, self.worker.lib.call, time.monotonic()
+        lib, call = self.worker.lib, self.worker.lib.call
+        if request > 0:
+            call.ucp_worker_progress(self.worker.handle)
+            if call.ucp_request_check_status(request) == libucp.OK:
+                call.ucp_request_free(request)
+                return
+        began = time.monotonic()
         if request > 0:
             turn = 0
             while (status := call.ucp_request_check_status(request)) == libucp.IN_PROGRESS:
@@ -89,8 +103,7 @@ class Owner:
             if now - began > _LOOK_SECONDS:
                 time.sleep(0.0001)
             return
-        self.worker.lib.call.ucp_request_free(request)
-        self.worker.abandon(self)
+        self.worker.give_up(request, self, atomic=op == ATOMIC)
         self.check()
         raise OpTimeout(op, 0, now - began)
 
@@ -120,69 +133,121 @@ class RemoteRegion:
         pointer = ffi.new("uintptr_t *")
         self.direct = self._call.ucp_rkey_ptr(self._table_key, address.row, pointer) == libucp.OK
         self._generation = ffi.cast("uint64_t *", int(pointer[0])) if self.direct else ffi.NULL
+        self._writer = self._generation + 1 if self.direct else ffi.NULL
         self._words, self._words_at = owner.words, owner.words_at
-        self._atomic = ffi.new(
-            "ucp_request_param_t *",
-            {
-                "op_attr_mask": libucp.ATTR_DATATYPE | libucp.ATTR_REPLY_BUFFER,
-                "datatype": libucp.contiguous(8),
-                "reply_buffer": self._words + 1,
-            },
-        )
+        self._atomic = libucp.atomic_parameters(owner.worker.lib, 8, self._words)
 
     def check(self, deadline: float) -> None:
         """Raise `RegionGone` unless the region is open now."""
+        if not self.direct:
+            self.owner.wait(self._ask(), deadline, "memory access")
+        self._verify()
+
+    def _ask(self) -> int:
+        """Begin to get the generation from afar; a request."""
+        request: int = self._call.ucp_get_nbx(
+            self.owner.endpoint, self._words_at + 16, 8, self.address.row, self._table_key, self._worker.plain
+        )
+        return request
+
+    def _verify(self) -> None:
+        """Raise `RegionGone` unless the generation that is mapped, or was got, is the region's."""
         self.owner.check()
-        if self.direct:
-            seen = int(self._generation[0])
-        else:
-            request = self._call.ucp_get_nbx(
-                self.owner.endpoint, self._words_at, 8, self.address.row, self._table_key, self._worker.plain
-            )
-            self.owner.wait(request, deadline, "memory access")
-            seen = int(self._words[0])
-        if seen != self.address.generation:
+        if int(self._generation[0] if self.direct else self._words[2]) != self.address.generation:
             raise RegionGone(f"process {self.owner.pid} closed the region; what was read of it must not be used")
+
+    # -- reading
 
     def pull(self, into: int, offset: int, nbytes: int, deadline: float) -> None:
         """Copy one block of the region to the address `into`. Raises `RegionGone` if it must not be used."""
-        if nbytes:
-            target = into if self.direct else self._worker.bounce(nbytes)
-            request = self._call.ucp_get_nbx(
-                self.owner.endpoint, target, nbytes, self.address.memory + offset, self._key, self._worker.plain
-            )
-            self.owner.wait(request, deadline, "memory read")
-            if target != into:
-                ctypes.memmove(into, target, nbytes)
+        if self.direct and nbytes:
+            self.owner.wait(self._get(into, offset, nbytes), deadline, "memory read")
+        elif nbytes:
+            self._pull_far(into, offset, nbytes, deadline)
+            return
         self.check(deadline)
+
+    def _get(self, into: int, offset: int, nbytes: int) -> int:
+        request: int = self._call.ucp_get_nbx(
+            self.owner.endpoint, into, nbytes, self.address.memory + offset, self._key, self._worker.plain
+        )
+        return request
+
+    def _pull_far(self, into: int, offset: int, nbytes: int, deadline: float) -> None:
+        """Two pieces under way at a time, the generation behind the last."""
+        width = min(PIECE_BYTES, nbytes)
+        bounce = self._worker.bounce(2 * width)
+        asked: int | None = None
+        pending: deque[tuple[int, int]] = deque()
+        for number, start in enumerate(range(0, nbytes, width)):
+            pending.append((self._get(bounce + number % 2 * width, offset + start, min(width, nbytes - start)), start))
+            last = start + width >= nbytes
+            if last and self._worker.over.ordered:
+                asked = self._ask()
+            while len(pending) == 2 or (last and pending):
+                request, done = pending.popleft()
+                self.owner.wait(request, deadline, "memory read")
+                ctypes.memmove(into + done, bounce + done // width % 2 * width, min(width, nbytes - done))
+        self.owner.wait(self._ask() if asked is None else asked, deadline, "memory access")
+        self._verify()
+
+    # -- writing
 
     def push(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
         """Copy one block at the address `source` into the region, while its owner's `close` waits."""
         if not self.address.writable:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
-        token = writer_token(this_process())
+        token = self.owner.token
         self._enter(token, deadline)
         try:
-            self.check(deadline)
-            if nbytes:
-                target = source if self.direct else self._worker.bounce(nbytes)
-                if target != source:
-                    ctypes.memmove(target, source, nbytes)
-                request = self._call.ucp_put_nbx(
-                    self.owner.endpoint, target, nbytes, self.address.memory + offset, self._key, self._worker.plain
-                )
-                self.owner.wait(request, deadline, "memory write")
-                flush = self._call.ucp_ep_flush_nbx(self.owner.endpoint, self._worker.plain)
-                self.owner.wait(flush, deadline, "memory write")
-            self.check(deadline)
-        finally:
-            self._compare_and_swap(token, 0, max(deadline, time.monotonic() + _LEAVE_SECONDS))
+            if self.direct:
+                self._verify()
+                if nbytes:
+                    self.owner.wait(self._put(source, offset, nbytes), deadline, "memory write")
+            else:
+                self._push_far(source, offset, nbytes, deadline)
+        except BaseException:
+            self._leave(token, max(deadline, time.monotonic() + _LEAVE_SECONDS))
+            raise
+        self._leave(token, deadline)
+        self._verify()
+
+    def _put(self, source: int, offset: int, nbytes: int) -> int:
+        request: int = self._call.ucp_put_nbx(
+            self.owner.endpoint, source, nbytes, self.address.memory + offset, self._key, self._worker.plain
+        )
+        return request
+
+    def _push_far(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
+        """Two pieces under way at a time; all have arrived when this returns."""
+        self._verify()
+        width = min(PIECE_BYTES, nbytes)
+        bounce = self._worker.bounce(2 * width)
+        pending: deque[int] = deque()
+        for number, start in enumerate(range(0, nbytes, width or 1)):
+            if len(pending) == 2:
+                self.owner.wait(pending.popleft(), deadline, "memory write")
+            piece, place = min(width, nbytes - start), bounce + number % 2 * width
+            ctypes.memmove(place, source + start, piece)
+            pending.append(self._put(place, offset + start, piece))
+        while pending:
+            self.owner.wait(pending.popleft(), deadline, "memory write")
+        if nbytes:
+            flush = self._call.ucp_ep_flush_nbx(self.owner.endpoint, self._worker.plain)
+            self.owner.wait(flush, deadline, "memory write")
+
+    def _leave(self, token: int, deadline: float) -> None:
+        """Be the row's writer no longer; from afar, get the generation after that."""
+        if self.direct:
+            self._writer[0] = 0
+        else:
+            self._compare_and_swap(token, 0, deadline)
 
     def _enter(self, token: int, deadline: float) -> None:
         """Become the row's writer; take over from one that died."""
         expected = 0
         while (seen := self._compare_and_swap(expected, token, deadline)) != expected:
-            self.check(deadline)
+            self._verify()
             expected = seen if self.owner.here and seen and not writer_lives(seen) else 0
             if time.monotonic() > deadline:
                 raise OpTimeout("waiting for another writer of a region", 0, 0.0)
@@ -190,9 +255,9 @@ class RemoteRegion:
                 time.sleep(0.0001)
 
     def _compare_and_swap(self, expected: int, desired: int, deadline: float) -> int:
-        """What the row's writer was; `desired` from now on if that was `expected`."""
+        """What the row's writer was; `desired` from now on if that was `expected`. From afar, the generation too."""
         self._words[0], self._words[1] = expected, desired
-        request = self._call.ucp_atomic_op_nbx(
+        request: int = self._call.ucp_atomic_op_nbx(
             self.owner.endpoint,
             libucp.ATOMIC_CSWAP,
             self._words_at,
@@ -201,7 +266,10 @@ class RemoteRegion:
             self._table_key,
             self._atomic,
         )
-        self.owner.wait(request, deadline, "memory write")
+        asked = self._ask() if self._worker.over.ordered else None
+        self.owner.wait(request, deadline, ATOMIC)
+        if not self.direct:
+            self.owner.wait(self._ask() if asked is None else asked, deadline, "memory access")
         return int(self._words[1])
 
     def close(self) -> None:

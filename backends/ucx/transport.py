@@ -12,25 +12,30 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 
 from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.far_window import FarWindow
 from holdfast.backends.ucx.farewell import ABORTED, CLOSED, RANK_SHIFT, Farewells
 from holdfast.backends.ucx.libucp import UcxError
+from holdfast.backends.ucx.near_window import NearWindow
+from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.window import UcxWindow
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
-from holdfast.comms.algorithms.cost import Link
+from holdfast.comms.algorithms.cost import DEFAULTS
 from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.journal import Journal
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport import Context
 
-LINKS = {True: Link(3e-6, 8e9), False: Link(25e-6, 1.5e9)}
+LINKS = {True: DEFAULTS["ucx/shm"], False: DEFAULTS["ucx/tcp"]}
 """What a message costs over shared memory, and over TCP."""
 
 _TAG_MASK = (1 << RANK_SHIFT) - 1
@@ -74,6 +79,8 @@ class UcxTransport(MessageTransport):
         self._spins, self._yields = (50, 50) if crowded else (_SPINS, _YIELDS)
         self._endpoints: dict[int, Endpoint] = {}
         self._progress: ProgressThread | None = None
+        self._peers = context.peers
+        self._side: OneSided | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleep = select.poll()
         self._sleep.register(self._wake, select.POLLIN)
@@ -188,6 +195,7 @@ class UcxTransport(MessageTransport):
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         with self._lock:
+            self._rounds += 1
             try:
                 messages = cast(Sequence[Message], posted)
                 waiting = [each for each in messages if not self._done(each)]
@@ -217,6 +225,8 @@ class UcxTransport(MessageTransport):
             if now >= look_at:
                 look_at = now + _LOOK_SECONDS
                 self._look_at_peers(waiting)
+                if self._journal is not None:
+                    self._tell(self._journal, waiting)
                 if now >= deadline:
                     missing = sorted({each.peer for each in waiting if not self._done(each)} - {-1})
                     raise OpTimeout(op, seq, now - began, missing)
@@ -225,6 +235,10 @@ class UcxTransport(MessageTransport):
                     self._sleep.poll(max(min(look_at, deadline) - time.monotonic(), 0) * 1000)
             elif turn >= self._spins:
                 os.sched_yield()
+
+    def _tell(self, journal: Journal, waiting: Sequence[Message]) -> None:
+        takes = sorted({each.peer for each in waiting if each.receives})
+        journal.waits(takes, sorted({each.peer for each in waiting if not each.receives} - {-1}), self._rounds)
 
     def _look_at_peers(self, waiting: list[Message]) -> None:
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
@@ -260,6 +274,28 @@ class UcxTransport(MessageTransport):
             if kind == ABORTED:
                 raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
 
+    # -- windows
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> UcxWindow:
+        if self._side is None:
+            self._side = OneSided(self, self._peers, self._worker.over, self._judge, deadline)
+        kind = NearWindow if self._side.local else FarWindow
+        return kind(self._side, self, tensor, deadline)
+
+    def _judge(self) -> Iterable[int]:
+        """The ranks whose connection broke. Raises if this communicator has ended, here or elsewhere."""
+        self._check()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._worker.progress()
+                self._farewells.look()
+            finally:
+                self._lock.release()
+        for rank, (kind, why, _) in list(self._farewells.left.items()):
+            if kind == ABORTED:
+                raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
+        return [rank for rank in list(self._broken) if rank not in self._farewells.left]
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error.again()
@@ -283,6 +319,8 @@ class UcxTransport(MessageTransport):
         self._farewells.say([each for rank, each in self._endpoints.items() if rank not in away], kind, why)
 
     def close(self) -> None:
+        if self._side is not None:
+            self._side.close()
         if self._progress is not None:
             self._progress.close()
         with self._lock:

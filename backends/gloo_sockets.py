@@ -1,0 +1,71 @@
+"""Which sockets of this process belong to a gloo group: shutting them down is what frees an op that is blocked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def sockets() -> set[tuple[int, int]]:
+    """The sockets of this process, as (descriptor, inode)."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  # a tenth of the time that pathlib takes
+        try:
+            status = os.fstat(int(entry))
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found.add((int(entry), status.st_ino))
+    return found
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """A descriptor that somebody else owns, as a socket; OSError if it is gone."""
+    borrowed = socket.socket(fileno=os.dup(number))
+    try:
+        yield borrowed
+    finally:
+        borrowed.close()
+
+
+def listens(number: int) -> bool:
+    with _borrowed(number) as each:
+        return each.family in _INTERNET and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def name_of(number: int) -> tuple[str, int]:
+    """The address and port that a socket is bound to."""
+    with _borrowed(number) as each:
+        address = each.getsockname()
+        return str(address[0]), int(address[1])
+
+
+def duplicates(listening: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> list[socket.socket]:
+    """Duplicates of the connections that this group accepted (at `listening`) or opened (to `theirs`).
+
+    Each group listens at ports of its own, so groups may be made side by side.
+    """
+    found = []
+    for number, _ in sockets():
+        try:
+            each = socket.socket(fileno=os.dup(number))
+        except OSError:
+            continue
+        try:
+            if (
+                each.family in _INTERNET
+                and (each.getsockname()[:2] in listening or each.getpeername()[:2] in theirs)
+                and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                found.append(each)
+                continue
+        except OSError:
+            pass  # not connected
+        each.close()
+    return found

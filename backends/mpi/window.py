@@ -1,0 +1,381 @@
+"""Windows over MPI: requests to the thread of the rank that owns the memory (`window_server`), and its replies.
+
+A target that computes or sleeps holds nobody up for long: its thread looks for requests, every millisecond when there
+have been none. It needs the GIL for that, and a stopped process has no threads: gets from it time out. Every call is
+complete, over there too, when it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from holdfast.backends.mpi.buffers import at
+from holdfast.backends.mpi.window_server import (
+    ADD,
+    CLOSED,
+    FLUSH,
+    GET,
+    GONE,
+    INLINE_BYTES,
+    PUT,
+    REPLY,
+    REQUEST,
+    REQUEST_TAG,
+    SIGNAL,
+    SWAP,
+    Exposed,
+    data_tag,
+    reply_tag,
+    server,
+)
+from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.liveness import Liveness
+from holdfast.comms.transport import Peer, Transport
+from holdfast.comms.window import WindowMemory
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
+was given up never reach the user's."""
+PUT_BYTES = 64 << 20
+"""Bytes of a put between two looks at the window."""
+_LOOK_SECONDS = 0.001
+_SPINS = 64
+_YIELDS = 2000
+_NAP_SECONDS = 0.0001
+
+_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
+
+
+class Desk:
+    """What all windows of a communicator share. `processes` are its ranks' in MPI_COMM_WORLD.
+
+    `judge` raises what ended the communicator; `abandon` keeps a request that was given up, and the memory that MPI may
+    still look at. `mark` is the communicator's own.
+    """
+
+    def __init__(
+        self,
+        mark: int,
+        processes: Sequence[int],
+        peers: Sequence[Peer],
+        rank: int,
+        judge: Callable[[], None],
+        abandon: Callable[[MPI.Request, object], None],
+    ) -> None:
+        self.mark, self.processes, self.abandon = mark, processes, abandon
+        self.ranks = {process: number for number, process in enumerate(processes)}
+        self.numbers, self.windows = itertools.count(secrets.randbits(62)), itertools.count(1)
+        self._judge = judge
+        self._looking, self._look_at = threading.Lock(), 0.0
+        self._dead: tuple[int, ...] = ()
+        self._liveness = Liveness(peers, rank)
+        server.open()
+
+    def send(self, frame: bytes, rank: int) -> None:
+        """Begin to send a frame to a rank's server."""
+        sent = MPI.COMM_WORLD.Isend([frame, MPI.BYTE], self.processes[rank], REQUEST_TAG)
+        if not sent.Test():
+            self.abandon(sent, frame)
+
+    def check(self, rank: int) -> None:
+        """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most)."""
+        if time.monotonic() >= self._look_at:
+            self._judge()
+            with self._looking:
+                self._dead = self._liveness.dead()
+                self._look_at = time.monotonic() + _LOOK_SECONDS
+        if rank in self._dead:
+            raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
+
+    def close(self) -> None:
+        for request, kept in server.close():
+            self.abandon(request, kept)
+        self._liveness.close()
+
+
+class _Reply:
+    """A reply that is expected."""
+
+    def __init__(self, desk: Desk, rank: int, number: int, room: int = 0) -> None:
+        self._desk, self._process, self._number = desk, desk.processes[rank], number
+        self._text = bytearray(REPLY.size + room)
+        self.listen()
+
+    def listen(self) -> None:
+        """Expect another one to the same request."""
+        self._request = MPI.COMM_WORLD.Irecv([self._text, MPI.BYTE], self._process, reply_tag(self._number))
+
+    def poll(self) -> tuple[int, int, memoryview] | None:
+        """Outcome, value and data, once they are there."""
+        if not self._request.Test():
+            return None
+        outcome, number, value = REPLY.unpack_from(self._text)
+        if number != self._number:  # of a request that was given up long ago
+            self.listen()
+            return None
+        return outcome, value, memoryview(self._text)[REPLY.size :]
+
+    def cancel(self) -> None:
+        withdraw(self._desk, self._request, self._text)
+
+
+def withdraw(desk: Desk, request: MPI.Request, kept: object) -> None:
+    """Stop expecting a message."""
+    try:
+        if request != MPI.REQUEST_NULL:
+            request.Cancel()
+            if not request.Test():
+                desk.abandon(request, kept)
+    except MPI.Exception:
+        pass
+
+
+class MpiWindow(WindowMemory):
+    """See the module. Calls may come from several threads."""
+
+    def __init__(self, desk: Desk, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        self._desk, self._rank = desk, transport.rank
+        self._number = next(desk.windows)
+        self._mine = Exposed(tensor, transport.size)
+        self._waited = [0] * transport.size
+        server.add(desk.mark, self._number, self._mine, desk.ranks)
+        try:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(transport.size)]
+            transport.all_gather(sizes, torch.tensor([tensor.nbytes]), deadline)
+        except BaseException:
+            server.drop(desk.mark, self._number)
+            raise
+        self.sizes = [int(size) for size in sizes]
+
+    def _live(self, rank: int) -> None:
+        if self._mine.closed[rank]:
+            raise _closed(rank)
+        self._desk.check(rank)
+
+    # -- one request
+
+    def _ask(
+        self,
+        kind: int,
+        rank: int,
+        deadline: float,
+        offset: int = 0,
+        nbytes: int = 0,
+        itemsize: int = 0,
+        operands: tuple[int, int] = (0, 0),
+        data: bytes = b"",
+        room: int = 0,
+    ) -> tuple[_Reply, int]:
+        """Send a request; its reply-to-be and its number."""
+        number = next(self._desk.numbers)
+        reply = _Reply(self._desk, rank, number, room)
+        frame = REQUEST.pack(self._desk.mark, kind, self._number, number, offset, nbytes, itemsize, *operands) + data
+        try:
+            self._desk.send(frame, rank)
+        except MPI.Exception as error:
+            raise self._explain(rank, error) from error
+        return reply, number
+
+    def _hear(self, reply: _Reply, rank: int, deadline: float, op: str) -> tuple[int, memoryview]:
+        """Wait for a reply: its value and data. Raises `RegionGone`, `OpTimeout`."""
+        began, turns = time.monotonic(), 0
+        try:
+            while (heard := reply.poll()) is None:
+                turns += 1
+                if turns % _SPINS:
+                    continue
+                self._live(rank)
+                if time.monotonic() > deadline:
+                    raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
+                if turns < _SPINS * _YIELDS:
+                    _give_way()
+                else:
+                    time.sleep(_NAP_SECONDS)
+        except MPI.Exception as error:
+            raise self._explain(rank, error) from error
+        outcome, value, data = heard
+        if outcome == GONE:
+            raise _closed(rank)
+        return value, data
+
+    def _explain(self, rank: int, error: MPI.Exception) -> Exception:
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            self._live(rank)
+            time.sleep(_LOOK_SECONDS)
+        return RegionGone(f"the window of rank {rank} cannot be reached: {error.Get_error_string()}")
+
+    def _call(self, op: str, kind: int, rank: int, deadline: float, *arguments: object, **named: object) -> int:
+        reply, _ = self._ask(kind, rank, deadline, *arguments, **named)  # type: ignore[arg-type]
+        try:
+            return self._hear(reply, rank, deadline, op)[0]
+        finally:
+            reply.cancel()
+
+    # -- the ops
+
+    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        self._live(rank)
+        if rank == self._rank:
+            ctypes.memmove(self._mine.address + offset, source.data_ptr(), source.nbytes)
+        elif 0 < source.nbytes <= INLINE_BYTES:
+            data = ctypes.string_at(source.data_ptr(), source.nbytes)
+            self._call("put", PUT, rank, deadline, offset, source.nbytes, data=data)
+        else:
+            flat = source.view(-1).view(torch.uint8)
+            for start in range(0, source.nbytes, PUT_BYTES):
+                self._put(rank, offset + start, flat[start : start + PUT_BYTES], deadline)
+
+    def _put(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        if source.nbytes <= INLINE_BYTES:
+            self.write(rank, offset, source, deadline)
+            return
+        reply, number = self._ask(PUT, rank, deadline, offset, source.nbytes)
+        try:
+            self._hear(reply, rank, deadline, "put")
+            reply.listen()
+            sent = MPI.COMM_WORLD.Isend([at(source), MPI.BYTE], self._desk.processes[rank], data_tag(number))
+            try:
+                self._hear(reply, rank, deadline, "put")
+                while not sent.Test():  # it has arrived, and MPI is about to notice
+                    self._desk.check(rank)
+                    _give_way()
+            finally:
+                if sent != MPI.REQUEST_NULL:
+                    self._desk.abandon(sent, source)
+        except MPI.Exception as error:
+            raise self._explain(rank, error) from error
+        finally:
+            reply.cancel()
+
+    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
+        self._live(rank)
+        address, nbytes = into.data_ptr(), into.nbytes
+        if rank == self._rank:
+            ctypes.memmove(address, self._mine.address + offset, nbytes)
+        elif 0 < nbytes <= INLINE_BYTES:
+            reply, _ = self._ask(GET, rank, deadline, offset, nbytes, room=nbytes)
+            try:
+                _, data = self._hear(reply, rank, deadline, "get")
+                ctypes.memmove(address, (ctypes.c_char * nbytes).from_buffer(data), nbytes)
+            finally:
+                reply.cancel()
+        else:
+            self._fetch(rank, offset, address, nbytes, deadline)
+        self._live(rank)
+
+    def _fetch(self, rank: int, offset: int, address: int, nbytes: int, deadline: float) -> None:
+        """A large get: two chunks under way, through memory of the window's own."""
+        pending: list[tuple[_Reply, MPI.Request, torch.Tensor, int]] = []
+        start = 0
+        try:
+            while start < nbytes or pending:
+                while start < nbytes and len(pending) < 2:
+                    block = min(CHUNK_BYTES, nbytes - start)
+                    if block <= INLINE_BYTES:
+                        small = torch.empty(block, dtype=torch.uint8)
+                        self.read(rank, offset + start, small, deadline)
+                        ctypes.memmove(address + start, small.data_ptr(), block)
+                    else:
+                        pending.append((*self._begin(rank, offset + start, block, deadline), start))
+                    start += block
+                if not pending:
+                    break
+                reply, coming, bounce, at_byte = pending[0]
+                self._hear(reply, rank, deadline, "get")
+                while not coming.Test():
+                    self._desk.check(rank)
+                    _give_way()
+                ctypes.memmove(address + at_byte, bounce.data_ptr(), bounce.nbytes)
+                reply.cancel()
+                pending.pop(0)
+        except MPI.Exception as error:
+            raise self._explain(rank, error) from error
+        finally:
+            for reply, coming, bounce, _ in pending:
+                reply.cancel()
+                withdraw(self._desk, coming, bounce)
+
+    def _begin(self, rank: int, offset: int, nbytes: int, deadline: float) -> tuple[_Reply, MPI.Request, torch.Tensor]:
+        bounce = torch.empty(nbytes, dtype=torch.uint8)
+        number = next(self._desk.numbers)
+        reply = _Reply(self._desk, rank, number)
+        coming = MPI.COMM_WORLD.Irecv([at(bounce), MPI.BYTE], self._desk.processes[rank], data_tag(number))
+        frame = REQUEST.pack(self._desk.mark, GET, self._number, number, offset, nbytes, 0, 0, 0)
+        self._desk.send(frame, rank)
+        return reply, coming, bounce
+
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        return self._change(ADD, rank, offset, dtype, (value, 0), deadline)
+
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        return self._change(SWAP, rank, offset, dtype, (expected, desired), deadline)
+
+    def _change(
+        self, kind: int, rank: int, offset: int, dtype: torch.dtype, operands: tuple[int, int], deadline: float
+    ) -> int:
+        self._live(rank)
+        if rank == self._rank:
+            with self._mine.lock:
+                return self._mine.change(kind, offset, dtype.itemsize, *operands)
+        return self._call("atomic", kind, rank, deadline, offset, 0, dtype.itemsize, operands)
+
+    def signal(self, rank: int, deadline: float) -> None:
+        self._live(rank)
+        if rank == self._rank:
+            with self._mine.lock:
+                self._mine.signalled[rank] += 1
+        else:
+            self._call("signal", SIGNAL, rank, deadline)
+
+    def wait_signal(self, rank: int, deadline: float) -> None:
+        wanted, began, turns = self._waited[rank] + 1, time.monotonic(), 0
+        while self._mine.signalled[rank] < wanted:
+            self._live(rank)
+            if time.monotonic() > deadline:
+                raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
+            turns += 1
+            if turns < _YIELDS:
+                _give_way()
+            else:
+                time.sleep(_NAP_SECONDS)
+        self._waited[rank] = wanted
+
+    def flush(self, rank: int | None, deadline: float) -> None:
+        for target in range(len(self.sizes)) if rank is None else (rank,):
+            self._live(target)
+            if target != self._rank:
+                self._call("flush", FLUSH, target, deadline)
+
+    def close(self) -> None:
+        mine = self._mine
+        with mine.lock:
+            if not mine.open:
+                return
+            mine.open = False
+            if mine.busy:
+                mine.tensor.data = mine.tensor.data.clone()
+            mine.tensor = torch.empty(0)
+        server.drop(self._desk.mark, self._number)
+        frame = REQUEST.pack(self._desk.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
+        for rank in range(len(self.sizes)):
+            if rank == self._rank:
+                continue
+            try:
+                self._desk.send(frame, rank)
+            except MPI.Exception:
+                continue  # it is gone
+
+
+def _closed(rank: int) -> RegionGone:
+    return RegionGone(f"rank {rank} has closed its window; make another one")

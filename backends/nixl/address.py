@@ -1,0 +1,59 @@
+"""What a handle of the nixl plane says, in under 512 bytes: NIXL's own description of an agent packs well."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import xxhash
+
+from holdfast.backends import region_table
+from holdfast.comms.errors import CorruptData
+
+_MOST_BYTES = 1 << 16
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a region is: its place in the owner's table, where that table and the memory lie, and how to get there.
+
+    `metadata` is NIXL's, of the agent `agent` with these two memories, compressed.
+    """
+
+    place: bytes
+    table: int
+    memory: int
+    nbytes: int
+    writable: bool
+    agent: str
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return xxhash.xxh3_64_digest(body) + body
+
+    @staticmethod
+    def decode(data: bytes) -> tuple[Address, region_table.Address, bytes]:
+        """The address, its place, and NIXL's metadata.
+
+        Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
+        """
+        body = data[8:]
+        if xxhash.xxh3_64_digest(body) != data[:8]:
+            raise CorruptData("not the address of a region: its checksum is wrong")
+        try:
+            address = _addresses.decode(body)
+            unpacker = zlib.decompressobj()
+            metadata = unpacker.decompress(address.metadata, _MOST_BYTES)
+        except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+        if not unpacker.eof:
+            raise CorruptData("not the address of a region: what describes its agent is too long")
+        return address, region_table.Address.decode(address.place), metadata
+
+
+_addresses = msgspec.msgpack.Decoder(Address)
+
+
+def packed(metadata: bytes) -> bytes:
+    """NIXL's metadata as an address has it."""
+    return zlib.compress(metadata, 9)

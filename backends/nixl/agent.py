@@ -1,0 +1,186 @@
+"""NIXL's agent as the plane uses it: memory registered, blocks moved by a deadline, errors in our words.
+
+Nothing here is thread-safe: the plane holds a lock around each call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.backends.ucx.worker import Transports
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
+
+_LOOKS = 200
+"""How often the state of a transfer is asked for between two looks at the clock and the owner."""
+_PATIENT_SECONDS = 0.002
+_NAP_SECONDS = 0.0001
+
+_setting = threading.Lock()
+_abandoned: list[object] = []
+"""Agents of a parent process, and transfers that were given up: they must not be destroyed."""
+
+
+def keep(thing: object) -> None:
+    """Hold on to something until this process ends."""
+    _abandoned.append(thing)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Memory that NIXL knows."""
+
+    address: int
+    nbytes: int
+    descriptors: Any
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a moment: the only way to give NIXL's UCX a list of transports, and to keep it quiet."""
+    with _setting:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+class Transfer:
+    """A move between a local and a remote range, ready to be posted, any number of times."""
+
+    __slots__ = ("handle", "who")
+
+    def __init__(self, handle: Any, who: str) -> None:
+        self.handle, self.who = handle, who
+
+
+class Agent:
+    """An agent with NIXL's UCX backend. Raises `BackendUnavailable` if NIXL does not load.
+
+    `local`: it moves memory between processes of this host only, by the kernel; no owner takes part, no transfer
+    outlives its call. Otherwise each agent has a thread of NIXL's that answers for it.
+    """
+
+    def __init__(self) -> None:
+        over = Transports.choose(one_host=True)
+        self.local, self.tls = over.local, over.tls
+        self.name = secrets.token_hex(6)
+        quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
+        with _environment({"UCX_TLS": over.tls, **quiet}):
+            try:
+                nixl: Any = importlib.import_module("nixl._api")
+            except (ImportError, OSError) as error:
+                raise BackendUnavailable("nixl", f"it does not load: {error}") from error
+            mode = "none" if over.local else "peer"
+            try:
+                self._api: Any = nixl.nixl_agent(
+                    self.name, nixl.nixl_agent_config(enable_prog_thread=not over.local, backends=[])
+                )
+                self._api.create_backend("UCX", {"ucx_error_handling_mode": mode})
+            except Exception as error:
+                raise BackendUnavailable("nixl", f"its UCX backend does not start over {over.tls}: {error}") from error
+
+    def register(self, address: int, nbytes: int) -> Registered:
+        ranges = [(address, nbytes, 0, "")]
+        return Registered(address, nbytes, self._api.register_memory(ranges, "DRAM"))
+
+    def deregister(self, memory: Registered) -> None:
+        self._api.deregister_memory(memory.descriptors)
+
+    def describe(self, *memories: Registered) -> bytes:
+        """What another agent must know to reach these."""
+        ranges = [(memory.address, memory.nbytes, 0, "") for memory in memories]
+        descriptors = self._api.get_reg_descs(ranges, "DRAM")
+        return bytes(self._api.get_partial_agent_metadata(descriptors, True, ["UCX"]))
+
+    def meet(self, metadata: bytes, name: str) -> None:
+        """Learn of another agent's memory. Raises `RegionGone` if it is not what it says."""
+        try:
+            found = self._api.add_remote_agent(metadata)
+        except Exception as error:
+            raise RegionGone(f"the process that exposed this region cannot be reached: {error}") from error
+        if found not in (name, name.encode()):
+            raise RegionGone(f"the process that exposed this region is agent {found!r}, not {name!r}")
+
+    def forget(self, name: str) -> None:
+        """Drop the connection to another agent."""
+        try:
+            self._api.remove_remote_agent(name)
+        except Exception:
+            pass  # NIXL has dropped it already
+
+    def prepare(self, kind: Literal["READ", "WRITE"], here: int, there: int, nbytes: int, name: str) -> Transfer:
+        """Ready a transfer between registered ranges."""
+        local = self._api.get_xfer_descs([(here, nbytes, 0)], "DRAM")
+        remote = self._api.get_xfer_descs([(there, nbytes, 0)], "DRAM")
+        try:
+            return Transfer(self._api.initialize_xfer(kind, local, remote, name), name)
+        except Exception as error:
+            raise RegionGone(f"the process that exposed this region cannot be reached any more: {error}") from error
+
+    def run(self, transfer: Transfer, deadline: float, op: str, check: Callable[[], None], memory: object) -> None:
+        """Post a transfer and wait for its end. Raises `RegionGone`, `OpTimeout`, what `check` raises.
+
+        One that has not ended may still be carried out: it is kept, with the `memory` that it uses.
+        """
+        api, began, looks = self._api, time.monotonic(), 0
+        try:
+            state = api.transfer(transfer.handle)
+            while state == "PROC":
+                looks += 1
+                if looks % _LOOKS == 0:
+                    self._look(transfer, began, deadline, op, check, memory)
+                state = api.check_xfer_state(transfer.handle)
+        except (RegionGone, OpTimeout):
+            raise
+        except Exception as error:
+            check()
+            raise RegionGone(f"the process that exposed this region cannot be reached any more: {error}") from error
+        if state != "DONE":
+            check()
+            raise RegionGone("the process that exposed this region has no such memory any more")
+
+    def _look(
+        self,
+        transfer: Transfer,
+        began: float,
+        deadline: float,
+        op: str,
+        check: Callable[[], None],
+        memory: object,
+    ) -> None:
+        now = time.monotonic()
+        try:
+            check()
+            if now > deadline:
+                raise OpTimeout(op, 0, now - began)
+        except (RegionGone, OpTimeout):
+            self._give_up(transfer, memory)
+            raise
+        if now - began > _PATIENT_SECONDS:
+            time.sleep(_NAP_SECONDS)
+
+    def _give_up(self, transfer: Transfer, memory: object) -> None:
+        if self.local:  # then it has failed, and UCX does not say so
+            try:
+                self.release(transfer)
+                return
+            except Exception:
+                pass
+        keep((transfer, memory))
+
+    def release(self, transfer: Transfer) -> None:
+        self._api.release_xfer_handle(transfer.handle)

@@ -1,0 +1,351 @@
+"""The memory plane of NIXL: reads and writes of the very memory that another process exposed.
+
+What is exposed stands in the owner's `region_table`, which NIXL reads like any other memory: a reader that finds the
+region's generation there after its copy has copied from that very region. On one host (the default, `posix,cma,self`)
+the kernel copies between the two tensors, and the owner may be busy or stopped. With UCX_TLS set to something that
+crosses hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped;
+bytes then come through memory of the plane's own: those of a read that timed out never reach the user's.
+
+Writers hold a lock of the kernel's on the region's row, which `close` waits for and which ends with its process. NIXL
+has no atomics to do so from another host: writing there is `Unsupported`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import select
+import threading
+import time
+from contextlib import ExitStack
+
+import torch
+
+from holdfast.backends import region_table
+from holdfast.backends.block_copy import contiguous_address
+from holdfast.backends.nixl.address import Address, packed
+from holdfast.backends.nixl.agent import Agent, Registered, Transfer, keep
+from holdfast.backends.process_memory import permit_peers
+from holdfast.backends.region_table import RegionTable, held_open, open_table, slot_address
+from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.liveness import open_pidfd, this_host, this_process
+from holdfast.comms.plane import Handle, MemoryPlane, Region
+from holdfast.comms.work import Work
+
+BLOCK_BYTES = 4 << 20
+"""Bytes between two looks at deadline and generation."""
+STAGE_BYTES = 64 << 10
+"""Up to this size, copying through registered memory costs less than registering the user's."""
+REMEMBERED = 256
+"""How many regions of others a plane remembers the way to."""
+
+
+def open_plane() -> NixlPlane:
+    """A memory plane of this process. What it exposes is open until it is closed."""
+    return NixlPlane()
+
+
+class NixlRegion(Region):
+    """A row in the table of this process, and the tensor whose memory it names."""
+
+    def __init__(self, plane: NixlPlane, tensor: torch.Tensor, memory: Registered | None, address: Address) -> None:
+        self.handle = Handle(plane.name, address.encode(), tensor.nbytes)
+        self.memory, self.slot = memory, region_table.Address.decode(address.place).slot
+        self._plane, self._tensor, self._pid = plane, tensor, os.getpid()
+        self._open = True
+
+    def close(self) -> None:
+        if self._open and os.getpid() == self._pid:
+            self._open = False
+            self._plane.strike_out(self)
+
+
+class _Way:
+    """The way to a region of another process: where its words are, and whether that process lives."""
+
+    def __init__(self, address: Address, place: region_table.Address, stage: Registered, agent: Agent) -> None:
+        self.address, self.place = address, place
+        self.here = place.owner.host == this_host()
+        self._pidfd = open_pidfd(place.owner) if self.here else None
+        self._poll = select.poll()
+        if self.here and self._pidfd is None:
+            raise self.gone()
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd, select.POLLIN)
+        self._stage, self._agent = stage, agent
+        self._row = slot_address(address.table, place.slot)
+        self._word = ctypes.c_uint64.from_address(stage.address)
+        self._look: Transfer | None = None
+
+    def gone(self) -> RegionGone:
+        return RegionGone(f"process {self.place.owner.pid}, which exposed this region, is gone")
+
+    def alive(self) -> None:
+        """Raise `RegionGone` once the process is known to be gone."""
+        if self._pidfd is not None and self._poll.poll(0):
+            raise self.gone()
+
+    def suspect(self) -> None:
+        """Raise `RegionGone` if the process or its table is gone: a transfer to memory that is not there never ends."""
+        self.alive()
+        if self.here:
+            with open_table(self.place):
+                pass
+
+    def check(self, deadline: float) -> None:
+        """Raise `RegionGone` unless the region is open now."""
+        if self._look is None:
+            self._look = self._agent.prepare("READ", self._stage.address, self._row, 8, self.address.agent)
+        self._agent.run(self._look, deadline, "memory access", self.suspect, self)
+        self.alive()
+        if self._word.value != self.place.generation:
+            pid = self.place.owner.pid
+            raise RegionGone(f"process {pid} closed the region; what was read of it must not be used")
+
+    def close(self) -> None:
+        if self._look is not None:
+            self._agent.release(self._look)
+            self._look = None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+class NixlPlane(MemoryPlane):
+    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._count = itertools.count(1)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._agent: Agent | None = None
+        self._table: RegionTable | None = None
+        self._table_memory: Registered | None = None
+        self._regions: set[NixlRegion] = set()
+        self._ways: dict[bytes, _Way] = {}
+        self._stage_memory: torch.Tensor | None = None
+        self._stage: Registered | None = None
+
+    def _notice_fork(self) -> None:
+        if os.getpid() != self._pid:
+            keep((self._agent, self._ways))  # their ends would take away what is the parent's
+            if self._table is not None:
+                self._table.close()
+            self._begin()
+
+    def _started(self) -> Agent:
+        """The agent, made when it is first needed. The lock is held."""
+        if self._agent is None:
+            permit_peers()
+            self._agent = Agent()
+        return self._agent
+
+    # -- exposing
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> NixlRegion:
+        self._check_open()
+        self._notice_fork()
+        address = contiguous_address(tensor, "an exposed tensor", self.name)
+        with self._lock:
+            agent = self._started()
+            if self._table is None or self._table_memory is None:
+                self._table = RegionTable(this_process())
+                self._table_memory = agent.register(*self._table.memory)
+            memory = agent.register(address, tensor.nbytes) if tensor.nbytes else None
+            place = self._table.fill(address, tensor.nbytes, writable)
+            region = NixlRegion(
+                self,
+                tensor,
+                memory,
+                Address(
+                    place.encode(),
+                    self._table_memory.address,
+                    address,
+                    tensor.nbytes,
+                    writable,
+                    agent.name,
+                    packed(agent.describe(self._table_memory, *([memory] if memory else []))),
+                ),
+            )
+            self._regions.add(region)
+        return region
+
+    def strike_out(self, region: NixlRegion) -> None:
+        """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
+        with self._lock:
+            table, agent = self._table, self._agent
+            if table is None or agent is None:
+                return
+            written = table.invalidate(region.slot)
+        if written:
+            table.wait_for_writers(region.slot)
+        with self._lock:
+            if region.memory is not None:
+                agent.deregister(region.memory)
+            table.free(region.slot)
+            self._regions.discard(region)
+
+    # -- reading and writing
+
+    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        return self._copy("memory read", handle, into, "into", offset, timeout, writing=False)
+
+    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        return self._copy("memory write", handle, source, "source", offset, timeout, writing=True)
+
+    def _copy(
+        self, op: str, handle: Handle, tensor: torch.Tensor, what: str, offset: int, timeout: float, writing: bool
+    ) -> Work:
+        address = contiguous_address(tensor, what, self.name)
+        self._check_open()
+        self._notice_fork()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+        deadline = began + timeout
+
+        def body() -> None:
+            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+                with self._lock:
+                    self._check_open()
+                    if time.monotonic() > deadline:
+                        raise OpTimeout(op, seq, time.monotonic() - began)
+                    block = min(BLOCK_BYTES, nbytes - start)
+                    self._move(handle, address + start, offset + start, block, deadline, writing)
+            if not writing and nbytes and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """One block. The lock is held."""
+        way = self._ways.get(handle.address) or self._find(handle)
+        try:
+            way.alive()
+            if writing:
+                self._push(way, address, offset, nbytes, deadline)
+            else:
+                if nbytes:
+                    self._transfer(way, address, offset, nbytes, deadline, writing=False)
+                way.check(deadline)
+        except (RegionGone, OpTimeout):
+            self._forget(way)
+            raise
+
+    def _push(self, way: _Way, address: int, offset: int, nbytes: int, deadline: float) -> None:
+        """Write a block while the owner's `close` waits."""
+        if not way.address.writable:
+            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+        if not way.here:
+            raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
+        with open_table(way.place) as (descriptor, _), held_open(descriptor, way.place.slot, deadline):
+            way.check(deadline)
+            if nbytes:
+                self._transfer(way, address, offset, nbytes, deadline, writing=True)
+            way.check(deadline)
+
+    def _transfer(self, way: _Way, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        agent = self._started()
+        there, name = way.address.memory + offset, way.address.agent
+        op = "memory write" if writing else "memory read"
+        direct = agent.local and nbytes > STAGE_BYTES
+        memory = agent.register(address, nbytes) if direct else self._staging(nbytes)
+        here = memory.address if direct else memory.address + 8
+        if writing and not direct:
+            ctypes.memmove(here, address, nbytes)
+        transfer = agent.prepare("WRITE" if writing else "READ", here, there, nbytes, name)
+        try:
+            agent.run(transfer, deadline, op, way.suspect, self._stage_memory)
+        except (RegionGone, OpTimeout):
+            self._stage = None  # the transfer may go on
+            raise
+        else:
+            if not writing and not direct:
+                ctypes.memmove(address, here, nbytes)
+            agent.release(transfer)
+        finally:
+            if direct:
+                agent.deregister(memory)
+
+    def _staging(self, nbytes: int) -> Registered:
+        """Registered memory of the plane's own: a word for generations, and room for `nbytes`."""
+        if self._stage is None or self._stage.nbytes < nbytes + 8:
+            for way in list(self._ways.values()):
+                self._forget(way)
+            self._stage_memory = torch.empty(max(nbytes, STAGE_BYTES) + 8, dtype=torch.uint8)
+            self._stage = self._started().register(self._stage_memory.data_ptr(), self._stage_memory.nbytes)
+        return self._stage
+
+    def _find(self, handle: Handle) -> _Way:
+        address, place, metadata = Address.decode(handle.address)
+        if handle.nbytes != address.nbytes:
+            raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
+        agent = self._started()
+        if agent.local and place.owner.host != this_host():
+            raise Unsupported(
+                f"reaching process {place.owner.pid} of another host over {agent.tls}",
+                "set UCX_TLS=tcp,self (or what your network has) for both processes",
+            )
+        if len(self._ways) >= REMEMBERED:
+            for other in list(self._ways.values()):
+                self._forget(other)
+        way = _Way(address, place, self._staging(STAGE_BYTES if agent.local else BLOCK_BYTES), agent)
+        try:
+            way.suspect()
+            if address.agent != agent.name:
+                agent.meet(metadata, address.agent)
+        except BaseException:
+            way.close()
+            raise
+        self._ways[handle.address] = way
+        return way
+
+    def _forget(self, way: _Way) -> None:
+        """Drop what is known of a way, and the connection that it uses."""
+        agent = self._started()
+        for name, known in list(self._ways.items()):
+            if known.address.agent == way.address.agent:
+                del self._ways[name]
+                known.close()
+        if way.address.agent != agent.name:
+            agent.forget(way.address.agent)
+
+    # -- the end
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+    def close(self) -> None:
+        self._notice_fork()
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            for region in list(self._regions):
+                stack.callback(region.close)
+
+    def _release(self) -> None:
+        with self._lock:
+            for way in list(self._ways.values()):
+                self._forget(way)
+            agent, self._agent = self._agent, None
+            for memory in (self._stage, self._table_memory):
+                if memory is not None and agent is not None:
+                    agent.deregister(memory)
+            self._stage = self._table_memory = None
+            table, self._table = self._table, None
+            if table is not None:
+                table.close()

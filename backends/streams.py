@@ -1,0 +1,106 @@
+"""Asynchronous ops on a device's streams: beside the current one, with a handle that puts streams behind them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from holdfast.comms.work import Work
+
+_LOOK_SECONDS = 0.0005
+_cuda: Any = torch.cuda  # streams and events have no types
+Event = Any
+
+
+class StreamWork(Work):
+    """An op that is in order on a stream. `wait` puts the current stream behind it, and returns at once.
+
+    With a timeout `wait` blocks until the device has done it, as torch's own work does. `failed` says what has ended
+    the transport since; a wait raises that.
+    """
+
+    __slots__ = ("_event", "_failed")
+
+    def __init__(self, name: str, event: Event, failed: Callable[[], None]) -> None:
+        super().__init__(name)
+        self._event = event
+        self._failed = failed
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._failed()
+        _cuda.current_stream().wait_event(self._event)
+        if timeout is None:
+            return
+        until = time.monotonic() + timeout
+        while not self._event.query():
+            self._failed()
+            if time.monotonic() >= until:
+                raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
+            time.sleep(_LOOK_SECONDS)
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._failed()
+        except BaseException as error:
+            return error
+        return None
+
+
+class SideStream:
+    """The stream of one transport's asynchronous ops."""
+
+    def __init__(self, device: torch.device, failed: Callable[[], None]) -> None:
+        self._device = device
+        self._failed = failed
+        self._stream = _cuda.Stream(device)
+        self._running: deque[tuple[Event, Callable[[], None]]] = deque()
+
+    def launch(self, name: str, op: Callable[[], None]) -> Work:
+        """Run `op()` with the side stream current, behind what the current stream holds.
+
+        What `op` refers to is kept until the device has done it: its memory must not be given to anybody else before.
+        """
+        self._stream.wait_stream(_cuda.current_stream(self._device))
+        with _cuda.stream(self._stream):
+            op()
+            event = _cuda.Event()
+            event.record(self._stream)
+        if not _cuda.is_current_stream_capturing():
+            while self._running and self._running[0][0].query():
+                self._running.popleft()
+            self._running.append((event, op))
+        return StreamWork(name, event, self._failed)
+
+    def release(self) -> None:
+        """Let go of what the ops referred to."""
+        self._running.clear()
+
+
+def passed(device: torch.device) -> Event:
+    """An event that is there once the device has done what the current stream holds now."""
+    event = _cuda.Event()
+    event.record(_cuda.current_stream(device))
+    return event
+
+
+def wait_for(event: Event, deadline: float, failed: Callable[[], None]) -> bool:
+    """Block until the device has passed `event`; False at the deadline. Raises what `failed` raises."""
+    while not event.query():
+        failed()
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def until(deadline: float) -> timedelta:
+    """The time left until `deadline`, at least a millisecond."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -1,0 +1,29 @@
+"""Memory that a process no longer uses, and must not give back: somebody who was stopped in the middle of a copy would
+write into whatever takes its place, once it goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.backends.ucx.regions import writer_lives, writer_token
+from holdfast.comms.transport import Peer
+
+_lock = threading.Lock()
+_left: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+
+
+def leave_behind(tensor: torch.Tensor, writers: Sequence[Peer]) -> None:
+    """Move `tensor` to other memory; keep that which it had until all of these processes have ended."""
+    with _lock:
+        _left.append((tensor.detach(), tuple(writer_token(peer) for peer in writers)))
+    tensor.data = tensor.data.clone()
+
+
+def sweep() -> None:
+    """Let go of what nobody can write to any more."""
+    with _lock:
+        _left[:] = [(kept, tokens) for kept, tokens in _left if any(writer_lives(token) for token in tokens)]

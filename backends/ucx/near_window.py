@@ -1,0 +1,180 @@
+"""Windows over shared memory (`posix,cma,self`): the kernel copies between the tensors, and headers are mapped by all.
+
+A target that computes, sleeps or was stopped holds nobody up. A writer sets its word in the target's header, then looks
+whether the window is open; its owner closes the window, then looks at the words: one of them sees the other (taking a
+lock in between is a full barrier on x86). So `close` knows whether anybody is in the middle of a block, and leaves the
+memory to a writer that was stopped there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+import torch
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.leftovers import leave_behind
+from holdfast.backends.ucx.onesided import ATOMIC, OneSided
+from holdfast.backends.ucx.regions import writer_lives, writer_token
+from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, Part, UcxWindow, closed, give_way
+from holdfast.comms.errors import OpTimeout
+from holdfast.comms.liveness import this_process
+from holdfast.comms.transport import Peer, Transport
+
+BLOCK_BYTES = 4 << 20
+"""Bytes that are copied at once; between two looks at the deadline."""
+
+
+class NearWindow(UcxWindow):
+    """See the module."""
+
+    def __init__(self, side: OneSided, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        self._lock_word, self._busy = 2 * side.size, 2 * side.size + 1 + side.rank
+        self._fence = threading.Lock()
+        self._token = writer_token(this_process())
+        ffi = side.worker.lib.ffi
+        self._reply = ffi.new("uint64_t[2]")
+        self._reply_at = int(ffi.cast("uintptr_t", self._reply))
+        self._atomic = libucp.atomic_parameters(side.worker.lib, 8, self._reply)
+        super().__init__(side, transport, tensor, deadline)
+
+    def _mapped(self, key: Any, header: int) -> Any:
+        ffi = self._worker.lib.ffi
+        pointer = ffi.new("uintptr_t *")
+        self._worker.lib.check(self._call.ucp_rkey_ptr(key, header, pointer), "mapping the header of a window")
+        return ffi.cast("uint64_t *", int(pointer[0]))
+
+    # -- put and get
+
+    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        nbytes, address = source.nbytes, source.data_ptr()
+        for start in range(0, nbytes, BLOCK_BYTES):
+            block = min(BLOCK_BYTES, nbytes - start)
+            if start and time.monotonic() > deadline:
+                raise OpTimeout("put", 0, 0.0, (rank,))
+            with self._side.lock:
+                part.words[self._busy] = 1
+                try:
+                    self._enter(rank)
+                    self._put(rank, part, address + start, block, offset + start, deadline)
+                finally:
+                    part.words[self._busy] = 0
+
+    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        nbytes, address = into.nbytes, into.data_ptr()
+        for start in range(0, nbytes, BLOCK_BYTES):
+            block = min(BLOCK_BYTES, nbytes - start)
+            if start and time.monotonic() > deadline:
+                raise OpTimeout("get", 0, 0.0, (rank,))
+            self._get(rank, part, address + start, block, offset + start, deadline)
+        self._live(rank)
+
+    def _enter(self, rank: int) -> None:
+        """Between saying that this rank writes, and writing: is the window open? See the module."""
+        with self._fence:
+            pass
+        if self._mine[2 * rank]:
+            raise closed(rank)
+
+    def _put(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
+        """One block. The lock is held."""
+        request = self._call.ucp_put_nbx(part.endpoint, address, nbytes, part.memory + offset, part.key, self._plain)
+        self._side.wait(request, rank, deadline, "put")
+
+    def _get(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
+        """One block."""
+        with self._side.lock:
+            request = self._call.ucp_get_nbx(
+                part.endpoint, address, nbytes, part.memory + offset, part.key, self._plain
+            )
+            self._side.wait(request, rank, deadline, "get")
+
+    # -- atomics
+
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        return self._update(rank, self._live(rank), offset, dtype, None, value, deadline)
+
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        return self._update(rank, self._live(rank), offset, dtype, expected, desired, deadline)
+
+    def _update(
+        self, rank: int, part: Part, offset: int, dtype: torch.dtype, expected: int | None, value: int, deadline: float
+    ) -> int:
+        """Change an element under the target's lock word: add `value`, or set to it if the element is `expected`.
+
+        UCX's own atomics reach only memory that it allocated.
+        """
+        kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
+        element = kind()
+        here, size = ctypes.addressof(element), dtype.itemsize
+        with self._side.lock:
+            part.words[self._busy] = 1
+            try:
+                self._take_lock(rank, part, deadline)
+                try:
+                    self._enter(rank)
+                    self._get(rank, part, here, size, offset, deadline)
+                    old = element.value
+                    if expected is None or old == expected:
+                        element.value = old + value if expected is None else value
+                        self._put(rank, part, here, size, offset, deadline)
+                finally:
+                    part.words[self._lock_word] = 0
+            finally:
+                part.words[self._busy] = 0
+        self._live(rank)
+        return old
+
+    def _take_lock(self, rank: int, part: Part, deadline: float) -> None:
+        """Become the holder of a rank's lock word; take over from one that died."""
+        began, expected, turns = time.monotonic(), 0, 0
+        while (seen := self._swap_lock(rank, part, expected, deadline)) != expected:
+            expected = seen if seen and not writer_lives(seen) else 0
+            turns += 1
+            if time.monotonic() > deadline:
+                raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,))
+            if not expected:
+                give_way() if turns < YIELDS else time.sleep(SLEEP_SECONDS)
+
+    def _swap_lock(self, rank: int, part: Part, expected: int, deadline: float) -> int:
+        reply = self._reply
+        reply[0], reply[1] = expected, self._token
+        at = part.header + 8 * self._lock_word
+        request = self._call.ucp_atomic_op_nbx(
+            part.endpoint, libucp.ATOMIC_CSWAP, self._reply_at, 1, at, part.header_key, self._atomic
+        )
+        self._side.wait(request, rank, deadline, ATOMIC)
+        return int(reply[1])
+
+    # -- signals, and the end
+
+    def flush(self, rank: int | None, deadline: float) -> None:
+        """Copies are complete when they return."""
+        for target in range(self._size) if rank is None else (rank,):
+            self._live(target)
+
+    def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
+        part.words[word] = value
+
+    def _writers(self) -> list[Peer]:
+        """The processes that may be in the middle of a block of this rank's memory."""
+        with self._fence:
+            pass
+        busy = [rank for rank in range(self._size) if self._mine[self._lock_word + 1 + rank]]
+        peers = [self._side.peers[rank] for rank in busy if rank != self._rank]
+        return [peer for peer in peers if writer_lives(writer_token(peer))]
+
+    def _withdraw(self) -> None:
+        until = time.monotonic() + LEAVE_SECONDS
+        while (writers := self._writers()) and time.monotonic() < until:
+            time.sleep(SLEEP_SECONDS)
+        if writers:
+            leave_behind(self._tensor, writers)
+        self._unmap()
