@@ -5,8 +5,10 @@ with ft.Session(min_size=2) as session:
 """
 
 from holdfast.ft.attempt import Attempt
+from holdfast.ft.copies.sharded import Sharded
+from holdfast.ft.gradients import ShardSums
 from holdfast.ft.session import Session
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.view import Job, Member, View
 
-__all__ = ["Attempt", "Job", "Member", "Session", "Timeouts", "View"]
+__all__ = ["Attempt", "Job", "Member", "Session", "ShardSums", "Sharded", "Timeouts", "View"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+
+if TYPE_CHECKING:
+    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
 
 FAILURES = (PeerFailed, Revoked, OpTimeout)
 """What the death of a peer can look like inside an attempt."""
@@ -21,21 +24,28 @@ class Transaction(Protocol):
     def recover(self, failure: HoldfastError) -> bool:
         """Wait for the next epoch; whether the step turned out to be committed. Raises if there is no next epoch."""
 
+    def process_group(self) -> BorrowedProcessGroup:
+        """torch's default process group, over the communicator of the epoch at hand."""
+
 
 class Attempt:
     """One try at step number `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
 
-    `shards` are the parts of the step that are this rank's: together the ranks have each of the job's shards once.
+    `shards` are the parts of the step that are this rank's: together the ranks have each of the job's shards once, and
+    none has more than `rounds` of them.
     After the `with` block `committed` says whether the step is done, on all ranks alike. If it is not, a peer has
     failed, and the same step comes again.
     """
 
-    def __init__(self, transaction: Transaction, comm: Communicator, step: int, shards: tuple[int, ...]) -> None:
+    def __init__(
+        self, transaction: Transaction, comm: Communicator, step: int, shards: tuple[int, ...], rounds: int = 0
+    ) -> None:
         self.step = step
         self.comm = comm
         self.epoch = comm.epoch
         self.rank = comm.rank
         self.shards = shards
+        self.rounds = max(rounds, len(shards))
         self.committed = False
         self.entered = False
         self._transaction = transaction
@@ -43,6 +53,14 @@ class Attempt:
     def __repr__(self) -> str:
         state = ", committed" * self.committed
         return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
+
+    def process_group(self) -> BorrowedProcessGroup:
+        """torch.distributed's default group in this epoch: what DDP, `fully_shard` and DeviceMesh work over. It runs on
+        `comm` and ends with the epoch, as does what was made over it.
+
+        Collective only in its subgroups. Raises HoldfastError if torch has another default group in this process.
+        """
+        return self._transaction.process_group()
 
     def __enter__(self) -> Attempt:
         if self.entered:
@@ -61,7 +79,19 @@ class Attempt:
             else:
                 self.committed = True
             return False
-        if not isinstance(error, FAILURES):
+        cause = error if isinstance(error, FAILURES) else self._failure_behind(error)
+        if cause is None:
             return False
-        self.committed = self._transaction.recover(error)
+        self.committed = self._transaction.recover(cause)
         return True
+
+    def _failure_behind(self, error: BaseException) -> HoldfastError | None:
+        """What ended the communicator, if `error` may be how a library says so.
+
+        torch hands on what its callbacks raise (those of DistributedDataParallel's reducer) as RuntimeErrors that have
+        nothing but the text.
+        """
+        over = self.comm.over
+        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError) or not isinstance(over, FAILURES):
+            return None
+        return over.again()

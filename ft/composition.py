@@ -9,6 +9,9 @@ import msgspec
 
 from holdfast.ft.view import Job, Member, View
 
+SPELT_OUT = 8
+"""How many changes a reason names one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Composition:
@@ -40,7 +43,15 @@ def successors(view: View, gone: Mapping[str, str], spares: Sequence[Member]) ->
     while waiting and len(members) < view.job.size:
         members.append(waiting.pop(0))
         words.append(f"{members[-1].id} joins as rank {len(members) - 1}")
+    if len(words) > SPELT_OUT:
+        words[SPELT_OUT:] = [f"and {len(words) - SPELT_OUT} more changes"]
     return Composition(tuple(members), "; ".join(words))
+
+
+def next_size(view: View, lost: int, waiting: int) -> int:
+    """How many members `successors` gives, of so many lost members and waiting spares."""
+    alive, replaced = len(view.members) - lost, min(lost, waiting)
+    return max(alive + replaced, min(view.job.size, alive + waiting))
 
 
 def runnable(

@@ -6,10 +6,12 @@ of its kind. A line is one write to a file opened for appending, so a process th
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import msgspec
 
 DIRECTORY = "HOLDFAST_LOG_DIR"
 """The environment variable that says where the logs go; without it only callbacks hear of events."""
+
+KEPT_BYTES = 1 << 20
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -36,6 +40,8 @@ class EventLog:
         self._directory = os.environ.get(DIRECTORY) if directory is None else directory
         self._opening = threading.Lock()
         self._fd = -1
+        self._kept: deque[bytes] = deque()
+        self._away, self._lost = False, 0
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Note that something happened, now. `fields` are what JSON can say."""
@@ -53,14 +59,28 @@ class EventLog:
                 _log.exception("a listener to events failed")
 
     def _write(self, line: bytes) -> None:
-        """Append a line. A log that cannot be written ends, with a warning; the job goes on."""
+        """Append a line. What cannot be written now (a full disk) is kept, `KEPT_BYTES` at most, and written before
+        the next line that can be; the job goes on. One warning says so, and how many lines were lost if any were.
+        """
         if not self._directory:
             return
+        self._kept.append(line)
         try:
-            os.write(self._opened(self._directory), line)
+            fd = self._opened(self._directory)
+            while self._kept:
+                _append(fd, self._kept[0])
+                self._kept.popleft()
         except OSError as error:
-            _log.warning("%s writes no events any more: %s", self.process, error)
-            self._directory = None
+            if not self._away:
+                _log.warning("%s cannot write its events for now: %s", self.process, error)
+            self._away = True
+            while sum(map(len, self._kept)) > KEPT_BYTES:
+                self._kept.popleft()
+                self._lost += 1
+        else:
+            if self._away:
+                _log.warning("%s writes its events again; %d were lost", self.process, self._lost)
+            self._away, self._lost = False, 0
 
     def _opened(self, directory: str | os.PathLike[str]) -> int:
         if self._fd < 0:
@@ -88,3 +108,11 @@ class EventLog:
             fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _append(fd: int, line: bytes) -> None:
+    """Write all of a line or nothing. Raises OSError."""
+    written = os.write(fd, line)
+    if written < len(line):
+        os.ftruncate(fd, os.fstat(fd).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

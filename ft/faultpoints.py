@@ -31,6 +31,12 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "sync.before_chunk": "a part of the state is about to be moved",
         "sync.before_load": "a newcomer has all bytes of the state and has not loaded them",
         "sync.after_load": "a newcomer has loaded the state",
+        "copies.before_copy": "a rank's part of the sharded state is about to be kept, here and on its neighbours",
+        "copies.after_copy": "its neighbours have it; nothing is said about the commit yet",
+        "restore.before_fetch": "every part of the sharded state is somewhere; nothing has been moved",
+        "restore.before_chunk": "a piece of a part is about to be read from a rank that has it",
+        "restore.before_copies": "the sharded state is loaded for the new epoch; its copies are those of the old one",
+        "checkpoint.before_save": "a durable checkpoint is about to be written",
         "finish.before_propose": "the last step is committed; the job is not yet declared finished",
     }
 )

@@ -15,6 +15,7 @@ from holdfast.comms.registry import registry
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.keys import load_key
 from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, View
 
 MAX_NAME = 100
@@ -24,7 +25,9 @@ MAX_SHARDS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One process's part of the contract, complete and checked. 0 for `size` or `shards`: whatever the job has."""
+    """One process's part of the contract, complete and checked. 0 for `size` or `shards`: whatever the job has. `mesh`:
+    up to how many members everybody knows everybody; HOLDFAST_MESH says otherwise, for all processes of a job alike.
+    """
 
     name: str
     register: str
@@ -35,6 +38,7 @@ class Settings:
     shards: int
     timeouts: Timeouts
     device: torch.device
+    mesh: int = Shape().mesh
 
 
 def settle(
@@ -69,7 +73,10 @@ def settle(
     key_path = _given("key_file", key_path, "HOLDFAST_KEY_FILE", "the file with the job's key")
     asked = backend or os.environ.get("HOLDFAST_BACKEND") or "auto"
     where = torch.device("cpu" if device is None else device)
-    return Settings(name, url, load_key(Path(key_path)), asked, size or 0, min_size, shards or 0, timeouts, where)
+    mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(Shape().mesh)))
+    _positive("HOLDFAST_MESH", mesh, MAX_MEMBERS)
+    key = load_key(Path(key_path))
+    return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
 
 
 def candidate_job(settings: Settings, view: View | None) -> Job:

@@ -6,7 +6,9 @@ A newcomer dials those that are there already. Whoever waits for a dial in vain 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.ft.control.errors import ConnectionLost, ControlError
@@ -15,8 +17,11 @@ from holdfast.ft.view import Member
 
 LATE_SECONDS = 0.5
 """How long to wait for the other side's dial before dialling it."""
+REDIAL_SECONDS = 0.005
+"""How long after the end of a connection to dial anew, for the first time."""
 RETRY_SECONDS = 0.1
 DIAL_SECONDS = 5.0
+REFUSED = os.strerror(errno.ECONNREFUSED)
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -24,7 +29,8 @@ _log = logging.getLogger("holdfast.ft")
 class Links:
     """The connections of one process. Belongs to one event loop.
 
-    `handlers` are what others may call here; `on_link(member_id)` is called for each connection that comes to stand.
+    `handlers` are what others may call here; `on_link(member_id)` is called for each connection that comes to stand,
+    `on_refused(member_id)` whenever the member's host answers that nobody listens at its address any more.
     """
 
     def __init__(
@@ -35,15 +41,18 @@ class Links:
         job: str,
         handlers: Mapping[str, Handler],
         on_link: Callable[[str], None],
+        on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> None:
         self._identity, self._key, self._job = identity, key, job
-        self._handlers, self._on_link = handlers, on_link
+        self._handlers, self._on_link, self._on_refused = handlers, on_link, on_refused
         self._server = AsyncRpcServer(key=key, job=job, identity=identity, handlers=handlers, on_connect=self._linked)
         self._links: dict[str, RpcConnection] = {}
         self._wanted: dict[str, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, list[asyncio.Future[RpcConnection]]] = {}
         self._dialled: list[RpcConnection] = []
+        self._visits: dict[str, list[tuple[str, bytes]]] = {}
+        self._visiting: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self, host: str) -> str:
@@ -75,6 +84,34 @@ class Links:
             return False
         return True
 
+    def deliver(self, member: Member, method: str, body: bytes) -> None:
+        """Send without waiting; to one that is not followed over a connection that is dialled for it, and kept until
+        `follow` is called again. What cannot be delivered is lost.
+        """
+        if self.notify(member.id, method, body) or member.id in self._wanted or self._closed:
+            return
+        waiting = self._visits.setdefault(member.id, [])
+        waiting.append((method, body))
+        if len(waiting) == 1:
+            task = asyncio.get_running_loop().create_task(self._visit(member))
+            self._visiting.add(task)
+            task.add_done_callback(self._visiting.discard)
+
+    async def _visit(self, member: Member) -> None:
+        link: RpcConnection | None = None
+        try:
+            link = await self._dialled_link(member)
+        except ControlError as error:
+            _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
+        finally:
+            waiting = self._visits.pop(member.id, [])
+        if link is None:
+            return
+        self._dialled.append(link)
+        self._linked(link)
+        for method, body in waiting:
+            self.notify(member.id, method, body)
+
     def notify_all(self, method: str, body: bytes) -> None:
         """Send to everybody there is a connection to."""
         for member_id in list(self._links):
@@ -101,7 +138,7 @@ class Links:
     async def close(self) -> None:
         """End every connection, once what was given to it is sent. Idempotent."""
         self._closed = True
-        for task in self._dials.values():
+        for task in (*self._dials.values(), *self._visiting):
             task.cancel()
         for link in [*self._links.values(), *self._dialled]:
             link.close()
@@ -131,7 +168,7 @@ class Links:
             del self._links[link.peer]
         member = self._wanted.get(link.peer)
         if member is not None and not self._closed and member.id not in self._dials:
-            self._dial(member, RETRY_SECONDS)
+            self._dial(member, REDIAL_SECONDS)
 
     def _dial(self, member: Member, delay: float) -> None:
         task = asyncio.get_running_loop().create_task(self._dial_until_linked(member, delay))
@@ -144,22 +181,32 @@ class Links:
             if member.id in self._links:
                 return
             try:
-                link = await dial_rpc(
-                    member.address,
-                    key=self._key,
-                    job=self._job,
-                    identity=self._identity,
-                    handlers=self._handlers,
-                    timeout=DIAL_SECONDS,
-                )
+                link = await self._dialled_link(member)
             except ControlError as error:
                 _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
+                if isinstance(error, ConnectionLost) and REFUSED in error.evidence:
+                    self._on_refused(member.id)
                 delay = RETRY_SECONDS
                 continue
-            if link.peer != member.id:  # another process has the dead one's port
-                link.close()
+            if link is None:
+                self._on_refused(member.id)
                 delay = RETRY_SECONDS
                 continue
             self._dialled.append(link)
             self._linked(link)
             return
+
+    async def _dialled_link(self, member: Member) -> RpcConnection | None:
+        """A connection to `member`; None if another process has the dead one's port. Raises what `dial_rpc` raises."""
+        link = await dial_rpc(
+            member.address,
+            key=self._key,
+            job=self._job,
+            identity=self._identity,
+            handlers=self._handlers,
+            timeout=DIAL_SECONDS,
+        )
+        if link.peer == member.id:
+            return link
+        link.close()
+        return None

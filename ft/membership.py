@@ -13,33 +13,42 @@ of its own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.ft.composition import formed, runnable, successors
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.change import Change, applied, between, latest
+from holdfast.ft.composition import formed, next_size, runnable, successors
+from holdfast.ft.evidence import Evidence
+from holdfast.ft.telling import addressed, news, standing, urgent
 from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.topology import Shape, heads, host_mates, observers
 from holdfast.ft.view import Job, Member, Phase, View
 from holdfast.ft.vocabulary import (
     Announce,
     AnnounceSelf,
+    Ask,
     CasFailed,
     CasLost,
     CasWon,
+    Changed,
     Cleared,
     Death,
     Effect,
     Event,
     Evicted,
     Fence,
+    Heard,
     Install,
     LocalFinished,
     Proof,
     Propose,
     Refused,
-    Report,
     Revoke,
     SpareAnnounced,
     SpareGone,
@@ -52,18 +61,22 @@ from holdfast.ft.vocabulary import (
 
 Ended = Literal["", "finished", "failed", "evicted", "refused"]
 Step = tuple["Membership", tuple[Effect, ...]]
+Wanted = tuple[str | int, ...]
+
+DOUBLINGS = 4
+"""How often the time between two tellings of the same evidence doubles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A view that should come to be: not before `after`, and then `turn` seconds later on this process."""
+    """A view that should come to be, which `make` works out: not before `after`, and then `turn` seconds later on this
+    process. `why` changes when the reasons do.
+    """
 
-    view: View
+    why: Wanted
+    make: Callable[[], View]
     turn: float
     after: float = 0.0
-
-    def key(self) -> tuple[str, ...]:
-        return (self.view.phase, *(member.id for member in self.view.members))
 
 
 class Membership(Struct, frozen=True):
@@ -71,28 +84,31 @@ class Membership(Struct, frozen=True):
 
     `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it
     can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
-    the newest view known, `gone` the dead, `spares` the processes that wait outside, in the order they
-    announced themselves. `ended` is set once nothing more can happen. `wake_at` is the time at which a `Tick`
-    is wanted; None if none is.
+    the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
+    `revoked` is the newest epoch that was revoked here because somebody was lost: it cannot go on, whatever is heard
+    later. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none is.
     """
 
     me: Member
     job: Job
     timeouts: Timeouts
     one_host: frozenset[str] = frozenset()
+    shape: Shape = Shape()
     view: View | None = None
     ended: Ended = ""
-    gone: tuple[Death, ...] = ()
+    evidence: Evidence = Evidence()
     spares: tuple[Member, ...] = ()
-    suspicions: frozenset[Suspicion] = frozenset()
     fenced: frozenset[str] = frozenset()
     finished: bool = False
     started_at: float | None = None
     in_flight: View | None = None
-    wanted: tuple[str, ...] = ()
+    wanted: Wanted = ()
     wanted_since: float = 0.0
     short_since: float | None = None
+    revoked: int = 0
     retry_at: float = 0.0
+    told: int = 0
+    tell_at: float | None = None
     wake_at: float | None = None
 
     def on(self, event: Event, now: float) -> Step:
@@ -100,11 +116,14 @@ class Membership(Struct, frozen=True):
         if self.ended:
             return self, ()
         state, effects = self._absorb(event, now)
+        if state is self and not isinstance(event, Tick):
+            return self, effects
         if state.ended:
             return replace(state, wake_at=None), effects
-        revoked = state._newly_lost(self)
-        decided, more = state._decide(now)
-        return decided, effects + revoked + more
+        state, revoked = state._revoking(self)
+        state, told = state._tell(self, now)
+        state, more = state._decide(now)
+        return state._sleep(now), effects + revoked + told + more
 
     def rank(self) -> int | None:
         """This process's rank in a running view; None outside of one."""
@@ -113,21 +132,23 @@ class Membership(Struct, frozen=True):
         return self.view.rank_of(self.me.id)
 
     def watched(self) -> tuple[Member, ...]:
-        """The processes whose death matters to this one."""
-        members = self.view.members if self.view is not None and not self.ended else ()
-        return tuple(m for m in (*members, *self.spares) if m.id != self.me.id)
+        """The processes that this one watches: everybody in a small job. In a large one those on its own host and
+        its neighbours elsewhere; a head watches the spares, a spare the heads.
+        """
+        view = self.view
+        if view is None or self.ended:
+            members: tuple[Member, ...] = ()
+        elif self.shape.is_mesh(view):
+            members = view.members
+        elif view.rank_of(self.me.id) is None:
+            members = (*heads(view, self.evidence.lost, self.shape), *host_mates(view, self.me))
+        else:
+            members = (*host_mates(view, self.me), *observers(view, self.me, self.shape))
+        return tuple({m.id: m for m in (*members, *self.spares) if m.id != self.me.id}.values())
 
     def lost(self) -> dict[str, str]:
         """The dead and those condemned by most of their observers: id -> evidence."""
-        lost = {death.id: death.evidence for death in self.gone}
-        if self.view is not None and self.suspicions:
-            for suspect in {s.member for s in self.suspicions} - lost.keys() - {self.me.id}:
-                jury = {m.id for m in self.view.members} - lost.keys() - {suspect}
-                against = [s for s in self.suspicions if s.member == suspect and s.observer in jury]
-                if 2 * len(against) > len(jury):
-                    evidence = min(against, key=lambda s: s.observer).evidence
-                    lost[suspect] = f"suspected by {len(against)} of {len(jury)} observers: {evidence}"
-        return lost
+        return dict(self.evidence.lost)
 
     # What an event changes ----------------------------------------------------------------------------------
 
@@ -135,11 +156,15 @@ class Membership(Struct, frozen=True):
         match event:
             case Started():
                 return replace(self, started_at=now), ()
-            case ViewRead(view):
-                return self._adopt(view)
+            case ViewRead(view, teller):
+                return self._adopt(view, teller)
+            case Changed(change, teller):
+                return self._follow(change, teller)
+            case Heard(member, epoch):
+                return self, self._answer(member, epoch)
             case CasWon(view):
                 state, effects = replace(self, in_flight=None)._adopt(view)
-                return state, (*effects, Announce(view))
+                return state, (*effects, *state._proclaim(view))
             case CasLost(view):
                 lost = replace(self, in_flight=None)
                 if view is None or (self.view is not None and view.epoch <= self.view.epoch):
@@ -148,19 +173,17 @@ class Membership(Struct, frozen=True):
             case CasFailed():
                 return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
             case Proof(deaths):
-                return self._bury(deaths)
+                return self._bury(deaths), ()
             case SpareGone(member, evidence):
-                return self._bury((Death(member, evidence),))
+                return self._bury((Death(member, evidence),)), ()
             case Stalled(member, evidence):
                 return self._fence(member, evidence)
             case Suspicion():
                 if event.member == self.me.id:
                     return self, ()
-                others = {s for s in self.suspicions if (s.member, s.observer) != (event.member, event.observer)}
-                return replace(self, suspicions=frozenset({*others, event})), ()
-            case Cleared(member, observer):
-                left = {s for s in self.suspicions if (s.member, s.observer) != (member, observer)}
-                return replace(self, suspicions=frozenset(left)), ()
+                return self._knowing(self.evidence.suspecting(event, self.view, self.shape)), ()
+            case Cleared():
+                return self._knowing(self.evidence.cleared(event, self.view, self.shape)), ()
             case SpareAnnounced(member):
                 return self._welcome(member), ()
             case LocalFinished():
@@ -168,49 +191,100 @@ class Membership(Struct, frozen=True):
             case Tick():
                 return self, ()
 
-    def _adopt(self, view: View | None) -> Step:
+    def _knowing(self, evidence: Evidence) -> Membership:
+        return self if evidence is self.evidence else replace(self, evidence=evidence)
+
+    def _follow(self, change: Change, teller: str) -> Step:
+        """Take over the view that comes out of a change. Whoever has missed the one before asks the register."""
+        view = self.view
+        if view is not None and change.epoch <= view.epoch:
+            return self, ()
+        if view is None or change.epoch != view.epoch + 1:
+            return self, (Ask(change.epoch),)
+        try:
+            return self._adopt(applied(view, change), teller)
+        except CorruptData:
+            return self, (Ask(change.epoch),)
+
+    def _answer(self, member: Member, epoch: int) -> tuple[Effect, ...]:
+        """Somebody shows what epoch it is in: tell it of the newest, or ask for that."""
+        view = self.view
+        if view is None or epoch > view.epoch:
+            return (Ask(epoch),)
+        if epoch == view.epoch:
+            return ()
+        change: Change | None = None
+        if epoch == view.epoch - 1 and not self.shape.is_mesh(view):
+            change = latest(view)
+        return (Announce(view, (member,), change),)
+
+    def _adopt(self, view: View | None, teller: str = "") -> Step:
         """Take over a newer view. Older ones, and ones already known, change nothing: epochs never go back."""
         old = self.view
         if view is None or (old is not None and view.epoch <= old.epoch):
             return self, ()
-        ids = {member.id for member in view.members}
+        is_in = view.rank_of(self.me.id) is not None
         was_in = old is not None and old.rank_of(self.me.id) is not None
+        departed = view.left_since(old) if old is not None else ()
         effects: tuple[Effect, ...] = ()
         if old is not None and was_in and old.phase == "running":
-            lost = self.lost()
-            left = tuple(Death(m.id, lost.get(m.id, view.reason)) for m in old.members if m.id not in ids)
+            lost = self.evidence.lost
+            left = tuple(Death(m.id, lost.get(m.id, view.reason)) for m in departed)
             effects = (Revoke(old.epoch, left, f"epoch {view.epoch} replaces it: {view.reason}"),)
-        departed = {member.id for member in old.members} - ids if old is not None else set[str]()
         state = replace(
             self,
             view=view,
-            gone=tuple(death for death in self.gone if death.id not in departed),
-            spares=tuple(spare for spare in self.spares if spare.id not in ids),
-            suspicions=frozenset(s for s in self.suspicions if s.member in ids and s.observer in ids),
+            evidence=self.evidence.after(view, departed, self.shape),
+            spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
             wanted=(),
             short_since=None,
+            told=0,
+            tell_at=None,
         )
-        if self.me.id not in ids and was_in:
+        if not is_in and was_in:
             return replace(state, ended="evicted"), (*effects, Evicted(view, view.reason))
-        if view.phase == "finished":
-            return replace(state, ended="finished"), (*effects, Install(view))
-        if view.phase == "failed":
-            return replace(state, ended="failed"), (*effects, Install(view))
+        if view.phase in ("finished", "failed"):
+            effects = (*effects, Install(view), *state._pass_on(old, teller))
+            return replace(state, ended="finished" if view.phase == "finished" else "failed"), effects
         if view.phase == "running":
-            effects = (*effects, Install(view) if self.me.id in ids else AnnounceSelf(view))
-        return state, effects
+            if is_in:
+                effects = (*effects, Install(view))
+            else:
+                to = view.members if self.shape.is_mesh(view) else heads(view, (), self.shape)
+                effects = (*effects, AnnounceSelf(view, to))
+        return state, (*effects, *state._pass_on(old, teller))
 
-    def _bury(self, deaths: tuple[Death, ...]) -> Step:
-        known = {death.id for death in self.gone} | {self.me.id}
-        new = tuple(death for death in deaths if death.id not in known)
-        if not new:
-            return self, ()
-        ids = {death.id for death in new}
-        hosts = {m.peer.host for m in self.watched() if m.id in ids}
-        blind = tuple(m for m in self.watched() if m.id not in ids | known and m.peer.host not in hosts)
-        state = replace(self, gone=self.gone + new, spares=tuple(spare for spare in self.spares if spare.id not in ids))
-        seen_here = self.me.peer.host in hosts
-        return state, (Report(new, blind),) if blind and seen_here else ()
+    def _proclaim(self, view: View) -> tuple[Effect, ...]:
+        """In a small job whoever has brought a view about tells everybody; in a large one those on its host, beside its
+        neighbours elsewhere.
+        """
+        mesh = self.shape.is_mesh(view)
+        others = (*view.members, *self.spares) if mesh else host_mates(view, self.me)
+        to = tuple(m for m in others if m.id != self.me.id)
+        return (Announce(view, to, None if mesh else latest(view)),) if to else ()
+
+    def _pass_on(self, old: View | None, teller: str) -> tuple[Effect, ...]:
+        """In a large job everybody who learns of a view tells its neighbours, once: the news reaches all in about log N
+        steps, whoever has died on the way.
+        """
+        view = self.view
+        assert view is not None
+        if self.shape.is_mesh(view):
+            return ()
+        around = observers(view, self.me, self.shape) if view.rank_of(self.me.id) is not None else ()
+        to = tuple(m for m in (*around, *self.spares) if m.id != teller)
+        change = between(old, view) if old is not None else None
+        return (Announce(view, to, change),) if to else ()
+
+    def _bury(self, deaths: tuple[Death, ...]) -> Membership:
+        others = tuple(death for death in deaths if death.id != self.me.id)
+        evidence = self.evidence.buried(others, self.view, self.shape)
+        if evidence is self.evidence:
+            return self
+        spares = self.spares
+        if any(spare.id in evidence.dead for spare in spares):
+            spares = tuple(spare for spare in spares if spare.id not in evidence.dead)
+        return replace(self, evidence=evidence, spares=spares)
 
     def _fence(self, member_id: str, evidence: str) -> Step:
         target = next((m for m in self.watched() if m.id == member_id), None)
@@ -219,52 +293,88 @@ class Membership(Struct, frozen=True):
         return replace(self, fenced=self.fenced | {member_id}), (Fence(target, evidence),)
 
     def _welcome(self, spare: Member) -> Membership:
-        known = {m.id for m in self.spares} | {death.id for death in self.gone} | {self.me.id}
-        if spare.id in known or (self.view is not None and self.view.rank_of(spare.id) is not None):
+        known = spare.id == self.me.id or spare.id in self.evidence.dead or any(m.id == spare.id for m in self.spares)
+        if known or (self.view is not None and self.view.rank_of(spare.id) is not None):
             return self
         return replace(self, spares=(*self.spares, spare))
 
-    def _newly_lost(self, before: Membership) -> tuple[Effect, ...]:
-        """The revocation that a proof causes: at once, before anything is agreed."""
-        if self.rank() is None or self.view is None:
-            return ()
-        same_view = self.view is before.view
-        if same_view and self.gone is before.gone and self.suspicions is before.suspicions:
-            return ()
-        lost = self.lost()
-        had = before.lost() if same_view else {}
-        new = tuple(Death(m.id, lost[m.id]) for m in self.view.members if m.id in lost and m.id not in had)
-        if not new:
-            return ()
-        ranks = ", ".join(f"rank {self.view.rank_of(death.id)}: {death.evidence}" for death in new)
-        return (Revoke(self.view.epoch, new, ranks),)
+    def _revoking(self, before: Membership) -> Step:
+        """The revocation that a loss causes: at once, before anything is agreed."""
+        view, lost = self.view, self.evidence.lost
+        if self.rank() is None or view is None or not lost:
+            return self, ()
+        had = before.evidence.lost if view is before.view else {}
+        if lost is had:
+            return self, ()
+        ids = sorted((who for who in lost if who not in had and who in view.ranks), key=view.ranks.__getitem__)
+        if not ids:
+            return self, ()
+        new = tuple(Death(who, lost[who]) for who in ids)
+        ranks = ", ".join(f"rank {view.ranks[death.id]}: {death.evidence}" for death in new)
+        return replace(self, revoked=view.epoch), (Revoke(view.epoch, new, ranks),)
+
+    # Telling others what was seen here ----------------------------------------------------------------------
+
+    def _tell(self, before: Membership, now: float) -> Step:
+        """Tell others what this process has seen itself: at once, and again for as long as nothing has come of it."""
+        view = self.view
+        if self.evidence is before.evidence and view is before.view:
+            if self.tell_at is None or now < self.tell_at:
+                return self, ()
+        elif not self.evidence.dead and not self.evidence.words and self.tell_at is None:
+            return self, ()
+        if self.rank() is None or view is None:
+            return self, ()
+        if view is before.view and self.evidence is not before.evidence:
+            turn, words = 0, news(self.me, view, self.evidence, before.evidence)
+            if not words.deaths and not words.seen:
+                return self, ()
+        else:
+            turn, words = self.told, standing(self.me, view, self.evidence)
+            if not urgent(words) and (not words.seen or turn > DOUBLINGS):
+                return replace(self, tell_at=None), ()
+        effects = addressed(words, self.me, view, self.spares, self.evidence, self.shape, turn)
+        if not effects and self.shape.is_mesh(view):
+            return replace(self, tell_at=None), ()
+        wait = self.timeouts.heartbeat * 2 ** min(turn, DOUBLINGS)
+        return replace(self, told=turn + 1, tell_at=now + wait), effects
 
     # What follows from the situation ------------------------------------------------------------------------
+
+    def _sleep(self, now: float) -> Membership:
+        """With a `Tick` wanted no later than something has to be told again."""
+        if self.ended or self.tell_at is None or (self.wake_at is not None and self.wake_at <= self.tell_at):
+            return self
+        return replace(self, wake_at=self.tell_at)
 
     def _decide(self, now: float) -> Step:
         """Propose the view that should come next if this process's turn has come; else say when to look
         again.
         """
         if self.started_at is None or self.in_flight is not None:
-            return replace(self, wake_at=None), ()
+            return self._waking(None), ()
         refusal = self._refusal()
         if refusal is not None:
             return replace(self, ended="refused", wake_at=None), (Refused(refusal),)
         state = self._measure_shortage(now)
         need = state._need()
         if need is None:
-            return replace(state, wanted=(), wake_at=None), ()
-        since = state.wanted_since if state.wanted == need.key() else now
-        state = replace(state, wanted=need.key(), wanted_since=since)
+            return (replace(state, wanted=()) if state.wanted else state)._waking(None), ()
+        since = state.wanted_since if state.wanted == need.why else now
         due = max(max(since, need.after) + need.turn, state.retry_at)
         if now < due:
-            return replace(state, wake_at=due), ()
+            return replace(state, wanted=need.why, wanted_since=since, wake_at=due), ()
+        view = need.make()
         expected = 0 if state.view is None else state.view.epoch
-        return replace(state, in_flight=need.view, wake_at=None), (Propose(expected, need.view),)
+        state = replace(state, wanted=need.why, wanted_since=since, in_flight=view, wake_at=None)
+        return state, (Propose(expected, view),)
+
+    def _waking(self, at: float | None) -> Membership:
+        return self if self.wake_at == at else replace(self, wake_at=at)
 
     def _need(self) -> Need | None:
         if self.view is None:
-            return Need(self._forming((self.me,), f"{self.me.id} founds the job"), 0.0)
+            return Need(("found",), lambda: self._forming((self.me,), f"{self.me.id} founds the job"), 0.0)
         if self.view.phase == "forming":
             return self._need_while_forming(self.view)
         if self.view.rank_of(self.me.id) is None:
@@ -272,53 +382,80 @@ class Membership(Struct, frozen=True):
         return self._need_while_running(self.view)
 
     def _need_while_forming(self, view: View) -> Need | None:
-        lost = self.lost()
-        alive = tuple(m for m in view.members if m.id not in lost)
+        alive, lost = self._alive(view), self.evidence.lost
         if view.rank_of(self.me.id) is None:
-            return Need(self._forming((*alive, self.me), f"{self.me.id} joins as one of {view.job.size}"), 0.0)
-        turn = self._turn(alive)
+            words = f"{self.me.id} joins as one of {view.job.size}"
+            return Need(("join", view.epoch), lambda: self._forming((*alive, self.me), words), 0.0)
+        turn = self._turn(view)
         if len(alive) < len(view.members):
             words = "; ".join(f"{m.id} is gone: {lost[m.id]}" for m in view.members if m.id in lost)
-            return Need(self._forming(alive, words), turn)
+            return Need(("lost", *(m.id for m in alive)), lambda: self._forming(alive, words), turn)
         assert self.started_at is not None
         deadline = self.started_at + self.timeouts.join
         words = f"{len(alive)} of {view.job.size} members came within {self.timeouts.join:g} s"
         if len(alive) >= view.job.min_size:
-            return Need(self._next("running", alive, words, formed(view.job)), turn, deadline)
-        words += f", {view.job.min_size} are needed"
-        return Need(self._next("failed", alive, words), turn, deadline)
+            return Need(
+                ("enough", *(m.id for m in alive)),
+                lambda: self._next("running", alive, words, formed(view.job)),
+                turn,
+                deadline,
+            )
+        short = f"{words}, {view.job.min_size} are needed"
+        return Need(("few", *(m.id for m in alive)), lambda: self._next("failed", alive, short), turn, deadline)
 
     def _need_as_spare(self, view: View) -> Need | None:
-        lost = self.lost()
-        if any(m.id not in lost for m in view.members):
+        lost = self.evidence.lost
+        if len(lost) < len(view.members) or any(m.id not in lost for m in view.members):
             return None
-        return Need(self._next("failed", (), "every member died, and the state of the job with them"), 0.0)
+        words = "every member died, and the state of the job with them"
+        return Need(("all lost",), lambda: self._next("failed", (), words), 0.0)
 
     def _need_while_running(self, view: View) -> Need | None:
-        lost = self.lost()
-        alive = tuple(m for m in view.members if m.id not in lost)
-        turn = self._turn(alive)
+        turn = self._turn(view)
         if self.finished:
-            return Need(self._next("finished", alive, "all steps are committed"), turn)
-        next_up = successors(view, lost, self.spares)
-        if next_up.members == view.members:
+            words = "all steps are committed"
+            return Need(("finished",), lambda: self._next("finished", self._alive(view), words), turn)
+        lost, waiting = self._lost_members(view), self._waiting()
+        if not lost and not (waiting and len(view.members) < view.job.size):
+            if self.revoked == view.epoch:
+                words = "nobody is lost after all: who was taken for it is heard again"
+                return Need(("again",), lambda: self._next("running", view.members, words), turn)
             return None
-        if len(next_up.members) < view.job.min_size:
+        if next_size(view, lost, waiting) < view.job.min_size:
             assert self.short_since is not None
-            words = (
-                f"{next_up.reason}; {len(next_up.members)} are left of the {view.job.min_size} needed, "
-                f"and nobody came within {self.timeouts.join:g} s"
-            )
-            return Need(self._next("failed", alive, words), turn, self.short_since + self.timeouts.join)
-        if len(alive) == len(view.members):
+            deadline = self.short_since + self.timeouts.join
+            return Need(("short", lost, waiting), lambda: self._too_few(view), turn, deadline)
+        if not lost or self.evidence.in_doubt(view):
             turn += self.timeouts.heartbeat
-        return Need(self._next("running", next_up.members, next_up.reason), turn)
+        return Need(("running", lost, waiting), lambda: self._succeeding(view), turn)
+
+    def _succeeding(self, view: View) -> View:
+        next_up = successors(view, self.evidence.lost, self.spares)
+        return self._next("running", next_up.members, next_up.reason)
+
+    def _too_few(self, view: View) -> View:
+        next_up = successors(view, self.evidence.lost, self.spares)
+        words = (
+            f"{next_up.reason}; {len(next_up.members)} are left of the {view.job.min_size} needed, "
+            f"and nobody came within {self.timeouts.join:g} s"
+        )
+        return self._next("failed", self._alive(view), words)
+
+    def _alive(self, view: View) -> tuple[Member, ...]:
+        return tuple(m for m in view.members if m.id not in self.evidence.lost)
+
+    def _lost_members(self, view: View) -> int:
+        return sum(who in view.ranks for who in self.evidence.lost)
+
+    def _waiting(self) -> int:
+        """How many spares can be taken."""
+        return sum(spare.id not in self.evidence.lost for spare in self.spares)
 
     def _measure_shortage(self, now: float) -> Membership:
         view = self.view
         if view is None or view.phase != "running" or view.rank_of(self.me.id) is None:
             return self
-        short = len(successors(view, self.lost(), self.spares).members) < view.job.min_size
+        short = next_size(view, self._lost_members(view), self._waiting()) < view.job.min_size
         if short == (self.short_since is not None):
             return self
         return replace(self, short_since=now if short else None)
@@ -352,7 +489,12 @@ class Membership(Struct, frozen=True):
             return View(1, phase, members, job or self.job, reason)
         return View(self.view.epoch + 1, phase, members, job or self.view.job, reason)
 
-    def _turn(self, alive: tuple[Member, ...]) -> float:
-        """How long this process leaves it to the members before it."""
-        before = [m.id for m in alive].index(self.me.id)
-        return before * self.timeouts.heartbeat
+    def _turn(self, view: View) -> float:
+        """How long this process leaves it to the members before it: a heartbeat for each of the first, and then ever
+        less, so that in a job of any size somebody's turn comes soon.
+        """
+        rank = view.ranks[self.me.id]
+        before = rank - sum(view.ranks.get(who, rank) < rank for who in self.evidence.lost)
+        first = self.shape.heads
+        beats = before if before <= first else first + math.log2(before / first)
+        return beats * self.timeouts.heartbeat

@@ -66,7 +66,7 @@ class ProcessWatch:
                 self._gone.add(member_id)
                 gone.append(_death(member))
                 continue
-            self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member))
+            self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member.peer.pid, member.threads))
             for each in (fd, *followed.threads):
                 self._listen(each, member_id)
         if gone:
@@ -142,15 +142,15 @@ class ProcessWatch:
             os.close(fd)
 
 
-def _open_threads(member: Member) -> tuple[int, ...]:
+def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
     """Descriptors for those threads of a process that still are; none where the kernel cannot."""
     fds = []
-    for number in member.threads:
+    for number in numbers:
         try:
             fd = os.pidfd_open(number, PIDFD_THREAD)
         except OSError:
             continue
-        if Path(f"/proc/{member.peer.pid}/task/{number}").exists():
+        if Path(f"/proc/{pid}/task/{number}").exists():
             fds.append(fd)
         else:
             os.close(fd)
@@ -158,8 +158,27 @@ def _open_threads(member: Member) -> tuple[int, ...]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z) now. False for one that is gone, or cannot be looked at."""
-    return _stat(pid)[:1] == [b"T"]
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger, a frozen cgroup) now. False for one that is gone, or
+    cannot be looked at.
+    """
+    state = _stat(pid)[:1]
+    return bool(state) and (state[0] in (b"T", b"t") or _is_frozen(pid))
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether its cgroup (version 2) is frozen: such a process looks as if it slept."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+        return "frozen 1" in Path(f"/sys/fs/cgroup{group}/cgroup.events").read_text()
+    except (OSError, StopIteration):
+        return False
+
+
+def cpu_ticks(pid: int) -> int:
+    """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
 
 
 def is_exiting(pid: int) -> bool:
@@ -168,6 +187,24 @@ def is_exiting(pid: int) -> bool:
     if not fields or fields[0] in (b"Z", b"X"):
         return True
     return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
+
+
+def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
+    """Descriptors of some threads of a process of several; each becomes readable when its thread ends.
+
+    None of a process that has only one: its memory is taken apart before that one is said to have ended.
+    """
+    try:
+        numbers = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return ()
+    return _open_threads(pid, numbers[:most]) if len(numbers) > 1 else ()
+
+
+def fatal_signal(pid: int) -> int:
+    """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
+    fields = _stat(pid)
+    return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0
 
 
 def _stat(pid: int) -> list[bytes]:

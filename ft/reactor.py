@@ -18,32 +18,35 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.liveness import this_process
+from holdfast.comms.registry import registry
 from holdfast.ft import faultpoints
 from holdfast.ft import vocabulary as v
+from holdfast.ft.change import Change
 from holdfast.ft.control import kv
 from holdfast.ft.control.rpc import Handler
+from holdfast.ft.detectors.detector import Surroundings
+from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.events import EventLog
 from holdfast.ft.joining import Settings, one_host_backends
 from holdfast.ft.links import Links
 from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
-from holdfast.ft.processes import ProcessWatch, is_stopped
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.silence import Silence
 from holdfast.ft.tenure import Tenure
+from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
 
-LOOKS_A_HEARTBEAT = 4
-"""How often those who are silent are looked at."""
 FOLLOW_SECONDS = 0.002
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _member = msgspec.msgpack.Decoder(Member)
 _deaths = msgspec.msgpack.Decoder(list[tuple[str, str]])
-_words = msgspec.msgpack.Decoder(tuple[str, str])
+_suspicion = msgspec.msgpack.Decoder(tuple[str, str, int])
+_clearance = msgspec.msgpack.Decoder(tuple[str, int])
 _text = msgspec.msgpack.Decoder(str)
+_epoch = msgspec.msgpack.Decoder(int)
 _items = msgspec.msgpack.Decoder(tuple[int, dict[str, bytes]])
 
 
@@ -74,17 +77,17 @@ class Reactor:
             job=settings.name,
             handlers={**kv.handlers(self.table), **self._handlers()},
             on_link=self._linked,
+            on_refused=self._refused,
         )
-        self._processes = ProcessWatch(self._buried)
+        self._detectors: Detectors | None = None
         self._core: Membership | None = None
-        self._silence: Silence | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._question = 0
         self._depth = 0
-        self._following = self._looking = False
-        self._spare_for: View | None = None
+        self._following = self._asking = False
+        self._introduced_to: dict[str, Member] = {}
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -93,12 +96,32 @@ class Reactor:
         """
         address = await self.links.start(host)
         me = Member(self._identity, address, this_process(), threads)
-        self._silence = Silence(me, self._settings.timeouts, is_stopped)
-        self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends))
+        self._detectors = Detectors(
+            Surroundings(
+                me=me,
+                timeouts=self._settings.timeouts,
+                loop=self._loop,
+                tell=self._tell_core,
+                stop=self._stop,
+                resign=self._resign,
+                note=self._events.emit,
+                place=self._tenure.place,
+                lost=self._is_lost,
+            ),
+            list(registry().detectors.values()),
+            self._send_detectors,
+        )
+        shape = Shape(mesh=self._settings.mesh)
+        self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends), shape)
         self._events.emit("joined", address=address)
         self.feed(v.ViewRead(view))
         self.feed(v.Started())
         self._beat()
+
+    @property
+    def missed_heartbeats(self) -> int:
+        """How many heartbeats of others did not come, so far. From any thread."""
+        return 0 if self._detectors is None else self._detectors.missed
 
     async def end(self) -> None:
         """Let go of everything. Nothing is heard from here on."""
@@ -106,7 +129,9 @@ class Reactor:
         for timer in (self._timer, self._pulse, self._deadline):
             if timer is not None:
                 timer.cancel()
-        self._processes.close()
+        if self._detectors is not None:
+            self._detectors.close()
+            self._detectors = None
         await self.links.close()
 
     def leave(self, reason: str) -> None:
@@ -144,18 +169,22 @@ class Reactor:
     def _follow(self) -> None:
         self._following = False
         core = self._core
-        if core is None or self._silence is None:
+        if core is None or self._detectors is None:
             return
         watched = core.watched()
-        self._processes.follow(watched)
-        self._silence.follow(watched, time.monotonic())
         view, mine = core.view, None
+        self._detectors.follow(view, watched)
         if view is not None:
             mine = view.rank_of(self._identity)
         earlier = {m.id for m in view.members[:mine]} if view is not None else set[str]()
+        linked = {m.id: m for m in watched}
+        if view is not None and view.members:  # the first member serves the table by which all meet
+            first = view.members[0]
+            meeting = view.members[1:] if first.id == self._identity else (first,)
+            linked.update({m.id: m for m in meeting})
         self.links.follow(
-            [m for m in watched if m.id in earlier],
-            [m for m in watched if m.id not in earlier],
+            [m for m in linked.values() if m.id in earlier],
+            [m for m in linked.values() if m.id not in earlier],
         )
 
     def _set_timer(self, at: float | None) -> None:
@@ -173,19 +202,28 @@ class Reactor:
             case v.Propose(expected, view):
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
-            case v.Announce(view):
-                self._announce(view)
+            case v.Announce(view, to, None):
+                self._tell(to, "install", view.encode())
+            case v.Announce(_, to, change):
+                assert change is not None
+                self._tell(to, "change", change.encode())
+            case v.Ask():
+                self._ask_newest()
             case v.Report(deaths, to):
-                body = _encode([(death.id, death.evidence) for death in deaths])
-                for member in to:
-                    self.links.notify(member.id, "deaths", body)
-            case v.AnnounceSelf(view):
+                self._tell(to, "deaths", _encode([(death.id, death.evidence) for death in deaths]))
+            case v.Testify(seen, to):
+                for word in seen:
+                    if isinstance(word, v.Suspicion):
+                        self._tell(to, "suspect", _encode((word.member, word.evidence, word.word)))
+                    else:
+                        self._tell(to, "clear", _encode((word.member, word.word)))
+            case v.AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
                     self._events.emit("spare", epoch=view.epoch)
-                self._spare_for = view
-                for member in view.members:
-                    self._introduce(member.id)
+                self._introduced_to = {member.id: member for member in to}
+                for member in to:
+                    self._introduce(member)
             case v.Install(view):
                 self._install(view)
             case v.Evicted(view, reason):
@@ -195,7 +233,8 @@ class Reactor:
                 self._tenure.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
             case v.Fence(member, reason):
                 self._events.emit("fenced", member=member.id, reason=reason)
-                self._processes.fence(member)
+                if self._detectors is not None:
+                    self._detectors.fence(member)
 
     def _revoke(self, effect: v.Revoke) -> None:
         view = self._tenure.view
@@ -210,7 +249,7 @@ class Reactor:
             self._events.emit("revoked", epoch=effect.epoch, reason=effect.reason)
 
     def _install(self, view: View) -> None:
-        self._spare_for = None
+        self._introduced_to = {}
         self.table.drop_before(view.epoch)
         members = [member.id for member in view.members]
         if view.phase == "running":
@@ -220,12 +259,34 @@ class Reactor:
             self._tenure.end(HoldfastError(f"job {view.job.name!r} has ended: {view.reason}"))
         self._tenure.install(view)
 
-    def _announce(self, view: View) -> None:
-        assert self._core is not None
-        body = view.encode()
-        for member in (*view.members, *self._core.spares):
-            if member.id != self._identity:
-                self.links.notify(member.id, "install", body)
+    def _tell(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
+        for member in to:
+            self.links.deliver(member, method, body)
+
+    def _ask_newest(self) -> None:
+        """Read the register soon: here if it is local, else in a thread."""
+        if self._register.local:
+            self._loop.call_soon(self._newest, self._read())
+        elif not self._asking:
+            self._asking = True
+            self._pool.submit(self._ask_for_newest)
+
+    def _ask_for_newest(self) -> None:
+        event = self._read()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
+            self._loop.call_soon_threadsafe(self._newest, event)
+
+    def _newest(self, event: v.ViewRead | None) -> None:
+        self._asking = False
+        if event is not None:
+            self.feed(event)
+
+    def _read(self) -> v.ViewRead | None:
+        try:
+            return v.ViewRead(self._register.read())
+        except (RegisterAway, CorruptData) as error:
+            _log.debug("%s cannot read the register: %s", self._identity, error)
+            return None
 
     def _propose(self, expected: int, view: View) -> None:
         """Ask the register: here if it is local, else in a thread, where what comes too late counts as not answered."""
@@ -286,54 +347,79 @@ class Reactor:
     # What is heard --------------------------------------------------------------------------------------------
 
     def _buried(self, deaths: tuple[v.Death, ...]) -> None:
+        silent = None if self._detectors is None else [self._detectors.silent_for(death.id) for death in deaths]
         self._events.emit(
-            "detected", members=[death.id for death in deaths], evidence="; ".join(death.evidence for death in deaths)
+            "detected",
+            members=[death.id for death in deaths],
+            evidence="; ".join(death.evidence for death in deaths),
+            silent=silent or (),
         )
         self.feed(v.Proof(deaths))
 
+    def failed(self, failure: HoldfastError) -> None:
+        """An op of this process's communicator has failed."""
+        if self._detectors is not None and self._core is not None and self._core.view is not None:
+            self._detectors.failed(self._core.view, failure)
+
     def _linked(self, member_id: str) -> None:
+        if self._detectors is not None:
+            self._detectors.linked(member_id)
         view = self._tenure.view
         if view is not None and view.phase == "running" and not self._tenure.is_over(view.epoch):
             items = self.table.items(view.epoch)
             if items:
                 self._share(view.epoch, items, only=member_id)
-        if self._spare_for is not None and self._spare_for.rank_of(member_id) is not None:
-            self._introduce(member_id)
+        if member_id in self._introduced_to:
+            self._introduce(self._introduced_to[member_id])
 
-    def _introduce(self, member_id: str) -> None:
+    def _introduce(self, member: Member) -> None:
         assert self._core is not None
-        self.links.notify(member_id, "spare", _encode(self._core.me))
+        self.links.deliver(member, "spare", _encode(self._core.me))
 
     def _beat(self) -> None:
-        """Once a heartbeat: say that this process lives, and look whether somebody is silent."""
-        self.links.notify_all("beat", b"")
-        self._look()
+        """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
+        view = self._core.view if self._core is not None else None
+        self.links.notify_all("beat", _encode(view.epoch if view is not None else 0))
+        if self._detectors is not None:
+            self._detectors.beat()
         self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
 
-    def _look(self) -> None:
-        """Look at the silent, and again soon if there are any."""
-        if self._silence is None or self._core is None:
-            return
-        for verdict in self._silence.look(time.monotonic()):
-            self._suspected(verdict)
-        if self._silence.somebody_is_silent and not self._looking:
-            self._looking = True
-            self._loop.call_later(self._settings.timeouts.heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
+    def _tell_core(self, event: v.Event) -> None:
+        """What a detector says."""
+        if isinstance(event, v.Proof):
+            self._buried(event.deaths)
+        else:
+            self.feed(event)
 
-    def _look_again(self) -> None:
-        self._looking = False
-        self._look()
+    def _stop(self, reason: str) -> None:
+        """End the epoch here without agreement: this process must do nothing more in it."""
+        view = self._tenure.view
+        if view is not None and self._tenure.revoke(view.epoch, Revoked(view.epoch, reason)):
+            self.table.drop_before(view.epoch + 1, reason)
+            self._events.emit("revoked", epoch=view.epoch, reason=reason)
+            self._tenure.end_ops()
 
-    def _suspected(self, verdict: v.Stalled | v.Suspicion | v.Cleared) -> None:
-        match verdict:
-            case v.Suspicion(member, _, evidence):
-                self._events.emit("suspected", member=member, evidence=evidence)
-                self.links.notify_all("suspect", _encode((member, evidence)))
-            case v.Cleared(member, _):
-                self.links.notify_all("clear", _encode(member))
-            case v.Stalled():
-                pass
-        self.feed(verdict)
+    def _resign(self, reason: str) -> None:
+        """End this process's part in the job. The others replace it."""
+        self.leave(reason)
+        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+
+    def _refused(self, member_id: str) -> None:
+        if self._detectors is not None:
+            self._detectors.refused(member_id)
+
+    def _is_lost(self, member_id: str) -> bool:
+        return self._core is not None and member_id in self._core.lost()
+
+    def _send_detectors(self, member_id: str | None, body: bytes) -> None:
+        if member_id is None:
+            self.links.notify_all("detect", body)
+        else:
+            self.links.notify(member_id, "detect", body)
+
+    def _hear_detectors(self, peer: str, body: bytes) -> None:
+        if self._detectors is not None:
+            self._detectors.received(peer, body)
 
     def _handlers(self) -> dict[str, Handler]:
         """What other processes of the job may tell this one; they have proved that they have its key."""
@@ -350,25 +436,39 @@ class Reactor:
 
         return {
             "beat": heard(self._hear_beat),
-            "install": heard(lambda peer, body: self.feed(v.ViewRead(View.decode(body)))),
+            "install": heard(lambda peer, body: self.feed(v.ViewRead(View.decode(body), peer))),
+            "change": heard(lambda peer, body: self.feed(v.Changed(Change.decode(body), peer))),
             "spare": heard(lambda peer, body: self.feed(v.SpareAnnounced(_member.decode(body)))),
             "deaths": heard(lambda peer, body: self._buried(tuple(v.Death(*death) for death in _deaths.decode(body)))),
             "leave": heard(lambda peer, body: self._buried((v.Death(peer, f"it left: {_text.decode(body)}"),))),
             "share": heard(lambda peer, body: self._hear_share(*_items.decode(body))),
             "suspect": heard(self._hear_suspicion),
-            "clear": heard(lambda peer, body: self.feed(v.Cleared(_text.decode(body), peer))),
+            "clear": heard(self._hear_clearance),
+            "detect": heard(self._hear_detectors),
         }
 
     def _hear_beat(self, peer: str, body: bytes) -> None:
-        if self._silence is None:
+        if self._detectors is None:
             return
-        for verdict in self._silence.hear(peer, time.monotonic()):
-            self._suspected(verdict)
+        self._detectors.heard(peer)
+        epoch = _epoch.decode(body)
+        view = self._core.view if self._core is not None else None
+        rank = view.rank_of(peer) if view is not None else None
+        if view is not None and rank is not None and epoch not in (0, view.epoch):
+            self.feed(v.Heard(view.members[rank], epoch))
 
     def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
         with contextlib.suppress(Revoked):  # it is about an epoch that is over here
             self.table.receive(epoch, items)
 
     def _hear_suspicion(self, peer: str, body: bytes) -> None:
-        member, evidence = _words.decode(body)
-        self.feed(v.Suspicion(member, peer, evidence))
+        member, evidence, word = _suspicion.decode(body)
+        if self._detectors is not None:
+            self._detectors.testified(peer, member, evidence)
+        self.feed(v.Suspicion(member, peer, evidence, word))
+
+    def _hear_clearance(self, peer: str, body: bytes) -> None:
+        member, word = _clearance.decode(body)
+        if self._detectors is not None:
+            self._detectors.testified(peer, member, None)
+        self.feed(v.Cleared(member, peer, word))

@@ -26,6 +26,16 @@ class Register:
         """Whether asking it takes microseconds and waits for no other machine."""
         return self._cell.local
 
+    @property
+    def pushes(self) -> bool:
+        """Whether a `watch` costs nothing while nothing happens."""
+        return self._cell.pushes
+
+    @property
+    def lasts(self) -> bool:
+        """Whether its view outlives this process's handles."""
+        return self._cell.lasts
+
     @classmethod
     def open(cls, url: str) -> Register:
         """The register at `url`; see `holdfast.ft.registers.open_cell` for what may be wrong with it."""

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, Revoked, StaleEpoch
+from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoch
 from holdfast.comms.liveness import this_process
 from holdfast.ft import vocabulary as v
 from holdfast.ft.control import kv
@@ -74,9 +74,19 @@ class Runtime:
         """Whether this process has waited outside of a running view."""
         return self._reactor.was_spare
 
+    @property
+    def missed_heartbeats(self) -> int:
+        """How many heartbeats of others did not come, so far."""
+        return self._reactor.missed_heartbeats
+
     def at_step(self, step: int) -> None:
         """Fault points are to be told that the session is at `step`."""
         self._reactor.step = step
+
+    def failed(self, failure: HoldfastError) -> None:
+        """An op of this process's communicator has failed: what that says of others is evidence."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._reactor.failed, failure)
 
     def finish(self) -> None:
         """All steps are committed on this rank."""
@@ -142,13 +152,14 @@ class Runtime:
         """Tell the reactor of new views, at once while the job is being formed.
 
         Later its members tell each other, and the register is looked at now and then in case they could not: a thread
-        that woke at each change would compete with a rebuild for the processor.
+        that woke at each change would compete with a rebuild for the processor. Not so where looking means asking
+        another machine and waiting does not.
         """
         self._begun.wait()
         view: View | None = None
         while not self._closing.is_set():
             try:
-                if view is None or view.phase == "forming":
+                if view is None or view.phase == "forming" or register.pushes:
                     newest = register.watch(view.epoch if view is not None else 0, WATCH_SECONDS)
                 else:
                     self._closing.wait(self._settings.timeouts.heartbeat)

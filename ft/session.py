@@ -15,22 +15,32 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.ft import faultpoints, joining, transfer
+from holdfast.ft import faultpoints, joining, telemetry, transfer
 from holdfast.ft.attempt import FAILURES, Attempt
+from holdfast.ft.copies.checkpoints import Checkpoints
+from holdfast.ft.copies.keeper import Keeper
+from holdfast.ft.copies.sharded import Build, Sharded
 from holdfast.ft.events import EventLog, Listener
+from holdfast.ft.gaps import Gaps
+from holdfast.ft.ledger import Ledger
 from holdfast.ft.register import Register
 from holdfast.ft.runtime import Runtime, new_identity
 from holdfast.ft.skeleton import take_apart
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.verdict import FIELDS, FOUNDER, HOLDER, NEWCOMER, Verdict, Vote, judge
+from holdfast.ft.torchgroup import TorchGroup
+from holdfast.ft.verdict import FIELDS, Verdict, Vote, judge
 from holdfast.ft.view import View
+
+if TYPE_CHECKING:
+    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -41,6 +51,9 @@ class Session:
     `backend` is a name, a preference list or "auto"; `size` how many members the job wants; `min_size` how few it can
     run with; `shards` into how many parts a step's work is divided, whatever the size (default: `size`). What is not
     given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE, HOLDFAST_JOB, HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+
+    `metrics` (or HOLDFAST_METRICS_PORT) serves metrics for Prometheus on loopback: a port, 0 for any free one, or a
+    range such as "9400-9463" of which each process takes one.
 
     Refused here, before anything is changed: ValueError and TypeError for bad arguments, `KeyRefused`, `WrongKey`,
     `Mismatch` for a register of another job or one in use with another configuration, `BackendUnavailable`,
@@ -60,7 +73,9 @@ class Session:
         timeouts: Timeouts = Timeouts(),  # noqa: B008  (frozen)
         device: str | torch.device | None = None,
         host: str = "127.0.0.1",
+        metrics: str | int | None = None,
     ) -> None:
+        self._metrics = telemetry.asked_for(metrics)
         self._settings = joining.settle(
             backend=backend,
             size=size,
@@ -72,23 +87,28 @@ class Session:
             timeouts=timeouts,
             device=device,
         )
-        with Register.open(self._settings.register) as opened:
-            joining.candidate_job(self._settings, opened.read())
+        self._register = Register.open(self._settings.register)
+        try:
+            joining.candidate_job(self._settings, self._register.read())
+            if self._register.lasts:
+                self._register.close()
+        except BaseException:
+            self._register.close()
+            raise
         faultpoints.arm_from_environment()
         self._host = host
         self._identity = new_identity()
         self._events = EventLog(self._identity)
         self._tenure = Tenure()
         self._runtime: Runtime | None = None
-        self._attached: dict[str, transfer.Stateful] = {}
+        self._telemetry: telemetry.Telemetry | None = None
+        self._keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
+        self._group = TorchGroup()
+        self._gaps = Gaps()
         self._comm: Communicator | None = None
         self._retired: list[Communicator] = []
         self._view: View | None = None
-        self._standing = NEWCOMER
-        self._done = 0
-        self._prepared = False
-        self._total = -1
-        self._pending: Verdict | None = None
+        self._ledger = Ledger()
         self._over = False
         self._used = False
 
@@ -122,7 +142,7 @@ class Session:
     @property
     def step(self) -> int:
         """How many steps are committed here: the number of the step that comes next."""
-        return self._done
+        return self._ledger.done
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
@@ -136,12 +156,50 @@ class Session:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
                 raise TypeError(f"{name!r} cannot be attached: {type(thing).__name__} has no {method}()")
-        if name in self._attached:
+        if name in self._keeper.attached:
             raise ValueError(f"something is attached as {name!r} already")
         if self._used:
             raise HoldfastError(f"{name!r} must be attached before steps()")
         take_apart(thing.state_dict())
-        self._attached[name] = thing
+        self._keeper.attached[name] = thing
+
+    def attach_sharded(self, build: Build, *, copies: int = 1) -> Sharded:
+        """Keep what `build(mesh)` makes (a dict: model, optimizer ...), sharded over a DeviceMesh of all ranks.
+
+        It is built in every epoch anew, and gets the state that it had: `copies` neighbours of each rank keep a copy of
+        its part in memory, refreshed with every commit. A part that is lost with all copies comes from the newest of
+        the `checkpoints`. It belongs to the transaction: change it (`optimizer.step()`) inside of the attempt.
+
+        Raises TypeError and ValueError for what cannot work, HoldfastError if something sharded is attached already.
+        """
+        if self._used:
+            raise HoldfastError("attach_sharded() must be called before steps()")
+        if self._keeper.sharded is not None:
+            raise HoldfastError("something sharded is attached already; let one build() return everything")
+        sharded, size = Sharded(build, copies), self._settings.size
+        if size and copies >= max(size, 2):
+            raise ValueError(f"copies={copies}: in a job of {size} ranks each has {size - 1} neighbours")
+        import torch.distributed.tensor  # noqa: F401  # here, so that a spare need not when it is promoted
+
+        self._keeper.sharded = sharded
+        return sharded
+
+    def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
+        """Save all that is attached by torch.distributed.checkpoint after every so many steps, in a directory that all
+        ranks see. A job that starts and finds checkpoints there goes on from the newest.
+
+        Raises ValueError, TypeError, OSError for what cannot work.
+        """
+        if self._used:
+            raise HoldfastError("checkpoints() must be called before steps()")
+        self._keeper.checkpoints = Checkpoints(directory, every)
+
+    def process_group(self) -> BorrowedProcessGroup:
+        """torch.distributed's default group in the epoch at hand; see `Attempt.process_group`."""
+        comm, view = self._comm, self._view
+        if comm is None or view is None or self._runtime is None:
+            raise HoldfastError("there is no process group before the first attempt")
+        return self._group.over(comm, self._runtime.store(view), self._settings.timeouts.operation)
 
     def steps(self, total: int) -> Iterator[Attempt]:
         """Attempts at steps 0 to `total` - 1, each of which comes again until it is committed; the job ends after them.
@@ -155,14 +213,26 @@ class Session:
             raise HoldfastError("the session is not open: write `with Session(...) as session:`")
         if self._used:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
+        self._keeper.check()
         self._used = True
-        self._total = total
+        self._ledger.total = total
         return self._steps(self._runtime)
 
     def __enter__(self) -> Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
-        self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
+        self._telemetry = telemetry.Telemetry(
+            self._identity,
+            self._settings.name,
+            self._events,
+            self._metrics,
+            lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
+        )
+        try:
+            self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
+        except BaseException as error:
+            self._telemetry.close(error)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -171,10 +241,15 @@ class Session:
         runtime = self._runtime
         if runtime is not None and not self._over:
             runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
+        self._group.drop()
+        self._keeper.close()
         for comm in [*self._retired, *([self._comm] if self._comm is not None else [])]:
             self._close(comm)
         if runtime is not None:
             runtime.close()
+        self._register.close()
+        if self._telemetry is not None:
+            self._telemetry.close(error)
         self._events.close()
 
     # The steps ------------------------------------------------------------------------------------------------
@@ -182,15 +257,15 @@ class Session:
     def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
         self._enter_job(runtime)
         while not self._over and self._ready():
-            if self._done >= self._total:
+            if self._ledger.done >= self._ledger.total:
                 self._finish(runtime)
                 continue
             assert self._comm is not None
-            attempt = Attempt(self, self._comm, self._done, self._shards())
+            attempt = Attempt(self, self._comm, self._ledger.done, self._shards(), self._rounds())
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
-        self._events.emit("finished", step=self._done - 1)
+        self._events.emit("finished", step=self._ledger.done - 1)
 
     def _enter_job(self, runtime: Runtime) -> None:
         """Wait until this process is in a running view or the job is over, and build its first communicator."""
@@ -198,7 +273,8 @@ class Session:
         if view.phase != "running":
             self._over = True
             return
-        self._standing = NEWCOMER if runtime.was_spare else FOUNDER
+        if not runtime.was_spare:
+            self._ledger.found()
         self._rebuild(view)
 
     def _ready(self) -> bool:
@@ -208,11 +284,13 @@ class Session:
             assert comm is not None and self._runtime is not None
             try:
                 self._synchronise(comm)
-                self._runtime.at_step(self._done)
+                self._runtime.at_step(self._ledger.done)
+                if self._telemetry is not None:
+                    self._telemetry.at_step(self._ledger.done)
                 with self._tenure.held(comm.epoch):
                     self._reach("step.begin")
-                    if self._done < self._total:
-                        self._events.emit("attempt", step=self._done, epoch=comm.epoch)
+                    if self._ledger.done < self._ledger.total:
+                        self._events.emit("attempt", step=self._ledger.done, epoch=comm.epoch)
                 return True
             except FAILURES as failure:
                 self._go_on(failure)
@@ -225,10 +303,11 @@ class Session:
         """
         comm = self._comm
         assert comm is not None
+        self._keeper.stage(comm, self._hosts(), self._ledger.done + 1)
         self._reach("commit.before_prepare")
         with self._tenure.held(comm.epoch):
-            self._prepared = True
-            self._events.emit("prepared", step=self._done, epoch=comm.epoch)
+            self._ledger.prepare()
+            self._events.emit("prepared", step=self._ledger.done, epoch=comm.epoch)
         self._reach("commit.before_barrier")
         comm.barrier()
         self._reach("commit.after_barrier")
@@ -240,12 +319,12 @@ class Session:
 
     def recover(self, failure: HoldfastError) -> bool:
         """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
-        comm, done = self._comm, self._done
+        comm, done = self._comm, self._ledger.done
         assert comm is not None
         self._go_on(failure)
-        if self._done == done:
+        if self._ledger.done == done:
             self._events.emit("aborted_step", step=done, epoch=comm.epoch)
-        return self._done > done
+        return self._ledger.done > done
 
     def _go_on(self, failure: HoldfastError) -> None:
         assert self._comm is not None
@@ -263,12 +342,8 @@ class Session:
 
     def _conclude(self, view: View) -> None:
         """The job is finished: all steps are committed, so if one is open here it is as well."""
-        if self._prepared and self._done == self._total - 1:
+        if self._ledger.finishes():
             self._note_commit("finished", view.epoch)
-        if self._done < self._total and self._standing == HOLDER:
-            raise HoldfastError(
-                f"the job was finished after {self._done} of {self._total} steps here; call steps() alike on all ranks"
-            )
         self._over = True
 
     # The next epoch -------------------------------------------------------------------------------------------
@@ -285,9 +360,11 @@ class Session:
                     raise late from failure
 
     def _await_end(self, epoch: int, failure: HoldfastError) -> None:
-        """Wait until `epoch` is over. Raises `failure` if nobody is found dead or stalled meanwhile."""
+        """Wait until `epoch` is over. Raises `failure` if nobody is found to be to blame for it meanwhile."""
         timeouts = self._settings.timeouts
-        if not self._tenure.wait_over(epoch, 1.2 * timeouts.suspect + timeouts.heartbeat):
+        if self._runtime is not None and not self._tenure.is_over(epoch):
+            self._runtime.failed(failure)
+        if not self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
             raise failure
 
     def _rebuild(self, view: View) -> None:
@@ -302,10 +379,7 @@ class Session:
                 continue
             if verdict.committed:
                 self._note_commit("recovered", view.epoch)
-            self._prepared = False
-            self._pending = verdict if verdict.receivers else None
-            if self._standing == FOUNDER and not verdict.receivers:
-                self._standing = HOLDER
+            self._ledger.settle(verdict)
             seconds = time.monotonic() - began
             self._events.emit("rebuilt", epoch=view.epoch, seconds=seconds, rank=self.rank, size=self.size)
             return
@@ -317,6 +391,8 @@ class Session:
         rank = view.rank_of(self._identity)
         assert rank is not None
         if self._comm is not None:
+            self._group.drop()
+            self._keeper.drop()
             self._retired.append(self._comm)
             self._comm = None
         timeouts = self._settings.timeouts
@@ -334,11 +410,12 @@ class Session:
             timeout=patience,
             op_timeout=timeouts.operation,
             over=lambda: self._tenure.why_over(view.epoch),
+            recorder=None if self._telemetry is None else self._telemetry.recorder,
         )
         self._comm, self._view = comm, view
         self._tenure.carry(comm)
         self._reach("rebuild.before_votes")
-        mine = Vote(self._standing, self._done, self._prepared, self._total)
+        mine = self._ledger.vote()
         votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
         comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=patience)
         verdict = judge([Vote.of(row) for row in votes.tolist()], rank)
@@ -346,43 +423,32 @@ class Session:
         return verdict
 
     def _synchronise(self, comm: Communicator) -> None:
-        """Give the state to newcomers, or take it as one. All who hold it are at the start of the same step."""
-        verdict = self._pending
-        if verdict is None:
-            return
-        if comm.rank != verdict.source and comm.rank not in verdict.receivers:
-            self._pending = None
-            return
-        pipe = transfer.Pipe(comm, verdict.source, verdict.receivers, self._settings.timeouts.operation)
-        began = time.monotonic()
-        if comm.rank == verdict.source:
-            self._reach("sync.before_header")
-            given = transfer.give(pipe, self._attached, self._done, lambda: self._reach("sync.before_chunk"))
-        else:
-            given = transfer.take(
-                pipe,
-                self._attached,
-                lambda: self._reach("sync.before_chunk"),
-                lambda: self._reach("sync.before_load"),
-            )
-            self._done = given.done
-            seconds = time.monotonic() - began
-            self._events.emit(
-                "synced",
-                step=given.done - 1,
-                epoch=comm.epoch,
-                source=verdict.source,
-                bytes=given.nbytes,
-                seconds=seconds,
-            )
-            self._reach("sync.after_load")
-        self._standing = HOLDER
-        self._pending = None
+        """Bring newcomers up to date, and what is sharded; collective. All who hold the state are at the start of the
+        same step.
+        """
+        verdict = self._ledger.pending
+        if verdict is not None:
+            taken = self._keeper.bring_up_to_date(comm, self._hosts(), verdict, self._ledger.done)
+            if taken is not None:
+                self._ledger.take_over(taken)
+                self._reach("sync.after_load")
+                self._keeper.everybody_has_it(comm)
+            self._ledger.synchronised()
+        if self._keeper.needs_group:
+            self.process_group()
+            done = self._keeper.enter(comm, self._hosts(), self._ledger.done)
+            if done != self._ledger.done:
+                self._ledger.go_back(done)
+            self._keeper.begin(comm, done)
 
     def _note_commit(self, how: str, epoch: int) -> None:
-        self._events.emit("committed", step=self._done, epoch=epoch, how=how)
-        self._done += 1
-        self._prepared = False
+        self._events.emit("committed", step=self._ledger.done, epoch=epoch, how=how)
+        self._ledger.commit()
+        self._keeper.committed(self._ledger.done)
+        assert self._view is not None
+        gap = self._gaps.commit(time.monotonic(), self._view, how == "normal")
+        if gap is not None:
+            self._events.emit("gap", step=self._ledger.done - 1, epoch=epoch, **gap)
 
     def _close_retired(self) -> None:
         for comm in self._retired:
@@ -403,8 +469,18 @@ class Session:
         rank, size, shards = self._comm.rank, self._comm.size, self._view.job.shards
         return tuple(range(shards * rank // size, shards * (rank + 1) // size))
 
+    def _rounds(self) -> int:
+        """The most shards that any rank has."""
+        assert self._view is not None and self._comm is not None
+        return -(-self._view.job.shards // self._comm.size)
+
+    def _hosts(self) -> list[str]:
+        """Each rank's host."""
+        assert self._view is not None
+        return [member.peer.host for member in self._view.members]
+
     def _reach(self, point: str, view: View | None = None) -> None:
         where = view or self._view
         if where is not None:
             rank = where.rank_of(self._identity)
-            faultpoints.reach(point, self._done, -1 if rank is None else rank, where.epoch)
+            faultpoints.reach(point, self._ledger.done, -1 if rank is None else rank, where.epoch)

@@ -27,53 +27,89 @@ class _Heard:
     looks: int = 0
     first_look: float = 0.0
     suspected: bool = False
+    missed: int = 0
 
 
 class Silence:
     """Watches how long others have been silent. `me` is this process; `is_stopped(pid)` looks at one of this host.
 
-    `somebody_is_silent` is what the last `look` found.
+    `somebody_is_silent` is what the last `look` found. `missed` counts heartbeats that did not come, of all, so far.
     """
 
     def __init__(self, me: Member, timeouts: Timeouts, is_stopped: Callable[[int], bool]) -> None:
         self._me, self._timeouts, self._is_stopped = me, timeouts, is_stopped
         self._heard: dict[str, _Heard] = {}
+        self._looked: float | None = None
         self.somebody_is_silent = False
+        self.missed = 0
 
     def follow(self, members: Iterable[Member], now: float) -> None:
         """Follow exactly these from now on."""
         wanted = {m.id: m for m in members if m.peer.pid != self._me.peer.pid or m.peer.host != self._me.peer.host}
         for member_id in self._heard.keys() - wanted.keys():
             del self._heard[member_id]
-        for member_id in wanted.keys() - self._heard.keys():
-            self._heard[member_id] = _Heard(wanted[member_id], now)
+        for member_id, member in wanted.items():
+            if member_id not in self._heard:
+                self._heard[member_id] = _Heard(member, now)
 
     def hear(self, member_id: str, now: float) -> tuple[Verdict, ...]:
-        """The process was heard."""
+        """The process was heard at `now`, which may be a while ago."""
         heard = self._heard.get(member_id)
-        if heard is None:
+        if heard is None or now <= heard.at:
             return ()
-        heard.at, heard.looks = now, 0
+        heard.at, heard.looks, heard.missed = now, 0, 0
         if not heard.suspected:
             return ()
         heard.suspected = False
         return (Cleared(member_id, self._me.id),)
 
+    def doubt(self, member_id: str, evidence: str) -> tuple[Verdict, ...]:
+        """There is a reason to think that a process of another host is gone, before it has been silent for long."""
+        heard = self._heard.get(member_id)
+        if heard is None or heard.suspected or heard.member.peer.host == self._me.peer.host:
+            return ()
+        heard.suspected = True
+        return (Suspicion(member_id, self._me.id, evidence),)
+
     def look(self, now: float) -> tuple[Verdict, ...]:
         """What follows from the silence so far. To be called a few times a heartbeat while `somebody_is_silent`."""
         verdicts: list[Verdict] = []
         self.somebody_is_silent = False
+        self._allow_for_absence(now)
         for heard in self._heard.values():
             silent = now - heard.at
             if silent < 1.2 * self._timeouts.heartbeat:
                 continue
             self.somebody_is_silent = True
+            beats = int(silent / self._timeouts.heartbeat)
+            self.missed += max(0, beats - heard.missed)
+            heard.missed = max(beats, heard.missed)
             if heard.member.peer.host == self._me.peer.host:
                 verdicts += self._look_at(heard, now, silent)
             elif silent >= self._timeouts.suspect and not heard.suspected:
                 heard.suspected = True
                 verdicts.append(Suspicion(heard.member.id, self._me.id, f"silent for {silent:.2f} s"))
         return tuple(verdicts)
+
+    def _allow_for_absence(self, now: float) -> None:
+        """While this process itself did not run it could not hear the others: that time does not count."""
+        absent = now - self._looked - self._timeouts.heartbeat if self._looked is not None else 0.0
+        self._looked = now
+        if absent > self._timeouts.heartbeat:
+            for heard in self._heard.values():
+                heard.at = min(now, heard.at + absent)
+
+    def silent_for(self, member_id: str, now: float) -> float | None:
+        """For how many seconds a process was not heard; None for one that is not followed."""
+        heard = self._heard.get(member_id)
+        return None if heard is None else now - heard.at
+
+    def silent_and_running(self) -> list[str]:
+        """Those who were silent at the last look, and not stopped."""
+        if self._looked is None:
+            return []
+        bound = self._looked - 1.2 * self._timeouts.heartbeat
+        return [member_id for member_id, heard in self._heard.items() if heard.at <= bound and heard.looks == 0]
 
     def _look_at(self, heard: _Heard, now: float, silent: float) -> list[Verdict]:
         if not self._is_stopped(heard.member.peer.pid):

@@ -7,7 +7,7 @@ way back. Decoding runs no code, so the description may come from anybody.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ import torch
 from holdfast.comms.errors import CorruptData
 
 _WORD = 1 << 63
+_KEY = object()
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,14 +60,30 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
 
 
+class Taken(NamedTuple):
+    """A state taken apart: its description, and its tensors in the order of the description, with their paths."""
+
+    description: bytes
+    tensors: list[torch.Tensor]
+    paths: list[str]
+
+
 def take_apart(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The description of `state`, and its tensors in the order of the description.
 
     Handles dicts (keys of any kind listed here), lists, tuples, sets, tensors, numbers, strings, bytes, None. Raises
     TypeError naming where something else is.
     """
-    tensors: list[torch.Tensor] = []
-    return _encode(_describe(state, tensors, "state")), tensors
+    taken = take_apart_sharded(state, shards=False)
+    return taken.description, taken.tensors
+
+
+def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
+    """As `take_apart`; with DTensors among the tensors, if `shards`, and the path to each. Call it without gradients:
+    `shards` are not detached, which takes a DTensor longer than to be copied.
+    """
+    walk = _Walk(shards)
+    return Taken(_encode(walk.describe(state, ())), walk.tensors, walk.paths)
 
 
 def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -78,35 +95,57 @@ def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     return _build(node, tensors)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor], where: str) -> Node:
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(f"{where} is a {type(value).__name__}: only plain tensors can be given to a newcomer")
-        if value.layout != torch.strided:
-            raise TypeError(f"{where} is a {value.layout} tensor: only dense ones can be given to a newcomer")
-        tensors.append(value.detach())
-        return _Tensor(len(tensors) - 1)
-    if value is None or isinstance(value, bool | float | str):
-        return _Value(value)
-    if isinstance(value, bytes):
-        return _Bytes(value)
-    if isinstance(value, int):
-        return _Value(int(value)) if -_WORD <= value < _WORD else _Big(str(value))
-    if isinstance(value, dict):
-        return _Dict(
-            [
-                (_describe(key, tensors, f"a key of {where}"), _describe(item, tensors, f"{where}[{key!r}]"))
-                for key, item in value.items()
-            ]
+class _Walk:
+    """One walk through a state, and the tensors met on the way."""
+
+    def __init__(self, sharded: bool) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self._sharded = sharded
+
+    def describe(self, value: Any, path: tuple[Any, ...]) -> Node:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if value is None or isinstance(value, bool | float | str):
+            return _Value(value)
+        if isinstance(value, bytes):
+            return _Bytes(value)
+        if isinstance(value, int):
+            return _Value(int(value)) if -_WORD <= value < _WORD else _Big(str(value))
+        if isinstance(value, dict):
+            return _Dict([(self.describe(k, (*path, _KEY)), self.describe(v, (*path, k))) for k, v in value.items()])
+        kinds = ((list, _List), (tuple, _Tuple), (set, _Set), (frozenset, _Set))
+        for kind, node in kinds:
+            if isinstance(value, kind):
+                return node([self.describe(item, (*path, i)) for i, item in enumerate(value)])
+        raise TypeError(
+            f"{_where(path)} is a {type(value).__name__}: state_dict() must give dicts, lists, tuples, sets, tensors, "
+            "numbers, strings, bytes and None"
         )
-    kinds = ((list, _List), (tuple, _Tuple), (set, _Set), (frozenset, _Set))
-    for kind, node in kinds:
-        if isinstance(value, kind):
-            return node([_describe(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)])
-    raise TypeError(
-        f"{where} is a {type(value).__name__}: state_dict() must give dicts, lists, tuples, sets, tensors, numbers, "
-        "strings, bytes and None"
-    )
+
+    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Node:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not (self._sharded and _is_sharded(value)):
+            hint = "; shards are kept by attach_sharded()" if _is_sharded(value) else ""
+            raise TypeError(
+                f"{_where(path)} is a {type(value).__name__}: only plain tensors can be given to a newcomer{hint}"
+            )
+        if value.layout != torch.strided:
+            raise TypeError(f"{_where(path)} is a {value.layout} tensor: only dense ones can be given to a newcomer")
+        self.tensors.append(value if self._sharded else value.detach())
+        self.paths.append(".".join(map(str, path)))
+        return _Tensor(len(self.tensors) - 1)
+
+
+def _where(path: tuple[Any, ...]) -> str:
+    if path and path[-1] is _KEY:
+        return f"a key of {_where(path[:-1])}"
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_sharded(value: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def _build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:

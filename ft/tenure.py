@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.ft.progress import Place
 from holdfast.ft.view import View
 
 
@@ -97,6 +98,13 @@ class Tenure:
     def is_over(self, epoch: int) -> bool:
         """Whether `epoch` is revoked or replaced."""
         return self._view is None or self._view.epoch != epoch or self._over is not None
+
+    def place(self) -> Place:
+        """How far this process is in the ops of its epoch."""
+        view, comm = self._view, self._comm
+        if comm is None or view is None:
+            return Place(view.epoch if view is not None else 0, 0, False)
+        return Place(comm.epoch, *comm.progress)
 
     def why_over(self, epoch: int) -> HoldfastError | None:
         """Why `epoch` is over; None while it holds."""

@@ -1,8 +1,8 @@
-"""State for newcomers: from one rank that has it to those that have not, over the communicator of the epoch.
+"""State as bytes, and its way to newcomers over the communicator of the epoch, where no memory plane reaches them.
 
-Everything goes as bytes: one header, then chunks, each with its checksum. Small tensors share chunks, so that a model
-of many small parameters costs few messages. If the source dies on the way the epoch fails, and the next one tries
-again from another rank: a receiver changes nothing before it has everything.
+From one rank that has it to those that have not: one header, then chunks, each with its checksum. Small tensors share
+chunks, so that a model of many small parameters costs few messages. If the source dies on the way the epoch fails, and
+the next one tries again from another rank: a receiver changes nothing before it has everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A tensor in its chunk."""
 
     dtype: str
@@ -47,7 +47,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     done: int
     description: bytes
-    pieces: list[_Piece]
+    pieces: list[Piece]
     chunks: list[tuple[int, bytes]]
 
 
@@ -90,16 +90,15 @@ def give(pipe: Pipe, attached: Mapping[str, Stateful], done: int, before_chunk: 
 
     Raises TypeError for state that cannot travel.
     """
-    description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
-    pieces, chunks = _pack(tensors, pipe.device)
-    sums = [(chunk.nbytes, _checksum(chunk)) for chunk in chunks]
-    header = msgspec.msgpack.encode(_Header(done, description, pieces, sums))
+    packed = pack(attached, pipe.device)
+    sums = [(chunk.nbytes, _checksum(chunk)) for chunk in packed.chunks]
+    header = msgspec.msgpack.encode(_Header(done, packed.description, packed.pieces, sums))
     pipe.give(torch.tensor([len(header)]))
     pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    for chunk in chunks:
+    for chunk in packed.chunks:
         before_chunk()
         pipe.give(chunk)
-    return Given(done, sum(chunk.nbytes for chunk in chunks))
+    return Given(done, sum(chunk.nbytes for chunk in packed.chunks))
 
 
 def take(
@@ -130,21 +129,49 @@ def take(
         if _checksum(chunk) != checksum:
             raise CorruptData(f"chunk {number} of a state ({nbytes} bytes) arrived with another checksum")
         chunks.append(chunk)
-    state = put_together(header.description, [_unpack(piece, chunks) for piece in header.pieces])
+    state = unpack(Packed(header.description, header.pieces, chunks))
+    check_names(state, attached)
+    before_load()
+    load(state, attached)
+    return Given(header.done, sum(chunk.nbytes for chunk in chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A state as bytes: what it consists of, where each tensor lies, and the chunks."""
+
+    description: bytes
+    pieces: list[Piece]
+    chunks: list[torch.Tensor]
+
+
+def unpack(packed: Packed) -> Any:
+    """The state. Raises `CorruptData` for one whose parts do not fit together."""
+    return put_together(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
+
+
+def check_names(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
+    """Raise `Mismatch` if `state` is of other things than those that are attached here."""
     if state.keys() != attached.keys():
         raise Mismatch(
             f"attached here: {', '.join(sorted(attached)) or 'nothing'}; where the state comes from: "
             f"{', '.join(sorted(state)) or 'nothing'}; attach the same on every rank"
         )
-    before_load()
+
+
+def load(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
+    """Load the state of each attached thing."""
     for name, thing in attached.items():
         thing.load_state_dict(state[name])
-    return Given(header.done, sum(chunk.nbytes for chunk in chunks))
 
 
-def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[_Piece], list[torch.Tensor]]:
-    """Where each tensor goes, and the chunks as bytes on `device`."""
-    pieces: list[_Piece] = []
+def pack(attached: Mapping[str, Stateful], device: torch.device) -> Packed:
+    """The state of everything attached, as bytes on `device`. A chunk may be the memory of a tensor itself.
+
+    Raises TypeError for state that cannot travel.
+    """
+    description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
+    pieces: list[Piece] = []
     contents: list[list[torch.Tensor]] = []
     open_chunk, filled = -1, 0
     for tensor in tensors:
@@ -162,18 +189,18 @@ def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[_
         pieces.append(_piece(tensor, open_chunk, filled + padding))
         contents[open_chunk].append(raw)
         filled += padding + raw.numel()
-    return pieces, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in contents]
+    return Packed(description, pieces, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in contents])
 
 
-def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> _Piece:
-    return _Piece(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), chunk, offset)
+def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> Piece:
+    return Piece(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), chunk, offset)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _unpack(piece: _Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _unpack(piece: Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = getattr(torch, piece.dtype, None)
     if not isinstance(dtype, torch.dtype) or any(length < 0 for length in piece.shape):
         raise CorruptData(f"no tensor is {piece.dtype} of shape {piece.shape}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -60,11 +63,14 @@ class Job(msgspec.Struct, frozen=True):
         return None
 
 
-class View(msgspec.Struct, frozen=True):
+class View(msgspec.Struct, frozen=True, dict=True):
     """One epoch. Rank equals position in `members`; `reason` says in words why this view came to be.
 
     A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed) or
     `failed` (it cannot go on, and `reason` says why).
+
+    What is derived from a view is worked out once and kept with it, so that a question about one member takes no
+    time that grows with their number.
     """
 
     epoch: int
@@ -76,15 +82,33 @@ class View(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.epoch < 1:
             raise ValueError(f"epoch {self.epoch} of a view is not positive")
-        if len({member.id for member in self.members}) != len(self.members):
+        if len(self.ranks) != len(self.members):
             raise ValueError("a member is twice in the view")
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """The rank of each member, by its id."""
+        return MappingProxyType({member.id: rank for rank, member in enumerate(self.members)})
+
+    @cached_property
+    def hosts(self) -> Mapping[str, tuple[int, ...]]:
+        """The ranks on each host, ascending; hosts in the order of their first ranks."""
+        hosts: dict[str, list[int]] = {}
+        for rank, member in enumerate(self.members):
+            hosts.setdefault(member.peer.host, []).append(rank)
+        return MappingProxyType({host: tuple(ranks) for host, ranks in hosts.items()})
 
     def rank_of(self, member_id: str) -> int | None:
         """The rank of a member; None for one that is not in this view."""
-        for rank, member in enumerate(self.members):
-            if member.id == member_id:
-                return rank
-        return None
+        return self.ranks.get(member_id)
+
+    def left_since(self, old: View) -> tuple[Member, ...]:
+        """The members of `old` that are not in this view, in rank order."""
+        known: tuple[tuple[Member, ...], tuple[Member, ...]] | None = self.__dict__.get("_left_since")
+        if known is None or known[0] is not old.members:
+            known = (old.members, tuple(m for m in old.members if m.id not in self.ranks))
+            self.__dict__["_left_since"] = known
+        return known[1]
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

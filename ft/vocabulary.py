@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.ft.change import Change
 from holdfast.ft.view import Member, View
 
 
@@ -25,9 +26,26 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class ViewRead:
-    """The register, or a member, shows this view (None: the register is empty)."""
+    """The register, or the member `teller`, shows this view (None: the register is empty)."""
 
     view: View | None
+    teller: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The member `teller` tells of the view that follows another, by what is different."""
+
+    change: Change
+    teller: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """`member` lives, and the newest epoch that it knows is `epoch`. To be told when that is not the newest here."""
+
+    member: Member
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +86,23 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """`observer`, on another host than `member`, does not hear from it any more."""
+    """`observer`, on another host than `member`, does not hear from it any more. `word` counts what it has said of it:
+    what is told late does not take the place of what was said later. 0: it is said here and now.
+    """
 
     member: str
     observer: str
     evidence: str
+    word: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """`observer` hears from `member` again."""
+    """`observer` hears from `member` again. `word` as for `Suspicion`."""
 
     member: str
     observer: str
+    word: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +133,8 @@ class LocalFinished:
 Event = (
     Started
     | ViewRead
+    | Changed
+    | Heard
     | CasWon
     | CasLost
     | CasFailed
@@ -151,9 +175,20 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the members of `view`, and the spares, that it is the view now."""
+    """Tell `to` that `view` is the view now. With `change`, what is different from the one before is enough: whoever
+    has missed that one asks the register.
+    """
 
     view: View
+    to: tuple[Member, ...]
+    change: Change | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Read the register soon, and answer with ViewRead if that succeeds: somebody knows of `epoch`."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +200,19 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Testify:
+    """Tell `to` what this process, as an observer, sees of another host's members."""
+
+    seen: tuple[Suspicion | Cleared, ...]
+    to: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnnounceSelf:
-    """Tell every member of `view` that this process is a spare."""
+    """Tell `to`, members of `view`, that this process is a spare."""
 
     view: View
+    to: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +245,4 @@ class Fence:
     reason: str
 
 
-Effect = Revoke | Propose | Announce | Report | AnnounceSelf | Install | Evicted | Refused | Fence
+Effect = Revoke | Propose | Announce | Ask | Report | Testify | AnnounceSelf | Install | Evicted | Refused | Fence

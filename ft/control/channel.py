@@ -27,6 +27,11 @@ HANDSHAKE_SECONDS = 5.0
 MAX_PENDING = 256
 """Unauthenticated connections that a listener holds; when one more comes, the oldest is turned away."""
 
+UNACKNOWLEDGED_SECONDS = 4
+"""How long the other side's host may leave bytes unacknowledged before the connection is given up. The kernel would
+wait for many minutes, and after a cable is plugged in again for as long as it had been out.
+"""
+
 _BACKLOG = 128  # connections that may be accepted in one go
 _MAX_DROPS = 5  # in a row, before a dialler gives up on a listener that drops it without a word
 
@@ -73,6 +78,7 @@ class _Wire(asyncio.Protocol):
             return
         sock = self.transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_SECONDS)
         self._number = sock.fileno()
         guard(self)
         if isinstance(self._handshake, DiallerHandshake):

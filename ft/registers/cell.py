@@ -29,6 +29,14 @@ class Cell(ABC):
     local: ClassVar[bool] = False
     """Whether `read` and `compare_and_set` take microseconds and wait for no other machine."""
 
+    pushes: ClassVar[bool] = False
+    """Whether a `wait` costs nothing while nothing happens: the register tells it, and nobody has to ask again."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the value outlives this process's handles; if not, keep one open for as long as it must live."""
+        return True
+
     @abstractmethod
     def read(self) -> tuple[int, bytes]:
         """The newest version and its value; (0, b"") before the first write."""

@@ -41,6 +41,10 @@ class MemoryCell(Cell):
                 value = _values[url, name] = _Value()
         self._shared: _Value | None = value
 
+    @property
+    def lasts(self) -> bool:
+        return False
+
     def _open(self) -> _Value:
         shared = self._shared
         if shared is None:

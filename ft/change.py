@@ -1,0 +1,100 @@
+"""What is different between a view and the next: all that members of a large job tell each other of it.
+
+A view of N members has O(N) bytes; the loss of a host changes a handful of ranks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.view import Job, Member, Phase, View
+
+
+class Change(msgspec.Struct, frozen=True):
+    """The step from the view of epoch `epoch` - 1 to that of `epoch`.
+
+    `gone` are ranks of the old view that nobody takes over, `placed` those that newcomers take over, and `joined`
+    newcomers that come last. `job` is None if it stays as it is.
+    """
+
+    epoch: int
+    phase: Phase
+    gone: tuple[int, ...]
+    placed: tuple[tuple[int, Member], ...]
+    joined: tuple[Member, ...]
+    reason: str
+    job: Job | None = None
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Change:
+        """Raises `CorruptData` for anything that is not an encoded change."""
+        try:
+            return _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not a change of a view: {error}") from error
+
+
+_decoder = msgspec.msgpack.Decoder(Change)
+
+
+def latest(view: View) -> Change | None:
+    """What has made this view out of the one before, if it is known here."""
+    change: Change | None = view.__dict__.get("_change")
+    return change
+
+
+def between(old: View, new: View) -> Change | None:
+    """What makes `new` out of `old`; None if it is not the next one, or survivors have not kept their order."""
+    if new.epoch != old.epoch + 1:
+        return None
+    known = latest(new)
+    if known is not None:
+        return known
+    gone: list[int] = []
+    placed: list[tuple[int, Member]] = []
+    at = 0
+    for rank, member in enumerate(old.members):
+        there = new.members[at] if at < len(new.members) else None
+        if there is not None and there.id == member.id:
+            at += 1
+        elif member.id in new.ranks:
+            return None
+        elif there is not None and there.id not in old.ranks:
+            placed.append((rank, there))
+            at += 1
+        else:
+            gone.append(rank)
+    joined = new.members[at:]
+    job = None if new.job == old.job else new.job
+    change = Change(new.epoch, new.phase, tuple(gone), tuple(placed), joined, new.reason, job)
+    new.__dict__["_change"] = change
+    return change
+
+
+def applied(old: View, change: Change) -> View:
+    """The view that `change` makes out of `old`. Raises `CorruptData` if they do not belong together."""
+    if change.epoch != old.epoch + 1:
+        raise CorruptData(f"a change to epoch {change.epoch} does not follow epoch {old.epoch}")
+    known: tuple[Change, View] | None = old.__dict__.get("_applied")
+    if known is not None and (known[0] is change or known[0] == change):
+        return known[1]
+    members: list[Member | None] = list(old.members)
+    try:
+        if any(rank < 0 for rank in (*change.gone, *(rank for rank, _ in change.placed))):
+            raise ValueError("a rank is negative")
+        for rank, member in change.placed:
+            members[rank] = member
+        for rank in change.gone:
+            members[rank] = None
+        kept = tuple(member for member in members if member is not None)
+        job = old.job if change.job is None else change.job
+        new = View(change.epoch, change.phase, (*kept, *change.joined), job, change.reason)
+    except (IndexError, ValueError) as error:
+        raise CorruptData(f"a change to epoch {change.epoch} makes no view: {error}") from error
+    new.__dict__["_change"] = change
+    old.__dict__["_applied"] = (change, new)
+    return new

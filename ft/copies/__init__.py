@@ -1,0 +1,1 @@
+"""State that outlives the ranks that held it: copies on neighbours, checkpoints, and how newcomers get it."""

@@ -1,0 +1,97 @@
+"""What is sharded over the ranks of a job, and built anew for the ranks of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.transfer import Stateful
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Build = Callable[["DeviceMesh"], Mapping[str, Stateful]]
+"""Makes model, optimizer and the like over a mesh of all ranks. Called in each epoch; must make the same every time."""
+
+MOST_COPIES = 64
+
+
+class Sharded(Mapping[str, Any]):
+    """What `build` made in this epoch, by name. Made by `Session.attach_sharded`.
+
+    It belongs to the transaction: change it inside of an attempt. If the attempt fails, it is put back as it was.
+    After each epoch ask for it again: what was built for the last one is of no use.
+    """
+
+    def __init__(self, build: Build, copies: int) -> None:
+        if not callable(build):
+            raise TypeError(f"build must be a function of a DeviceMesh, not {type(build).__name__}")
+        if not isinstance(copies, int) or isinstance(copies, bool):
+            raise TypeError(f"copies must be a whole number, not {copies!r}")
+        if not 0 <= copies <= MOST_COPIES:
+            raise ValueError(f"copies={copies} is out of range: 0 to {MOST_COPIES} neighbours keep a copy of each part")
+        self.copies = copies
+        self.copied = Copied()
+        self._build = build
+        self._things: dict[str, Stateful] = {}
+
+    def __repr__(self) -> str:
+        return f"<Sharded: {', '.join(self._things) or 'not built yet'}>"
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._things:
+            raise HoldfastError(f"{name!r} is built when the next attempt begins: its state is that of an epoch")
+        return self._things[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    @property
+    def things(self) -> dict[str, Stateful]:
+        """What was built, for those who save and load it."""
+        return self._things
+
+    def drop(self) -> None:
+        """Let go of what was built for an epoch that is over."""
+        self._things = {}
+
+    def build(self, mesh: DeviceMesh) -> None:
+        """Build for a new epoch. Raises TypeError for what has no state."""
+        made = self._build(mesh)
+        if not isinstance(made, Mapping) or not made:
+            raise TypeError(
+                f"build() must return a dict of what it built, such as {{'model': model, 'optimizer': optimizer}}, "
+                f"not {type(made).__name__}"
+            )
+        for name, thing in made.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(thing, method, None)):
+                    raise TypeError(f"build() returned {name!r}, a {type(thing).__name__}, which has no {method}()")
+        self._things = dict(made)
+
+
+class Copied:
+    """What the copies have cost this process: how often they were made, and in sum how many bytes and seconds.
+    `nbytes` were sent to neighbours; `held` are in memory now, for this process and its neighbours.
+    """
+
+    def __init__(self) -> None:
+        self.times, self.nbytes, self.seconds, self.held = 0, 0, 0.0, 0
+
+    def __str__(self) -> str:
+        if not self.times:
+            return "no copies were made"
+        return (
+            f"{self.times} times, {self.seconds / self.times * 1e3:.2f} ms and "
+            f"{self.nbytes / self.times / 1e6:.2f} MB to neighbours each; {self.held / 1e6:.2f} MB held"
+        )
+
+    def note(self, nbytes: int, seconds: float, held: int) -> None:
+        self.times += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self.held = held

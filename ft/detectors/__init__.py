@@ -1,0 +1,1 @@
+"""Failure detectors, as plugins: `detector` is the seam, `watch` runs them."""

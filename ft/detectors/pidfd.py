@@ -1,0 +1,25 @@
+"""`pidfd`: the kernel tells of the end of processes of this host."""
+
+from __future__ import annotations
+
+from holdfast.ft import vocabulary as v
+from holdfast.ft.detectors.detector import Detector, Surroundings
+from holdfast.ft.processes import ProcessWatch
+from holdfast.ft.view import Member, View
+
+
+class Pidfd(Detector):
+    """Proof in milliseconds. Can also fence."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
+        self._processes = ProcessWatch(lambda deaths: surroundings.tell(v.Proof(deaths)))
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        self._processes.follow(watched)
+
+    def fence(self, member: Member) -> bool:
+        return self._processes.fence(member)
+
+    def close(self) -> None:
+        self._processes.close()

@@ -1,0 +1,98 @@
+"""holdfast's own detectors, offered through the entry-point group `holdfast` like anybody's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
+from holdfast.ft.detectors.detector import Detector, Surroundings
+
+
+def _pidfd(surroundings: Surroundings) -> Detector:
+    from holdfast.ft.detectors.pidfd import Pidfd
+
+    return Pidfd(surroundings)
+
+
+def _heartbeat(surroundings: Surroundings) -> Detector:
+    from holdfast.ft.detectors.heartbeat import Heartbeat
+
+    return Heartbeat(surroundings)
+
+
+def _observers(surroundings: Surroundings) -> Detector:
+    from holdfast.ft.detectors.observing import Observing
+
+    return Observing(surroundings)
+
+
+def _transport(surroundings: Surroundings) -> Detector:
+    from holdfast.ft.detectors.transport import Transport
+
+    return Transport(surroundings)
+
+
+def _progress(surroundings: Surroundings) -> Detector:
+    from holdfast.ft.detectors.progressing import Progressing
+
+    return Progressing(surroundings)
+
+
+def _available() -> Available:
+    return Available()
+
+
+def _kernel() -> Available | Unavailable:
+    """Whether the kernel has pidfds, and whether they tell of threads too."""
+    if not hasattr(os, "pidfd_open"):
+        return Unavailable("this system has no pidfd_open", "Linux 5.3 or newer has it")
+    major, minor = map(int, os.uname().release.split("-")[0].split(".")[:2])
+    return Available("of threads too: an end is told at once" if (major, minor) >= (6, 9) else "of processes")
+
+
+def _shared_memory() -> Available | Unavailable:
+    if not Path("/proc/self/stat").exists():
+        return Unavailable("/proc is not mounted: processes cannot be looked at")
+    return Available()
+
+
+@hookimpl
+def holdfast_detectors() -> list[DetectorInfo]:
+    return [
+        DetectorInfo(
+            "pidfd", API_VERSION, "the kernel tells of the end of processes of this host", "proof", _kernel, _pidfd
+        ),
+        DetectorInfo(
+            "heartbeat",
+            API_VERSION,
+            "processes of this host beat in shared memory; who is silent is looked at, and ended if stopped",
+            "proof",
+            _shared_memory,
+            _heartbeat,
+        ),
+        DetectorInfo(
+            "observers",
+            API_VERSION,
+            "heartbeats between hosts; most of a member's observers must agree",
+            "suspicion",
+            _available,
+            _observers,
+        ),
+        DetectorInfo(
+            "transport",
+            API_VERSION,
+            "a backend's report that a peer failed",
+            "suspicion",
+            _available,
+            _transport,
+        ),
+        DetectorInfo(
+            "progress",
+            API_VERSION,
+            "an op that some ranks entered and one did not, until its time was up",
+            "suspicion",
+            _shared_memory,
+            _progress,
+        ),
+    ]

@@ -1,0 +1,68 @@
+"""`progress`: an op that some ranks have entered and one has not.
+
+A rank that waits inside of an op for the suspect time asks the others how far they are; how far those of its host are
+it sees in shared memory. Whoever is behind is looked at, and said so in the log. When the op's time is up it is ended,
+or suspected if it is on another host: so one rank that hangs costs the others an op, not the job.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.ft import vocabulary as v
+from holdfast.ft.detectors.detector import Detector, Surroundings
+from holdfast.ft.processes import cpu_ticks
+from holdfast.ft.progress import Place, Progress
+from holdfast.ft.view import Member, View
+
+_encode = msgspec.msgpack.Encoder().encode
+_words = msgspec.msgpack.Decoder(tuple[bool, int, int, bool])
+
+
+class Progressing(Detector):
+    """Finds out whom the others wait for."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
+        self._progress = Progress(surroundings.me, surroundings.timeouts, cpu_ticks)
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        self._progress.follow(view)
+
+    def beat(self, now: float) -> None:
+        if self._progress.waiting(now):
+            self.surroundings.send_all(self._say(self._progress.mine, asking=True))
+
+    def received(self, member_id: str, body: bytes, now: float) -> None:
+        asking, epoch, entered, inside = _words.decode(body)
+        self._progress.there(member_id, Place(epoch, entered, inside))
+        if asking:
+            self.surroundings.send(member_id, self._say(self.surroundings.place(), asking=False))
+
+    def _say(self, place: Place, *, asking: bool) -> bytes:
+        return _encode((asking, place.epoch, place.entered, place.inside))
+
+    def placed(self, member_id: str, place: Place) -> None:
+        self._progress.there(member_id, place)
+
+    def look(self, now: float) -> None:
+        self._progress.here(self.surroundings.place(), now)
+        for late in self._progress.look(now):
+            self.surroundings.note("late", member=late.member, op=late.op, evidence=late.evidence)
+
+    def failed(self, view: View, failure: HoldfastError, now: float) -> None:
+        if not isinstance(failure, OpTimeout):
+            return
+        me = self.surroundings.me
+        behind = self._progress.behind()
+        for member in behind:
+            words = f"it held up {failure.op} until its time was up: {self._progress.words(member.id, now)}"
+            if member.peer.host == me.peer.host:
+                self.surroundings.tell(v.Stalled(member.id, words))
+            else:
+                self.surroundings.accuse(member.id, words)
+        if not behind:
+            for rank in failure.missing_ranks:
+                if 0 <= rank < len(view.members) and view.members[rank].id != me.id:
+                    self.surroundings.accuse(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")

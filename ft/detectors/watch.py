@@ -1,0 +1,161 @@
+"""All detectors of one process, as its runtime sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.plugins import Available, DetectorInfo
+from holdfast.ft.detectors.detector import Detector, Surroundings
+from holdfast.ft.progress import Place
+from holdfast.ft.view import Member, View
+
+LOOKS_A_HEARTBEAT = 4
+"""How often detectors look while one of them is in doubt."""
+
+_log = logging.getLogger("holdfast.ft")
+_encode = msgspec.msgpack.Encoder().encode
+_routed = msgspec.msgpack.Decoder(tuple[str, bytes])
+_accusation = msgspec.msgpack.Decoder(tuple[int, str, str])
+_ALL = ""  # the name under which accusations travel, which are for every detector
+
+
+class Detectors:
+    """Made and used in one event loop, from those that can work here."""
+
+    def __init__(
+        self, surroundings: Surroundings, infos: list[DetectorInfo], send: Callable[[str | None, bytes], None]
+    ) -> None:
+        """`send(member_id, body)` reaches `received` in another process; None: in all that there is a connection to."""
+        self._me = surroundings.me
+        self._heartbeat = surroundings.timeouts.heartbeat
+        self._loop = surroundings.loop
+        self._send = send
+        self._view: View | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._detectors: dict[str, Detector] = {}
+        for info in infos:
+            if not isinstance(info.probe(), Available):
+                continue
+            own = dataclasses.replace(
+                surroundings,
+                send=partial(self._send_to, info.name),
+                send_all=partial(self._send_to, info.name, None),
+                accuse=self._accuse,
+                vouch=self.heard,
+                placed=self._placed,
+            )
+            self._detectors[info.name] = info.make(own)
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        """Watch exactly these from now on."""
+        self._view = view
+        for detector in self._detectors.values():
+            detector.follow(view, watched)
+
+    def beat(self) -> None:
+        """Once a heartbeat."""
+        now = time.monotonic()
+        for detector in self._detectors.values():
+            detector.beat(now)
+        self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for detector in list(self._detectors.values()):
+            detector.look(now)
+        if self._looking is None and any(detector.doubtful for detector in self._detectors.values()):
+            self._looking = self._loop.call_later(self._heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = None
+        self._look()
+
+    def linked(self, member_id: str) -> None:
+        """A connection has come to stand."""
+        for detector in self._detectors.values():
+            detector.linked(member_id)
+
+    def refused(self, member_id: str) -> None:
+        """The host of another process says that nobody listens at its address any more."""
+        now = time.monotonic()
+        for detector in self._detectors.values():
+            detector.refused(member_id, now)
+
+    def heard(self, member_id: str) -> None:
+        """Another process lives."""
+        now = time.monotonic()
+        for detector in self._detectors.values():
+            detector.heard(member_id, now)
+
+    def received(self, member_id: str, body: bytes) -> None:
+        """Detectors of another process say something. Raises `msgspec.DecodeError` for what nobody says."""
+        name, words = _routed.decode(body)
+        now = time.monotonic()
+        if name == _ALL:
+            epoch, member, evidence = _accusation.decode(words)
+            if self._view is not None and self._view.epoch == epoch:
+                self._accused(member_id, member, evidence, now)
+        elif name in self._detectors:
+            self._detectors[name].received(member_id, words, now)
+
+    def testified(self, observer: str, member: str, evidence: str | None) -> None:
+        """Another process suspects a member, or (None) does so no more."""
+        now = time.monotonic()
+        for detector in self._detectors.values():
+            detector.testified(observer, member, evidence, now)
+
+    def failed(self, view: View, failure: HoldfastError) -> None:
+        """An op of this process's communicator has failed."""
+        if self._view is None or self._view.epoch != view.epoch:
+            return
+        now = time.monotonic()
+        for detector in self._detectors.values():
+            detector.failed(view, failure, now)
+
+    def fence(self, member: Member) -> bool:
+        """End a process of this host for certain; False if none of the detectors can."""
+        return any(detector.fence(member) for detector in self._detectors.values())
+
+    @property
+    def missed(self) -> int:
+        """How many heartbeats of others did not come, so far. From any thread."""
+        return sum(detector.missed for detector in list(self._detectors.values()))
+
+    def silent_for(self, member_id: str) -> float | None:
+        """For how many seconds there was no sign of life of a process; None for one that nobody listens to."""
+        now = time.monotonic()
+        found = [detector.silent_for(member_id, now) for detector in self._detectors.values()]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._looking is not None:
+            self._looking.cancel()
+        for detector in self._detectors.values():
+            detector.close()
+        self._detectors.clear()
+
+    def _send_to(self, name: str, member_id: str | None, body: bytes) -> None:
+        self._send(member_id, _encode((name, body)))
+
+    def _accuse(self, member: str, evidence: str) -> None:
+        if self._view is not None:
+            self._send_to(_ALL, None, _encode((self._view.epoch, member, evidence)))
+            self._accused(self._me.id, member, evidence, time.monotonic())
+
+    def _accused(self, observer: str, member: str, evidence: str, now: float) -> None:
+        for detector in self._detectors.values():
+            detector.accused(observer, member, evidence, now)
+        self._look()
+
+    def _placed(self, member_id: str, place: Place) -> None:
+        for detector in self._detectors.values():
+            detector.placed(member_id, place)

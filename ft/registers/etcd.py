@@ -1,0 +1,293 @@
+"""`etcd://host1:2379,host2:2379/name`: a register in an etcd cluster, which survives the loss of its leader.
+
+A cell is one key, whose etcd version is the cell's version, replaced by one transaction. Reads are linearizable. Every
+question is put to one endpoint after the other until one answers. A write whose answer is lost may have been done:
+each carries the mark of its writer, so that the next endpoint can tell. Needs etcd 3.4 or newer (for its JSON gateway)
+and `pip install 'holdfast[etcd]'`. etcd takes values of 1.5 MiB at most unless told otherwise (--max-request-bytes).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import etcd3gw
+import requests
+from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.registers.cell import Cell, RegisterAway
+
+ANSWER_SECONDS = 1.0
+"""How long one endpoint may take to answer before the next one is asked."""
+PATIENCE = 5.0
+"""How long to go on asking in turn while some endpoint is there but does not answer (a leader is being elected)."""
+
+Answer = Mapping[str, Any]
+T = TypeVar("T")
+
+_SCHEMA = b"HFE1"
+_MARK_BYTES = 8
+_QUIET_SECONDS = 1.0  # after which a `wait` reads again though its watch has shown nothing
+_PAUSE = 0.05  # seconds between rounds over the endpoints
+_TRANSIENT = ("no leader", "timed out", "leader changed", "unavailable", "too many requests", "stopped")
+
+
+class OtherCluster(RegisterAway):
+    """An endpoint belongs to another etcd cluster, or to one that was restored from an older state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a key holds: the times it was written, its first revision, and what was written."""
+
+    version: int
+    created: int
+    mark: bytes
+    value: bytes
+
+
+def parse(url: str) -> tuple[tuple[tuple[str, int], ...], str]:
+    """The endpoints and the name of an `etcd://host:port,host:port/name` URL; ValueError for anything else."""
+    parts = urlsplit(url)
+    wrong = ValueError(f"{url!r} is not an etcd register: write etcd://host:2379,host:2379/name")
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise wrong
+    endpoints = []
+    for each in parts.netloc.split(","):
+        try:
+            found = urlsplit(f"//{each}")
+            host, port = found.hostname, found.port
+        except ValueError:
+            raise wrong from None
+        if not host or not port:
+            raise wrong
+        endpoints.append((host, port))
+    if len(set(endpoints)) != len(endpoints):
+        raise ValueError(f"{url!r} names an endpoint twice")
+    return tuple(endpoints), unquote(parts.path.strip("/"))
+
+
+class EtcdCell(Cell):
+    """One cell in etcd. Keeps a connection open to each endpoint it has asked. Not for use across fork."""
+
+    pushes = True
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url = url
+        endpoints, prefix = parse(url)
+        self._key = base64.b64encode(f"holdfast/{prefix}/{name}".encode()).decode()
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._session = requests.Session()
+        self._session.trust_env = False  # no proxies: these are machines of the job
+        self._clients = [
+            etcd3gw.Etcd3Client(host, port, timeout=ANSWER_SECONDS, api_path="/v3/", session=self._session)
+            for host, port in endpoints
+        ]
+        self._turn = 0
+        self._cluster = ""
+        self._revision = self._created = 0
+        self._streams: set[requests.Response] = set()
+        self._streaming = threading.Lock()
+        try:
+            self.read()
+        except BaseException:
+            self.close()
+            raise
+
+    # The cell ---------------------------------------------------------------------------------------------------
+
+    def read(self) -> tuple[int, bytes]:
+        _, version, value = self._read()
+        return version, value
+
+    def _read(self) -> tuple[int, int, bytes]:
+        """The revision at which the key was read, its version, and its value."""
+        revision, found = self._range()
+        return (revision, found.version, found.value) if found else (revision, 0, b"")
+
+    def compare_and_set(self, expected: int, value: bytes) -> bool:
+        mark = secrets.token_bytes(_MARK_BYTES)
+        text = base64.b64encode(_SCHEMA + mark + value).decode()
+        compare: list[dict[str, str]] = [
+            {"key": self._key, "target": "VERSION", "result": "EQUAL", "version": str(expected)}
+        ]
+        if self._created:
+            compare.append(
+                {"key": self._key, "target": "CREATE", "result": "EQUAL", "create_revision": str(self._created)}
+            )
+        write = {"compare": compare, "success": [{"request_put": {"key": self._key, "value": text}}]}
+        tries = 0
+
+        def transact(client: etcd3gw.Etcd3Client) -> Answer:
+            nonlocal tries
+            tries += 1
+            return client.post(client.get_url("/kv/txn"), json=write)  # type: ignore[no-any-return]
+
+        if self._ask(transact).get("succeeded"):
+            return True
+        if tries == 1:
+            return False
+        _, found = self._range()  # an earlier try may have done it, without our hearing of it
+        if found is None or found.version <= expected:
+            return False
+        if found.version == expected + 1:
+            return found.mark == mark
+        raise RegisterAway(self._url, "a write's answer was lost, and others have written since: it may have been done")
+
+    def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            revision, version, value = self._read()
+            if version > newer_than:
+                return version, value
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._watch(revision + 1, min(left, _QUIET_SECONDS))
+
+    def close(self) -> None:
+        self._closed.set()
+        if os.getpid() != self._pid:
+            return
+        with self._streaming:
+            for stream in self._streams:
+                _hang_up(stream)
+        self._session.close()
+
+    # Asking -----------------------------------------------------------------------------------------------------
+
+    def _range(self) -> tuple[int, _Found | None]:
+        """The revision of the answer, and what the key holds; None if it is not there."""
+
+        def ask(client: etcd3gw.Etcd3Client) -> Answer:
+            return client.post(client.get_url("/kv/range"), json={"key": self._key})  # type: ignore[no-any-return]
+
+        answer = self._ask(ask)
+        revision, pairs = int(answer["header"]["revision"]), answer.get("kvs", [])
+        if not pairs:
+            if self._created:
+                raise RegisterAway(self._url, "its key was deleted while in use")
+            return revision, None
+        found = self._decode(pairs[0])
+        if self._created not in (0, found.created):
+            raise RegisterAway(self._url, "its key was deleted and made anew while in use")
+        self._created = found.created
+        return revision, found
+
+    def _decode(self, pair: Answer) -> _Found:
+        data = base64.b64decode(pair.get("value", ""))
+        if len(data) < len(_SCHEMA) + _MARK_BYTES or data[:3] != _SCHEMA[:3]:
+            raise CorruptData(f"what {self._url} holds at its key is not a register's; name another register")
+        schema, mark, value = data[:4], data[4 : 4 + _MARK_BYTES], data[4 + _MARK_BYTES :]
+        if schema != _SCHEMA:
+            raise CorruptData(f"register {self._url} has schema {schema!r}, this version of holdfast knows {_SCHEMA!r}")
+        return _Found(int(pair["version"]), int(pair["create_revision"]), mark, value)
+
+    def _ask(self, question: Callable[[etcd3gw.Etcd3Client], Answer]) -> Answer:
+        """Put a question to one endpoint after the other until one answers it."""
+        deadline = time.monotonic() + PATIENCE
+        problems: dict[str, str] = {}
+        while True:
+            hope = False
+            for _ in self._clients:
+                self._check_usable()
+                client, floor = self._clients[self._turn], self._revision
+                try:
+                    answer = question(client)
+                except ConnectionFailedError as error:
+                    problems[client.base_url] = "it cannot be reached"
+                    hope |= "refused" not in _words(error)
+                except ConnectionTimeoutError:
+                    problems[client.base_url] = f"no answer within {ANSWER_SECONDS:g} s"
+                    hope = True
+                except (requests.RequestException, ValueError) as error:
+                    problems[client.base_url] = f"it does not speak as etcd does ({type(error).__name__})"
+                except Etcd3Exception as error:
+                    words = _words(error)
+                    if not any(each in words for each in _TRANSIENT):
+                        raise RegisterAway(self._url, f"{client.base_url} refuses: {words}") from error
+                    problems[client.base_url] = words
+                    hope = True
+                else:
+                    self._check_cluster(client, answer, floor)
+                    return answer
+                self._turn = (self._turn + 1) % len(self._clients)
+            if not hope or time.monotonic() >= deadline:
+                self._check_usable()
+                raise RegisterAway(self._url, "; ".join(f"{where}: {why}" for where, why in problems.items()))
+            self._closed.wait(_PAUSE)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RegisterAway(self._url, "opened before a fork; open it again in this process")
+        if self._closed.is_set():
+            raise RegisterAway(self._url, "this handle is closed")
+
+    def _check_cluster(self, client: etcd3gw.Etcd3Client, answer: Answer, floor: int) -> None:
+        """All endpoints must be of one cluster, and its revisions only grow. `floor` was known before."""
+        try:
+            cluster, revision = str(answer["header"]["cluster_id"]), int(answer["header"]["revision"])
+        except (KeyError, TypeError, ValueError):
+            raise RegisterAway(self._url, f"{client.base_url} does not speak as etcd does") from None
+        if self._cluster not in ("", cluster):
+            raise OtherCluster(self._url, f"{client.base_url} belongs to another cluster than the other endpoints")
+        if revision < floor:
+            raise OtherCluster(self._url, f"{client.base_url} went back from revision {floor} to {revision}")
+        self._cluster = cluster
+        self._revision = max(self._revision, revision)
+
+    # Watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, revision: int, seconds: float) -> None:
+        """Sleep until the key is written at `revision` or later, for `seconds` at most; shorter if a watch breaks."""
+        client = self._clients[self._turn]
+        body = {"create_request": {"key": self._key, "start_revision": str(revision)}}
+        url = client.get_url("/watch")
+        deadline = time.monotonic() + seconds
+        try:
+            with self._session.post(url, json=body, stream=True, timeout=(ANSWER_SECONDS, seconds)) as stream:
+                with self._streaming:
+                    self._streams.add(stream)
+                try:
+                    if not self._closed.is_set():
+                        _until_event(stream, deadline)
+                finally:
+                    with self._streaming:
+                        self._streams.discard(stream)
+        except (requests.RequestException, OSError, ValueError):
+            self._closed.wait(min(_PAUSE, max(0.0, deadline - time.monotonic())))
+
+
+def _until_event(stream: requests.Response, deadline: float) -> None:
+    """Read a watch until it shows an event. Its first line says that it was created."""
+    for chunk in stream.iter_content(chunk_size=None):
+        if b'"events"' in chunk or time.monotonic() >= deadline:
+            return
+
+
+def _hang_up(stream: requests.Response) -> None:
+    """End a stream that another thread reads."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        each = socket.socket(fileno=os.dup(stream.raw.fileno()))
+        with each:
+            each.shutdown(socket.SHUT_RDWR)
+
+
+def _words(error: Etcd3Exception) -> str:
+    """What etcd says was wrong."""
+    text = str(getattr(error, "detail_text", "") or error)
+    with contextlib.suppress(ValueError, AttributeError):
+        return str(json.loads(text).get("message", text))
+    return text

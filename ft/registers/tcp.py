@@ -1,0 +1,274 @@
+"""`tcp://host:port/name`: a register in a torch TCPStore. Easy, and a single point of failure.
+
+The store lives in one process, and what it holds goes with that process: a job that is running goes on, but it cannot
+be rebuilt any more. Whoever can reach the port can write. Use `sqlite://` on one host and `etcd://` on several where
+that matters.
+
+A process that finds nobody at the address and may bind it serves the store itself, as long as it has a handle open;
+`serving` does so for a launcher. Any other TCPStore will do as well. A value is one key, "version and writer, then
+bytes", replaced by the store's compare_set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+import torch.distributed as dist
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.registers.cell import Cell, RegisterAway
+
+PATIENCE = 5.0
+"""Seconds that one question to the store may take before `RegisterAway`."""
+CONNECT_SECONDS = 2.0
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("!4sQ8s")  # schema, version, writer
+_SCHEMA = b"HFT1"
+_PEACE = (0.001, 0.025)  # seconds between the looks of a `wait`: at first, and at most
+
+_opening = threading.Lock()
+_servers: weakref.WeakValueDictionary[tuple[str, int], _Server] = weakref.WeakValueDictionary()
+
+
+def parse(url: str) -> tuple[str, int, str]:
+    """Host, port and name of a `tcp://host:port/name` URL; ValueError for anything else."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is not a tcp register: {error}") from error
+    if not host or not port or parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is not a tcp register: write tcp://host:port/name")
+    return host, port, unquote(parts.path.strip("/"))
+
+
+class _Server:
+    """A TCPStore that this process serves, on one interface; it ends when nobody refers to it any more."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises OSError if the address is not one of this machine, or in use."""
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except BaseException:
+            listener.close()
+            raise
+        self.port: int = listener.getsockname()[1]
+        self._pid = os.getpid()
+        self._store = dist.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+@contextlib.contextmanager
+def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Serve a store on one interface (port 0: a free one) for as long as the context lasts; gives its `tcp://` URL.
+
+    Raises OSError if the address cannot be bound.
+    """
+    server = _Server(host, port)
+    name = f"[{host}]" if ":" in host else host
+    try:
+        yield f"tcp://{name}:{server.port}"
+    finally:
+        del server
+
+
+def _server_at(host: str, port: int) -> _Server | None:
+    """The store that this process serves there, begun now if nobody answers; None if another process serves it.
+
+    Raises OSError if nobody does and this process cannot.
+    """
+    with _opening:
+        mine = _servers.get((host, port))
+        if mine is not None and mine._pid == os.getpid():
+            return mine
+        for _ in range(3):  # two may find nobody at the same moment; the one that is late finds the other
+            try:
+                with socket.create_connection((host, port), CONNECT_SECONDS):
+                    return None
+            except ConnectionRefusedError:
+                pass
+            with contextlib.suppress(OSError):
+                server = _servers[host, port] = _Server(host, port)
+                return server
+            time.sleep(0.05)
+        with socket.create_connection((host, port), CONNECT_SECONDS):
+            return None
+
+
+def _sockets_to(port: int) -> dict[int, socket.socket]:
+    """Duplicates of this process's sockets that are connected to `port` somewhere, by inode; to be closed."""
+    found: dict[int, socket.socket] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            each = socket.socket(fileno=os.dup(int(entry.name)))
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
+                found[os.fstat(each.fileno()).st_ino] = each
+            else:
+                each.close()
+    return found
+
+
+class _Client:
+    """One connection to a store, whose answers come within `PATIENCE` or not at all.
+
+    torch waits for an answer for ever; a deadline on its socket makes it give up. An answer that comes after that
+    would be taken for that of the next question, so a client that failed once is not used again.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        made: list[dist.TCPStore | Exception] = []
+
+        def connect() -> None:
+            try:
+                timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
+                made.append(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
+            except Exception as error:
+                made.append(error)
+
+        before = _sockets_to(port)
+        thread = threading.Thread(target=connect, name="tcp-register-connect", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
+        try:
+            if not made:
+                for each in mine.values():
+                    each.shutdown(socket.SHUT_RDWR)
+                thread.join(PATIENCE)
+                raise ConnectionError(f"nothing that is a TCPStore answered within {PATIENCE:g} s")
+            if isinstance(made[0], Exception):
+                raise ConnectionError(str(made[0]).splitlines()[0]) from made[0]
+            for each in mine.values():
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PATIENCE), 0))
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), 0))
+        finally:
+            for each in (*before.values(), *mine.values()):
+                each.close()
+        self._store = made[0]
+
+    def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """compare_set: what the key then holds."""
+        return bytes(self._store.compare_set(key, expected, desired))  # type: ignore[arg-type]
+
+    def read(self, key: str) -> bytes:
+        """What the key holds; empty if it is not there. (`get` would wait for it.)"""
+        return self.exchange(key, b"", b"")
+
+
+class TcpCell(Cell):
+    """One cell of a TCPStore. Costs two connections; a `wait` looks every 25 ms. Not for use across fork."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url = url
+        self._host, self._port, prefix = parse(url)
+        self._key = f"holdfast/{prefix}/{name}"
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._client: _Client | None = None
+        self._identity = b""
+        self._newest = b""
+        try:
+            self._server = _server_at(self._host, self._port)
+        except OSError as error:
+            raise RegisterAway(url, f"nobody serves it, and this process cannot: {error}") from error
+        self._ask(lambda client: client.read(self._key))
+
+    @property
+    def lasts(self) -> bool:
+        return self._server is None
+
+    def _ask(self, question: Callable[[_Client], T]) -> T:
+        """Ask over the connection, or a new one if the last one failed."""
+        if os.getpid() != self._pid:
+            raise RegisterAway(self._url, "opened before a fork; open it again in this process")
+        with self._lock:
+            if self._closed.is_set():
+                raise RegisterAway(self._url, "this handle is closed")
+            try:
+                if self._client is None:
+                    self._client = self._connected()
+                return question(self._client)
+            except (dist.DistError, OSError) as error:
+                self._client = None
+                raise RegisterAway(self._url, f"its server does not answer: {str(error).splitlines()[0]}") from error
+
+    def _connected(self) -> _Client:
+        """A connection to the same store as ever: one that was begun anew has forgotten what the job knows."""
+        client = _Client(self._host, self._port)
+        mine = secrets.token_bytes(16)
+        identity = client.exchange("holdfast/store", b"", mine)
+        if self._identity not in (b"", identity):
+            raise RegisterAway(self._url, "another store is at its address now: what it held went with its process")
+        self._identity = identity
+        return client
+
+    def _decode(self, data: bytes) -> tuple[int, bytes]:
+        if not data:
+            return 0, b""
+        if len(data) < _HEADER.size or data[:3] != _SCHEMA[:3]:
+            raise CorruptData(f"key {self._key!r} of {self._url} is not a register's; name another register")
+        schema, version, _ = _HEADER.unpack_from(data)
+        if schema != _SCHEMA:
+            raise CorruptData(f"register {self._url} has schema {schema!r}, this version of holdfast knows {_SCHEMA!r}")
+        return version, data[_HEADER.size :]
+
+    def read(self) -> tuple[int, bytes]:
+        self._newest = data = self._ask(lambda client: client.read(self._key))
+        return self._decode(data)
+
+    def compare_and_set(self, expected: int, value: bytes) -> bool:
+        known = self._newest
+        if self._decode(known)[0] != expected:
+            if self.read()[0] != expected:
+                return False
+            known = self._newest
+        desired = _HEADER.pack(_SCHEMA, expected + 1, secrets.token_bytes(8)) + value
+        found = self._ask(lambda client: client.exchange(self._key, known, desired))
+        self._newest = found
+        return found == desired
+
+    def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
+        deadline = time.monotonic() + timeout
+        pause, longest = _PEACE
+        while True:
+            version, value = self.read()
+            left = deadline - time.monotonic()
+            if version > newer_than:
+                return version, value
+            if left <= 0:
+                return None
+            self._closed.wait(min(pause, left))
+            pause = min(2 * pause, longest)
+
+    def close(self) -> None:
+        self._closed.set()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._client = self._server = None

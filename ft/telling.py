@@ -1,0 +1,90 @@
+"""What a member tells the others of what it has seen itself, and whom: pure functions.
+
+In a small job it tells everybody who may not see it. In a large one it tells the heads, and if nothing comes of that
+those after them: so the load of a member does not grow with the size of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.ft.evidence import Evidence
+from holdfast.ft.topology import Shape, heads
+from holdfast.ft.view import Member, View
+from holdfast.ft.vocabulary import Cleared, Death, Effect, Report, Suspicion, Testify
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What `me` has to say: deaths on its own host, and whom it hears of other hosts and whom not any more."""
+
+    deaths: tuple[Death, ...]
+    seen: tuple[Suspicion | Cleared, ...]
+
+
+def news(me: Member, view: View, evidence: Evidence, before: Evidence) -> Words:
+    """What is new in `evidence` since `before`."""
+    deaths: tuple[Death, ...] = ()
+    if evidence.dead is not before.dead:
+        deaths = _seen_dead(me, view, evidence, (who for who in evidence.dead if who not in before.dead))
+    seen: list[Suspicion | Cleared] = []
+    if evidence.suspected is not before.suspected:
+        for who, against in evidence.suspected.items():
+            knew = before.suspected.get(who, {})
+            if against is not knew and me.id in against and me.id not in knew:
+                seen.append(_suspicion(me, evidence, who))
+        for who, against in before.suspected.items():
+            if me.id in against and me.id not in evidence.suspected.get(who, {}) and who not in evidence.dead:
+                seen.append(_clearance(me, evidence, who))
+    return Words(deaths, tuple(word for word in seen if word.member in view.ranks))
+
+
+def standing(me: Member, view: View, evidence: Evidence) -> Words:
+    """All that has to be said for as long as nothing comes of it; what was taken back is said again too."""
+    seen: list[Suspicion | Cleared] = []
+    for who, said in evidence.words.items():
+        if me.id in said and who not in evidence.dead and who in view.ranks:
+            doubted = me.id in evidence.suspected.get(who, {})
+            seen.append(_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who))
+    return Words(_seen_dead(me, view, evidence, evidence.dead), tuple(seen))
+
+
+def urgent(words: Words) -> bool:
+    """Whether something must come of it: good news alone need not be told for ever."""
+    return bool(words.deaths) or any(isinstance(word, Suspicion) for word in words.seen)
+
+
+def _suspicion(me: Member, evidence: Evidence, who: str) -> Suspicion:
+    return Suspicion(who, me.id, evidence.suspected[who][me.id], evidence.words[who][me.id])
+
+
+def _clearance(me: Member, evidence: Evidence, who: str) -> Cleared:
+    return Cleared(who, me.id, evidence.words[who][me.id])
+
+
+def addressed(
+    words: Words, me: Member, view: View, spares: tuple[Member, ...], evidence: Evidence, shape: Shape, turn: int
+) -> tuple[Effect, ...]:
+    """What to do in order to tell `words`, for the `turn`-th time."""
+    if shape.is_mesh(view):
+        everybody = [m for m in (*view.members, *spares) if m.id != me.id]
+    else:
+        doubtful = {word.member for word in words.seen} | evidence.lost.keys()
+        everybody = [m for m in heads(view, doubtful, shape, turn) if m.id != me.id]
+    to = tuple(m for m in everybody if m.id not in evidence.dead)
+    subjects = {word.member for word in words.seen}
+    hearing = tuple(m for m in to if m.id not in subjects)
+    blind = tuple(m for m in to if m.peer.host != me.peer.host)
+    effects: list[Effect] = []
+    if words.deaths and blind:
+        effects.append(Report(words.deaths, blind))
+    if words.seen and hearing:
+        effects.append(Testify(words.seen, hearing))
+    return tuple(effects)
+
+
+def _seen_dead(me: Member, view: View, evidence: Evidence, ids: Iterable[str]) -> tuple[Death, ...]:
+    """Those of the dead that are members, and of this host."""
+    here = (who for who in ids if who in view.ranks and view.members[view.ranks[who]].peer.host == me.peer.host)
+    return tuple(Death(who, evidence.dead[who]) for who in here)
