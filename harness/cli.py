@@ -10,8 +10,14 @@ from typing import Annotated
 import typer
 
 from holdfast.harness.bench.cli import app as bench_app
+from holdfast.harness.blame.command import blame
+from holdfast.harness.chaos.command import app as chaos_app
 from holdfast.harness.conformance.command import conformance
 from holdfast.harness.demo.command import demo
+from holdfast.harness.gate.command import gate
+from holdfast.harness.simulate.command import simulate
+from holdfast.harness.top.command import top
+from holdfast.harness.tune_command import tune
 
 app = typer.Typer(
     name="holdfast",
@@ -23,8 +29,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(chaos_app, name="chaos")
+app.command()(blame)
 app.command()(demo)
 app.command()(conformance)
+app.command()(gate)
+app.command()(simulate)
+app.command()(top)
+app.command()(tune)
 
 
 def _version(asked: bool) -> None:
@@ -46,7 +58,7 @@ def _root(
 def backends(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """List the backends: which can run here, which cannot and what to install, what each can do.
+    """List the backends, failure detectors and registers: which can run here, what to install, what each can do.
 
     [bold]Examples[/bold]
 
@@ -56,7 +68,7 @@ def backends(
 
     A plugin that does not load is listed as broken, with the reason, and harms no other.
     """
-    from holdfast.harness.backends_table import describe, table
+    from holdfast.harness.backends_table import describe, detectors_table, registers_table, table
 
     described = describe()
     if json:
@@ -64,7 +76,9 @@ def backends(
         return
     from rich.console import Console
 
-    Console().print(table(described))
+    console = Console()
+    for each in (table(described), detectors_table(described), registers_table(described)):
+        console.print(each)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -75,7 +89,7 @@ def run(
     spares: Annotated[int, typer.Option(min=0, help="Further processes that wait for a rank to die.")] = 0,
     backend: Annotated[str, typer.Option(help="A backend, or several in order of preference: ucx,gloo.")] = "shm",
     job: Annotated[str, typer.Option(help="The name of the job.")] = "job",
-    logs: Annotated[Path | None, typer.Option(help="Keep the event logs (JSON lines) in this folder.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep event logs and flight recordings in this folder.")] = None,
 ) -> None:
     """Run a script as one job: size + spares processes on this machine, each of which joins by ft.Session().
 

@@ -27,6 +27,7 @@ from holdfast.harness.thread_ranks import ThreadRanks
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
+    from holdfast.harness.chaos.links.client import Links
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +43,9 @@ class LocalCluster:
     - `threads`: torch threads of each process; by default the cores are divided among the ranks.
     - `environ`: added to the environment of the processes.
     - `session`: keyword arguments of the `ft.Session` of each process under `start` (`min_size`, `timeouts` ...).
+    - `prepare`: called in each process under `start` before its session, when it has no other thread yet; it may return
+      keyword arguments of this process's `ft.Session` alone.
+    - `links`: the links between the processes of jobs lead through a proxy, so that `Job.partition` can cut them.
     - `echo`: print what ranks print, line by line with their names in front. It is kept in `logs` either way.
 
     The processes are forked from one that has torch imported (see `holdfast.harness.zygote`). They have this process's
@@ -61,6 +65,8 @@ class LocalCluster:
         environ: Mapping[str, str] | None = None,
         echo: bool = True,
         session: Mapping[str, Any] | None = None,
+        prepare: Callable[[], Mapping[str, Any] | None] | None = None,
+        links: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"size={size}: a cluster has at least one rank")
@@ -88,6 +94,8 @@ class LocalCluster:
             launcher=found.info.capabilities.launcher,
         )
         self._session_options = dict(session or {})
+        self._prepare, self._with_links = prepare, links
+        self._links: Links | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: Ranks | None = None
         self._jobs: list[Job] = []
@@ -143,7 +151,17 @@ class LocalCluster:
             )
         self._jobs = [job for job in self._jobs if not job.closed]
         directory = Path(tempfile.mkdtemp(prefix="job-", dir=self.logs))
-        job = Job(self._settings, self.size + self.spares, directory, self._session_options, fn, args, kwargs)
+        job = Job(
+            self._settings,
+            self.size + self.spares,
+            directory,
+            self._session_options,
+            fn,
+            args,
+            kwargs,
+            prepare=self._prepare_with(self._the_links()),
+            links=self._links,
+        )
         self._jobs.append(job)
         return job
 
@@ -156,12 +174,37 @@ class LocalCluster:
         for job in self._jobs:
             job.close()
         self._jobs.clear()
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
+
+    def _the_links(self) -> Links | None:
+        """The proxy between the processes, if there is to be one."""
+        if self._with_links and self._links is None:
+            from holdfast.harness.chaos.links.client import Links
+
+            self._links = Links()
+        return self._links
+
+    def _prepare_with(self, links: Links | None) -> Callable[[], Mapping[str, Any] | None] | None:
+        """What each process of a job calls first."""
+        prepare = self._prepare
+        if links is None:
+            return prepare
+        join = links.prepare()
+
+        def both() -> Mapping[str, Any] | None:
+            options = prepare() if prepare is not None else None
+            join()
+            return options
+
+        return both
 
     def _the_ranks(self) -> Ranks:
         if self._ranks is None:

@@ -19,11 +19,15 @@ class LocalContract:
     directory: Path
     backend: str
     size: int
+    register_elsewhere: str | None = None
 
     @staticmethod
-    def create(name: str, directory: Path, backend: str, size: int) -> LocalContract:
-        """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`."""
-        contract = LocalContract(name, directory.absolute(), backend, size)
+    def create(name: str, directory: Path, backend: str, size: int, register: str | None = None) -> LocalContract:
+        """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`.
+
+        `register` is the URL of the job's register if that is not to be a file in `directory`.
+        """
+        contract = LocalContract(name, directory.absolute(), backend, size, register)
         create_key(contract.key_file)
         contract.events_directory.mkdir(mode=0o700)
         return contract
@@ -34,7 +38,7 @@ class LocalContract:
 
     @property
     def register_url(self) -> str:
-        return f"sqlite://{self.directory / 'register.sqlite'}"
+        return self.register_elsewhere or f"sqlite://{self.directory / 'register.sqlite'}"
 
     @property
     def events_directory(self) -> Path:

@@ -10,9 +10,9 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -28,6 +28,9 @@ from holdfast.harness.output import Echo, last_stack
 from holdfast.harness.processes import Process, zygote
 from holdfast.harness.ranks import Settings
 from holdfast.harness.session_worker import WHERE_ARE_YOU, Ended, session_target
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.links.client import Links
 
 
 class Job:
@@ -45,27 +48,29 @@ class Job:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        prepare: Callable[[], Mapping[str, Any] | None] | None = None,
+        links: Links | None = None,
     ) -> None:
+        """Start the processes. Each calls `prepare` before its session."""
         self._settings = settings
         self.directory = directory
-        self._contract = LocalContract.create(directory.name, directory, settings.backend, settings.size)
+        self._contract = LocalContract.create(
+            directory.name, directory, settings.backend, settings.size, options.get("register")
+        )
         self._register = self._contract.register()
+        self._links = links
+        self._cuts: tuple[int, ...] = ()
         self._ended: dict[int, Ended | None] = {}
         self._echo = Echo(settings.echo)
         self.closed = False
         self.processes: tuple[Process, ...] = ()
         self._launch: Launch | None = None
-        target = session_target(portable.dumps((fn, args, kwargs)), options)
-        environ = {**settings.environ, **self._contract.environ()}
         try:
+            self._target = session_target(portable.dumps((fn, args, kwargs)), options, prepare)
             self._launch = launch(settings.launcher, count)
-            for number in range(count):
-                name, output = f"process {number}", directory / f"process-{number}.log"
-                own = {**environ, **self._launch.environ[number]}
-                process = zygote().spawn(target, name=name, output=output, threads=settings.threads, environ=own)
-                self.processes += (process,)
-                self._launch.attach(number, process.pidfd)
-                self._echo.follow(name, output)
+            for _ in range(count):
+                self._start_process()
         except BaseException:
             self.close()
             raise
@@ -135,6 +140,43 @@ class Job:
             raise HoldfastError(f"the job did not run: {view.reason if view else 'no process joined it'}")
         return values([self._outcome(rank, self._process(view, rank)) for rank in range(len(view.members))])
 
+    def over(self, timeout: float = 0.0) -> bool:
+        """Whether the job is over; waits up to `timeout` seconds for a process to end, and takes in what it sent."""
+        if not self._is_over():
+            self._collect(timeout)
+        return self._is_over()
+
+    def newest_view(self) -> View | None:
+        """The view in the register, of whatever phase; None before the first. Never waits for one."""
+        return self._register.read()
+
+    def ended(self, process: Process) -> bool:
+        """Whether the process has ended, as far as `over` and the like have taken it in."""
+        return process.pid in self._ended
+
+    def process_of(self, member_pid: int) -> Process | None:
+        """The process of this job with this process id."""
+        return next((process for process in self.processes if process.pid == member_pid), None)
+
+    @property
+    def register_url(self) -> str:
+        """The job's register."""
+        return self._contract.register_url
+
+    @property
+    def events_directory(self) -> Path:
+        """Where the processes write their event logs."""
+        return self._contract.events_directory
+
+    def add(self) -> Process:
+        """Start one more process: it joins as a spare, or as a member if the job wants more.
+
+        Raises `Unsupported` where a launcher starts all ranks together.
+        """
+        if self._settings.launcher:
+            raise Unsupported(f"a further process under {self._settings.launcher}", "use a backend without a launcher")
+        return self._start_process()
+
     # -- breaking it
 
     def kill(self, rank: int) -> int:
@@ -152,12 +194,32 @@ class Job:
         """SIGCONT the process that holds `rank` in the newest view; its pid."""
         return self._signal(rank, signal.SIGCONT)
 
-    def partition(self, *groups: Any) -> NoReturn:
-        """Cut the network between groups of ranks."""
-        raise Unsupported(
-            "cutting the network between processes of one host",
-            "use kill(rank) for a death and pause(rank) for a rank that is silent",
+    def partition(self, *groups: Iterable[int]) -> None:
+        """Cut the network between groups of ranks (those of the newest view; who is in no group is one more), until
+        `heal`. Nobody is told; what is sent meanwhile arrives afterwards.
+
+        Raises `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
+        """
+        if self._links is None or self._settings.backend == "shm":
+            raise Unsupported(
+                "cutting the network between processes of one host",
+                "use LocalCluster(..., 'gloo', links=True); or kill(rank) for a death, pause(rank) for silence",
+            )
+        from holdfast.harness.chaos.links.policy import Policy, Rule
+
+        sides = [frozenset(self.pid(rank) for rank in group) for group in groups]
+        named = frozenset(pid for side in sides for pid in side)
+        sides = [side for side in (*sides, frozenset(process.pid for process in self.processes) - named) if side]
+        cut = Policy(cut=True)
+        self._cuts += self._links.add(
+            Rule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
         )
+
+    def heal(self) -> None:
+        """Undo every `partition`."""
+        if self._links is not None:
+            self._links.remove(self._cuts)
+            self._cuts = ()
 
     def close(self) -> None:
         """End what still runs, and remove the job's files. Idempotent."""
@@ -175,6 +237,17 @@ class Job:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # -- inside
+
+    def _start_process(self) -> Process:
+        number = len(self.processes)
+        name, output = f"process {number}", self.directory / f"process-{number}.log"
+        assert self._launch is not None
+        own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ.get(number, {})}
+        process = zygote().spawn(self._target, name=name, output=output, threads=self._settings.threads, environ=own)
+        self.processes += (process,)
+        self._launch.attach(number, process.pidfd)
+        self._echo.follow(name, output)
+        return process
 
     def _holder(self, rank: int) -> Process:
         view = self.view()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,8 +236,8 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
         finally:
             if log_directory is not None:
                 log_directory.mkdir(parents=True, exist_ok=True)
-                for path in contract.events_directory.glob("*.jsonl"):
-                    (log_directory / path.name).write_bytes(path.read_bytes())
+                for path in contract.events_directory.iterdir():
+                    shutil.copy(path, log_directory / path.name)
 
 
 def python_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:

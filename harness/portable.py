@@ -85,7 +85,7 @@ def _found(name: str, file: str | None) -> bool:
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None)
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
+        spec = finder.find_spec(name, path, None)
         if spec is not None:
             return spec.origin == file
     return False

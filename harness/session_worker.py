@@ -28,13 +28,20 @@ class Ended:
     error: PackedError | None = None
 
 
-def session_target(body: bytes, options: Mapping[str, Any]) -> Callable[[Channel], None]:
-    """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`."""
+def session_target(
+    body: bytes, options: Mapping[str, Any], prepare: Callable[[], Mapping[str, Any] | None] | None = None
+) -> Callable[[Channel], None]:
+    """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
+
+    `prepare` is called first, when the process has no other thread yet; what it returns are further options, of this
+    process alone.
+    """
 
     def target(channel: Channel) -> None:
         faulthandler.register(WHERE_ARE_YOU, all_threads=False)
         try:
-            ended = Ended(time.monotonic(), portable.dumps_result(_in_session(body, options)))
+            own = prepare() if prepare is not None else None
+            ended = Ended(time.monotonic(), portable.dumps_result(_in_session(body, {**options, **(own or {})})))
         except BaseException as error:
             ended = Ended(time.monotonic(), error=pack_error(error))
         channel.send(ended, timeout=600.0)

@@ -50,12 +50,16 @@ def _bench(
     iterations: int | None,
     json: bool,
     plot: Path | None,
+    report: Path | None,
+    against: Path | None,
 ) -> None:
-    from holdfast.harness.bench import show
+    from holdfast.harness.bench import compare, page, show
     from holdfast.harness.bench.rounds import Plan, run
 
     try:
-        everyone, ours = _contestants(ops[0], backends, peers, only, bound)
+        then = compare.load(against) if against is not None else None
+        drawn = plot is not None or report is not None
+        everyone, ours = _contestants(ops[0], backends, peers, only, bound or drawn)
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
         plan = Plan(
@@ -79,9 +83,14 @@ def _bench(
         typer.echo(bench.json())
     else:
         show.show(bench, show.console())
+    compared = compare.compare(bench, then) if then is not None else ()
+    if then is not None and not json:
+        show.show_compared(compared, compare.differing(bench, then), show.console())
     if plot is not None:
         show.plot(bench, plot)
         notes.print(f"plot: {plot}")
+    if report is not None:
+        notes.print(f"report: {page.write(bench, report, compared)}")
     broken = [failure for failure in bench.failures if failure.contestant in ours]
     left_out = [name for name in bench.skipped if name in ours]
     if bench.wrong or broken or left_out:
@@ -95,7 +104,9 @@ def _bench(
 def _command(ops: tuple[str, ...]) -> Callable[..., None]:
     def command(
         backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm",
-        ranks: Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks, as 2,4.")] = "2",
+        ranks: Annotated[
+            str, typer.Option("-n", "--ranks", help="Numbers of ranks, as 2,4, or 2:8 for a sweep.")
+        ] = "2",
         sizes: Annotated[
             str, typer.Option(help="8,4K,1M or first:last or first:last:factor (8 unless given).")
         ] = "8:64M",
@@ -111,9 +122,18 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
             int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-        plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None,
+        plot: Annotated[
+            Path | None, typer.Option(help="Write a plot, with the roofline, to this file (.png, .svg).")
+        ] = None,
+        report: Annotated[
+            Path | None, typer.Option(help="Write report.html and bench.json to this folder; has the roofline.")
+        ] = None,
+        against: Annotated[Path | None, typer.Option(help="Compare with this stored run (JSON).")] = None,
     ) -> None:
-        _bench(ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, json, plot)
+        _bench(
+            ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, json, plot, report,
+            against,
+        )  # fmt: skip
 
     return command
 
@@ -156,14 +176,21 @@ def recovery(
     spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0,
     size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K",
     seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Then the same with Open MPI's ULFM (shrink and go on).")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one."""
     import msgspec
 
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.bench import show
+    from holdfast.harness.bench import recovery_peer, show
+    from holdfast.harness.bench.mpi_programs import OPENMPI, missing
     from holdfast.harness.bench.recovery import run
+
+    if peers and (reason := missing(OPENMPI)) is not None:
+        raise typer.BadParameter(f"--peers: {reason}")
 
     try:
         nbytes = parse_size(size)
@@ -173,10 +200,76 @@ def recovery(
     try:
         with notes.status("starting") as status:
             bench = run(backend, ranks, kills, spares, nbytes, seed, lambda text: status.update(text))
+            peer = recovery_peer.run(ranks, kills, nbytes, seed, lambda text: status.update(text)) if peers else None
     except HoldfastError as error:
         notes.print(f"[bold red]{type(error).__name__}[/]: {error}")
         raise typer.Exit(1) from error
     if json:
-        typer.echo(msgspec.json.encode(bench).decode())
+        typer.echo(msgspec.json.encode({"holdfast": bench, "peer": peer} if peers else bench).decode())
+        return
+    show.show_recovery(bench, show.console())
+    if peer is not None:
+        spread = peer.total
+        show.console().print(
+            f"{peer.library}, {peer.ranks} ranks, {len(peer.kills)} kills: median {spread.median:.2f} ms, "
+            f"p90 {spread.p90:.2f}, p99 {spread.p99:.2f}, max {spread.max:.2f}; {peer.hung} jobs "
+            f"did not come back; others used {peer.others:.2f} CPUs"
+        )
+
+
+@app.command("evictions")
+def evictions(
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long to try.")] = 10.0,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 8,
+    cores: Annotated[int, typer.Option(min=1, help="Cores that they share, with two processes that compete.")] = 2,
+    suspect: Annotated[float, typer.Option(help="Seconds of silence before somebody is looked at.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Chooses who is slow, when and how.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count ranks that are slow and are taken for dead: there should be none.
+
+    Ranks hold their interpreter, compute in several threads, and take and touch memory, each for up to two and a half
+    times the suspect time, on too few cores. Exit status: 0 only if nobody was evicted.
+    """
+    import json as json_module
+
+    from holdfast.harness.bench.evictions import measure
+
+    try:
+        found = measure(60 * minutes, ranks, cores, suspect, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_module.dumps(found.plain(), indent=2))
     else:
-        show.show_recovery(bench, show.console())
+        slow = ", ".join(f"{name} {count}" for name, count in sorted(found.hogs.items()))
+        typer.echo(
+            f"{len(found.evictions)} false evictions in {found.seconds:g} s: "
+            f"{found.ranks} ranks on {found.cores} cores, suspect time {found.suspect:g} s, "
+            f"{found.rounds} rounds, {found.epochs} epoch(s); slow: {slow}"
+        )
+        for event in found.evictions:
+            typer.echo(f"  {event['kind']} {event.get('member', '')}: {event.get('reason') or event.get('evidence')}")
+    raise typer.Exit(1 if found.evictions or found.epochs != 1 else 0)
+
+
+@app.command("overhead")
+def overhead(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 2,
+    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm",
+    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "8",
+    rounds: Annotated[int, typer.Option(min=4, help="Turns of each variant.")] = 40,
+    work: Annotated[float, typer.Option(min=0.1, help="Milliseconds of work in a step.")] = 20.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what is paid while nothing fails: by the flight recorder and metrics per op, by ft.Session per step."""
+    import msgspec
+
+    from holdfast.harness.bench.overhead import run, table
+
+    try:
+        nbytes = parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    cost = run(backend, ranks, nbytes, rounds, work, lambda text: typer.echo(text, err=True))
+    typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))

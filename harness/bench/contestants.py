@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import selectors
 import shutil
@@ -17,29 +16,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
+from holdfast.harness.bench import mpi_programs, perftest
+from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.launch import HOLDFAST, launcher_of
+from holdfast.harness.bench.mpi_programs import MPICH, OPENMPI
+from holdfast.harness.bench.perftest import UCX_PERFTEST, Perftest
 from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
-from holdfast.harness.mpirun import mpirun_path
 
-PEERS = ("torch-gloo", "openmpi")
+PEERS = ("torch-gloo", OPENMPI, MPICH, UCX_PERFTEST)
 MEMCPY = "memcpy"
-
-_INSTALL_MPI = "pip install 'holdfast[mpi]'"
-
-
-class ContestantFailed(RuntimeError):
-    """A library failed in a way that its ranks cannot go on from."""
 
 
 def missing(contestant: str) -> str | None:
     """Why `contestant` cannot run here and what to install; None if it can."""
-    if contestant == "openmpi":
-        if importlib.util.find_spec("mpi4py") is None:
-            return f"mpi4py is not installed; {_INSTALL_MPI}"
-        if mpirun_path() is None:
-            return f"no mpirun; {_INSTALL_MPI}"
+    if contestant in (OPENMPI, MPICH):
+        return mpi_programs.missing(contestant)
+    if contestant == UCX_PERFTEST:
+        return perftest.missing()
     if contestant.startswith(HOLDFAST):
         return _backend_missing(contestant.removeprefix(HOLDFAST))
     return None
@@ -59,29 +55,32 @@ def _backend_missing(backend: str) -> str | None:
     return None
 
 
-def _command(contestant: str, key: str, directory: Path, ranks: int) -> list[str]:
-    if contestant == "openmpi":
-        return [*_mpirun(ranks), sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
-    launcher = launcher_of(contestant)
-    start = [*_mpirun(ranks), "--with-ft", "ulfm"] if launcher == "mpirun" else []
-    program = [sys.executable, "-m", "holdfast.harness.bench.launch"]
-    return [*start, *program, contestant, key, str(directory), str(ranks)]
+def _command(contestant: str, key: str, directory: Path, shared: Path, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The program that starts the ranks, and its environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "HOLDFAST_CHECK"}
+    environment["OMP_NUM_THREADS"] = "1"
+    if contestant in (OPENMPI, MPICH):
+        launcher = mpi_programs.launcher(contestant, ranks, str(shared))
+        program = [sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
+        return [*launcher.words, *program], environment | launcher.environment
+    program = [sys.executable, "-m", "holdfast.harness.bench.launch", contestant, key, str(directory), str(ranks)]
+    if launcher_of(contestant) == "mpirun":
+        return [*mpi_programs.launcher(OPENMPI, ranks, str(shared)).words, "--with-ft", "ulfm", *program], environment
+    return program, environment
 
 
-def _mpirun(ranks: int) -> list[str]:
-    program = mpirun_path()
-    if program is None:
-        raise ContestantFailed(f"no mpirun; {_INSTALL_MPI}")
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [program, *as_root, "--oversubscribe", "-n", str(ranks)]
+class Party(Protocol):
+    """The running ranks of a contestant."""
 
+    contestant: str
+    ranks: int
 
-def _environment(contestant: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if name != "HOLDFAST_CHECK"}
-    extra = {"OMP_NUM_THREADS": "1"}
-    if contestant == "openmpi":
-        extra["MPI4PY_MPIABI"] = "openmpi"
-    return ours | extra
+    @property
+    def detail(self) -> str: ...
+
+    def measure(self, order: Measure, timeout: float) -> list[Measured]: ...
+
+    def close(self, gently: bool = True) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +195,34 @@ class Arena:
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+        self._shared = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=mpi_programs.SHARED_MEMORY))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._directory / "socket"))
         self._listener.listen(64)
-        self._groups: list[Group] = []
+        self._groups: list[Party] = []
         self._started = 0
 
-    def start(self, contestant: str, ranks: int, timeout: float = 90.0) -> Group:
+    def start(self, contestant: str, ranks: int, timeout: float = 90.0) -> Party:
         """Start `ranks` ranks of `contestant`.
 
         Raises `ContestantFailed` with its last words if it does not come up.
         """
+        if contestant == UCX_PERFTEST:
+            self._groups.append(Perftest(ranks))
+            return self._groups[-1]
+        return self.start_group(contestant, ranks, timeout)
+
+    def start_group(self, contestant: str, ranks: int, timeout: float = 90.0) -> Group:
+        """The same for those whose ranks take our orders."""
         self._started += 1
         key = f"{self._started}"
         (self._directory / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
         errors = self._directory / f"{key}.errors"
         with errors.open("wb") as stream:
+            command, environment = _command(contestant, key, self._directory, self._shared, ranks)
             process = subprocess.Popen(
-                _command(contestant, key, self._directory, ranks),
-                env=_environment(contestant),
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -229,7 +237,7 @@ class Arena:
             raise
         return group
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: Party) -> None:
         """End a group that failed."""
         self._groups.remove(group)
         group.close(gently=False)
@@ -254,4 +262,5 @@ class Arena:
     ) -> None:
         self.clear()
         self._listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        for folder in (self._directory, self._shared):
+            shutil.rmtree(folder, ignore_errors=True)

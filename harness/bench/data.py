@@ -19,6 +19,8 @@ Array = NDArray[Any]
 
 PERIOD = 8191
 POISON = -7
+START = 100
+"""What counters start from."""
 
 
 def allocate(count: int, dtype: str) -> Array:
@@ -56,8 +58,10 @@ def fill(operation: Operation, rank: int, seed: int, source: Array, target: Arra
     """Set up an op: the rank's input, and an output that no op would leave behind."""
     if target is not source:
         target[:] = POISON
-    if operation.name == "broadcast" and rank != 0:
+    if operation.name in ("broadcast", "broadcast_object") and rank != 0:
         source[:] = POISON
+    elif operation.layout == "counter":
+        source[:] = START
     elif len(source):
         tile(source, pattern(rank, seed, source.dtype.name))
 
@@ -67,21 +71,37 @@ def _expected(
 ) -> Iterator[tuple[Array, int]]:
     """For each block of the output, the period it repeats and where in the period's sequence it starts."""
     match operation.name:
-        case "all_reduce" | "reduce_scatter":
-            total = sum((pattern(r, seed, dtype) for r in range(1, ranks)), start=pattern(0, seed, dtype))
-            yield total, rank * block if operation.layout == "scatter" else 0
-        case "all_gather":
+        case "all_reduce" | "all_reduce_async" | "all_reduce_reproducible" | "reduce_scatter":
+            yield _sum(ranks, seed, dtype), rank * block if operation.layout == "scatter" else 0
+        case "reduce":
+            if rank == 0:
+                yield _sum(ranks, seed, dtype), 0
+        case "all_gather" | "all_gather_object":
             for source in range(ranks):
                 yield pattern(source, seed, dtype), 0
-        case "broadcast":
+        case "gather":
+            for source in range(ranks) if rank == 0 else ():
+                yield pattern(source, seed, dtype), 0
+        case "broadcast" | "broadcast_object":
             yield pattern(0, seed, dtype), 0
+        case "scatter":
+            yield pattern(0, seed, dtype), rank * block
         case "all_to_all":
             for source in range(ranks):
                 yield pattern(source, seed, dtype), rank * block
-        case "send_recv":
+        case "send_recv" | "put" | "get" | "memory_read" | "memory_write":
             yield pattern((rank - 1) % ranks, seed, dtype), 0
+        case "ping_pong":
+            if rank ^ 1 < ranks:
+                yield pattern(rank & ~1, seed, dtype), 0
+        case "fetch_add" | "compare_swap":
+            yield np.full(PERIOD, START + 1, dtype=dtype), 0
         case "copy":
             yield pattern(rank, seed, dtype), 0
+
+
+def _sum(ranks: int, seed: int, dtype: str) -> Array:
+    return sum((pattern(rank, seed, dtype) for rank in range(1, ranks)), start=pattern(0, seed, dtype))
 
 
 def count_wrong(operation: Operation, rank: int, ranks: int, block: int, seed: int, target: Array) -> int:

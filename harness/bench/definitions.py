@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Factor = Literal["1", "(n-1)/n", "2(n-1)/n"]
-Layout = Literal["in_place", "scatter", "gather", "exchange", "shift", "none"]
+Layout = Literal["in_place", "scatter", "gather", "exchange", "shift", "counter", "none"]
+Kind = Literal["collective", "point to point", "object", "group", "window", "memory plane", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,19 @@ class Operation:
 
     `size` says what S counts. `layout` fixes the buffers of a rank, with c elements a block and n ranks:
     in_place (c, which is both), scatter (n x c into c), gather (c into n x c), exchange (n x c into n x c),
-    shift (c into c).
+    shift (c into c), counter (one integer, which is both).
+
+    `kind` is the part of the API it belongs to. `dtype` is the only one it works on, if not any. `once` says that its
+    output after many ops is not that after one.
     """
 
     name: str
     factor: Factor
     layout: Layout
     size: str
+    kind: Kind = "collective"
+    dtype: str = ""
+    once: bool = False
 
     def bus_factor(self, ranks: int) -> float:
         """busbw / algbw on `ranks` ranks."""
@@ -43,7 +50,9 @@ class Operation:
     def block(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Elements c of a block so that S is `nbytes`, rounded down, and at least one element."""
         blocks = ranks if self.layout in ("scatter", "gather", "exchange") else 1
-        return 0 if self.layout == "none" else max(1, nbytes // (itemsize * blocks))
+        if self.layout in SIZELESS:
+            return int(self.layout == "counter")
+        return max(1, nbytes // (itemsize * blocks))
 
     def lengths(self, block: int, ranks: int) -> tuple[int, int]:
         """Elements of the input and of the output of a rank; the output of an op in place is its input."""
@@ -54,6 +63,7 @@ class Operation:
             "gather": (block, many),
             "exchange": (many, many),
             "shift": (block, block),
+            "counter": (block, block),
             "none": (0, 0),
         }[self.layout]
 
@@ -62,24 +72,58 @@ class Operation:
         return max(self.lengths(block, ranks)) * itemsize
 
 
+SIZELESS: tuple[Layout, ...] = ("counter", "none")
+"""Layouts of ops that have one size only."""
+
+_SHIFTED = "what a rank {} the next"
+
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", "2(n-1)/n", "in_place", "the tensor of a rank"),
+        Operation("all_reduce", "2(n-1)/n", "in_place", "the tensor of a rank", once=True),
+        Operation("all_reduce_async", "2(n-1)/n", "in_place", "the tensor; it is issued, then waited for", once=True),
+        Operation(
+            "all_reduce_reproducible", "2(n-1)/n", "in_place", "the tensor; only values fix the bits", once=True
+        ),
+        Operation("reduce", "1", "in_place", "the tensor of a rank; rank 0 gets the sum", once=True),
         Operation("reduce_scatter", "(n-1)/n", "scatter", "the whole input of a rank"),
         Operation("all_gather", "(n-1)/n", "gather", "the whole output of a rank"),
         Operation("broadcast", "1", "in_place", "the tensor of a rank; rank 0 is the source"),
         Operation("all_to_all", "(n-1)/n", "exchange", "the whole input of a rank"),
-        Operation("send_recv", "1", "shift", "what a rank sends to the next while it receives from the one before"),
+        Operation("gather", "(n-1)/n", "gather", "the whole output of rank 0"),
+        Operation("scatter", "(n-1)/n", "scatter", "the whole input of rank 0"),
         Operation("barrier", "1", "none", "nothing: only its time counts"),
         Operation(
-            "copy",
-            "1",
-            "shift",
-            "what a rank copies in its own memory; no communication: the machine's bound",
+            "send_recv", "1", "shift", "what a rank sends to the next while it receives from the one before",
+            kind="point to point",
+        ),
+        Operation(
+            "ping_pong", "1", "shift", "what an even rank sends to the next and gets back: the time is there and back",
+            kind="point to point",
+        ),
+        Operation("broadcast_object", "1", "in_place", "the bytes of rank 0's object", kind="object"),
+        Operation("all_gather_object", "(n-1)/n", "gather", "the bytes of all ranks' objects", kind="object"),
+        Operation("split", "1", "none", "nothing: a communicator of all ranks is made and closed", kind="group"),
+        Operation("put", "1", "shift", _SHIFTED.format("puts into the window of"), kind="window"),
+        Operation("get", "1", "shift", "what a rank gets from the window of the one before", kind="window"),
+        Operation(
+            "fetch_add", "1", "counter", "nothing: an integer in the window of the next rank", kind="window",
+            dtype="int64", once=True,
+        ),
+        Operation(
+            "compare_swap", "1", "counter", "nothing: an integer in the window of the next rank", kind="window",
+            dtype="int64",
+        ),
+        Operation("signal", "1", "none", "nothing: each signals the next, awaits the one before", kind="window"),
+        Operation(
+            "memory_read", "1", "shift", "what a rank reads of the memory of the one before", kind="memory plane"
+        ),
+        Operation("memory_write", "1", "shift", _SHIFTED.format("writes into the memory of"), kind="memory plane"),
+        Operation(
+            "copy", "1", "shift", "what a rank copies in its own memory: the machine's bound", kind="copy"
         ),
     )
-}
+}  # fmt: skip
 
 DTYPES = ("float32", "float64", "int32", "int64")
 
@@ -121,11 +165,22 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_counts(text: str, least: int = 1) -> tuple[int, ...]:
-    """Numbers of ranks, as `2,4`."""
-    counts: Sequence[str] = text.split(",")
-    if not all(count.strip().isdigit() and int(count) >= least for count in counts):
-        raise ValueError(f"{text!r} is not a list of numbers of ranks, each {least} or more, such as 2,4")
-    return tuple(dict.fromkeys(int(count) for count in counts))
+    """Numbers of ranks of `2,4`, or of the sweep `2:8` (each twice the one before, and the end)."""
+    counts: list[int] = []
+    for part in text.split(","):
+        ends: Sequence[str] = [end.strip() for end in part.split(":")]
+        if (
+            len(ends) > 2
+            or not all(end.isdigit() and int(end) >= least for end in ends)
+            or int(ends[0]) > int(ends[-1])
+        ):
+            raise ValueError(f"{text!r} is not a list of numbers of ranks, each {least} or more, such as 2,4 or 2:8")
+        count, last = int(ends[0]), int(ends[-1])
+        while count < last:
+            counts.append(count)
+            count *= 2
+        counts.append(last)
+    return tuple(dict.fromkeys(counts))
 
 
 def show_size(nbytes: int) -> str:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.harness.bench.drivers import TIMEOUT, CopyDriver, Driver, GlooDriver, HoldfastDriver
+from holdfast.harness.bench.drivers import TIMEOUT, CopyDriver, Driver
 from holdfast.harness.bench.worker import serve
 
 HOLDFAST = "holdfast:"
@@ -35,9 +35,12 @@ def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -
     if contestant == "memcpy":
         return CopyDriver(rank, ranks)
     if contestant == "torch-gloo":
+        from holdfast.harness.bench.gloo_driver import GlooDriver
+
         return GlooDriver(meeting, rank, ranks)
     if contestant.startswith(HOLDFAST):
         from holdfast import comms
+        from holdfast.harness.bench.holdfast_driver import HoldfastDriver
 
         backend = contestant.removeprefix(HOLDFAST)
         return HoldfastDriver(

@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True):
     `timing` is what the table shows: ops in blocks up to 64 KiB, ops one by one above. `single` is ops one
     by one. `turns` are the medians (us) of each turn, in the order of the rounds. `algbw` and `busbw` are
     GB/s (1e9 bytes) at p50. `wrong` counts elements that came out wrong (for barrier: exits before the last
-    entry).
+    entry); it is None for a library that does not say.
     """
 
     op: str
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True):
     turns: tuple[float, ...]
     algbw: float
     busbw: float
-    wrong: int
+    wrong: int | None
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class Bench(msgspec.Struct, frozen=True):
     @property
     def wrong(self) -> int:
         """All elements that came out wrong."""
-        return sum(row.wrong for row in self.rows)
+        return sum(row.wrong or 0 for row in self.rows)
 
     def json(self) -> str:
         """Itself as JSON, two spaces deep."""

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.harness.bench.contestants import MEMCPY, Arena, ContestantFailed, Group, missing
-from holdfast.harness.bench.definitions import OPERATIONS, SMALL, Operation
+from holdfast.harness.bench.contestants import MEMCPY, Arena, Party, missing
+from holdfast.harness.bench.definitions import OPERATIONS, SIZELESS, SMALL, Operation
+from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
 from holdfast.harness.bench.wire import Measure, Measured
@@ -52,17 +53,17 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """A library at one op and size: how it is timed there, and what came of it."""
 
-    group: Group
+    group: Party
     singles: int = 1
     blocks: int = 0
     block: int = 1
     single_seconds: list[float] = field(default_factory=list)
     block_seconds: list[float] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
-    wrong: int = 0
+    wrong: int | None = 0
 
 
 def _slowest(answers: Sequence[Measured], blocks: bool) -> list[float]:
@@ -80,30 +81,30 @@ def _early(answers: Sequence[Measured]) -> int:
     return int((taken[:, :, 1].min(axis=0) < taken[:, :, 0].max(axis=0)).sum())
 
 
-class _Contest:
+class Contest:
     """One op at one size for all libraries with the same number of ranks."""
 
     def __init__(self, plan: Plan, operation: Operation, nbytes: int, ranks: int) -> None:
         self.plan, self.operation, self.ranks = plan, operation, ranks
-        itemsize = np.dtype(plan.dtype).itemsize
+        self.dtype = operation.dtype or plan.dtype
+        itemsize = np.dtype(self.dtype).itemsize
         self.c = operation.block(nbytes, itemsize, ranks)
         self.nbytes = operation.nbytes(self.c, itemsize, ranks)
         self._seed = 0
 
-    def turn(self, entry: _Entry) -> tuple[list[float], list[float]]:
+    def turn(self, entry: Entry) -> tuple[list[float], list[float]]:
         """One turn of a library: seconds of its ops one by one, and of its blocks."""
         self._seed += 2
         name, c = self.operation.name, self.c
         if entry.group.contestant == MEMCPY:
-            name, c = "copy", self.nbytes // np.dtype(self.plan.dtype).itemsize
-        order = Measure(name, c, self.plan.dtype, self._seed, entry.singles, entry.blocks, entry.block)
+            name, c = "copy", self.nbytes // np.dtype(self.dtype).itemsize
+        order = Measure(name, c, self.dtype, self._seed, entry.singles, entry.blocks, entry.block)
         answers = entry.group.measure(order, LONGEST_TURN)
-        entry.wrong += sum(answer.wrong for answer in answers)
-        if name == "barrier":
-            entry.wrong += _early(answers)
+        for wrong in [answer.wrong for answer in answers] + [_early(answers) if name == "barrier" else 0]:
+            entry.wrong = None if entry.wrong is None or wrong is None else entry.wrong + wrong
         return _slowest(answers, blocks=False), _slowest(answers, blocks=True)
 
-    def calibrate(self, entry: _Entry) -> None:
+    def calibrate(self, entry: Entry) -> None:
         """Find out how many ops fill a library's turn, with an untimed turn that also warms it up."""
         entry.singles = 5
         estimate = max(statistics.median(self.turn(entry)[0]), 1e-6)
@@ -115,7 +116,7 @@ class _Contest:
         else:
             entry.singles = self.plan.iterations or min(1000, max(3, int(turn / estimate)))
 
-    def row(self, entry: _Entry) -> Row:
+    def row(self, entry: Entry) -> Row:
         single = Timing.of(entry.single_seconds, 1)
         timing = Timing.of(entry.block_seconds, entry.block) if entry.block_seconds else single
         algbw = self.nbytes / timing.p50 / 1e3
@@ -124,7 +125,7 @@ class _Contest:
             ranks=self.ranks,
             contestant=entry.group.contestant,
             nbytes=self.nbytes,
-            dtype=self.plan.dtype,
+            dtype=self.dtype,
             timing=timing,
             single=single,
             turns=tuple(entry.turns),
@@ -134,15 +135,15 @@ class _Contest:
         )
 
 
-def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list[Row], list[Failure]]:
+def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[Row], list[Failure]]:
     """All rounds of one op at one size.
 
     A library that fails is left out; one that is broken leaves `groups`.
     """
     failures: list[Failure] = []
-    entries = [_Entry(group) for group in groups]
+    entries = [Entry(group) for group in groups]
 
-    def attempt(entry: _Entry, body: Callable[[_Entry], object]) -> None:
+    def attempt(entry: Entry, body: Callable[[Entry], object]) -> None:
         try:
             body(entry)
         except (NotImplementedError, ContestantFailed) as error:
@@ -154,7 +155,7 @@ def _compete(contest: _Contest, groups: list[Group], arena: Arena) -> tuple[list
                 groups.remove(entry.group)
                 arena.drop(entry.group)
 
-    def timed(entry: _Entry) -> None:
+    def timed(entry: Entry) -> None:
         singles, blocks = contest.turn(entry)
         entry.single_seconds += singles
         entry.block_seconds += blocks
@@ -191,8 +192,8 @@ def machine(noise: Noise) -> Machine:
     )
 
 
-def _start(plan: Plan, ranks: int, arena: Arena, skipped: dict[str, str]) -> list[Group]:
-    groups = []
+def _start(plan: Plan, ranks: int, arena: Arena, skipped: dict[str, str]) -> list[Party]:
+    groups: list[Party] = []
     for contestant in plan.contestants:
         if contestant in skipped:
             continue
@@ -222,8 +223,8 @@ def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
                 taking_part |= {f"{group.contestant}, {ranks} ranks": group.detail for group in groups}
                 for name in plan.operations:
                     operation = OPERATIONS[name]
-                    for size in plan.sizes if operation.layout != "none" else (0,):
-                        contest = _Contest(plan, operation, size, ranks)
+                    for size in plan.sizes if operation.layout not in SIZELESS else (0,):
+                        contest = Contest(plan, operation, size, ranks)
                         progress(f"{name}, {ranks} ranks, {contest.nbytes} bytes")
                         done, failed = _compete(contest, groups, arena)
                         rows += done

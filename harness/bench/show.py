@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.harness.bench.contestants import MEMCPY
 from holdfast.harness.bench.definitions import OPERATIONS, show_size
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench, Ratio, Row
@@ -15,6 +17,7 @@ from holdfast.harness.bench.results import Bench, Ratio, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from holdfast.harness.bench.compare import Compared
     from holdfast.harness.bench.recovery import RecoveryBench
 
 
@@ -38,6 +41,12 @@ def console(stderr: bool = False) -> Console:
 
 def _short(contestant: str) -> str:
     return contestant.removeprefix(HOLDFAST)
+
+
+def _wrong(count: int | None) -> str:
+    if count is None:
+        return "?"
+    return f"[bold red]{count}[/]" if count else "0"
 
 
 def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio]) -> Table:
@@ -69,7 +78,7 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
             show_time(row.timing.min),
             f"{row.algbw:.3g}" if row.nbytes else "",
             f"{row.busbw:.3g}" if row.nbytes else "",
-            str(row.wrong) if row.wrong == 0 else f"[bold red]{row.wrong}[/]",
+            _wrong(row.wrong),
             *("" if ratio is None else f"{ratio.median:.3g}x" for ratio in against),
         )
         before = row.nbytes
@@ -97,6 +106,34 @@ def show(bench: Bench, out: Console) -> None:
             f"[bold red]failed[/]: {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
             f"{show_size(failure.nbytes)}: {failure.reason}"
         )
+
+
+def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: Console) -> None:
+    """Print this run beside the stored one."""
+    for words in differing:
+        out.print(f"[yellow]another machine[/]: {words}")
+    table = Table(
+        title="beside the stored run",
+        title_justify="left",
+        caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",
+        caption_justify="left",
+    )
+    for name in ("op", "ranks", "size", "library", "then", "now", "then / now", ""):
+        table.add_column(name, justify="left" if name in ("op", "library", "") else "right", no_wrap=True)
+    styles = {"slower": "bold red", "faster": "green"}
+    for each in compared:
+        table.add_row(
+            each.op,
+            str(each.ranks),
+            show_size(each.nbytes),
+            _short(each.contestant),
+            show_time(each.then),
+            show_time(each.now),
+            f"{each.ratio:.2f}",
+            each.change,
+            style=styles.get(each.change),
+        )
+    out.print(table)
 
 
 def show_recovery(bench: RecoveryBench, out: Console) -> None:
@@ -129,7 +166,11 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
         mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
         sizes = [row.nbytes for row in mine]
         width = 2.2 if name.startswith(HOLDFAST) else 1.4
-        if bandwidth:
+        if name == MEMCPY:
+            if bandwidth:
+                roof = [row.busbw for row in mine]
+                axes.plot(sizes, roof, "--", color="grey", label="copy in memory: the roofline", linewidth=1.4)
+        elif bandwidth:
             axes.plot(sizes, [row.busbw for row in mine], "o-", label=_short(name), linewidth=width, markersize=4)
         else:
             (line,) = axes.plot(

@@ -42,11 +42,11 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """Entry and exit of each timing on CLOCK_MONOTONIC in ns, and how many elements came out wrong."""
+    """Entry and exit of each timing on CLOCK_MONOTONIC in ns, and how many elements came out wrong (None: unknown)."""
 
     singles: list[tuple[int, int]]
     blocks: list[tuple[int, int]]
-    wrong: int
+    wrong: int | None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,8 @@ from time import perf_counter_ns
 
 from holdfast.harness.bench.data import allocate, count_wrong, fill
 from holdfast.harness.bench.definitions import OPERATIONS, Operation
-from holdfast.harness.bench.drivers import Call, Driver, MpiDriver
+from holdfast.harness.bench.drivers import Driver
+from holdfast.harness.bench.mpi_driver import MpiDriver
 from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Stop
 
@@ -29,23 +30,21 @@ class Bound:
         self.operation, self.c, self.dtype = operation, c, dtype
         lengths = operation.lengths(c, driver.ranks)
         self.source = allocate(lengths[0], dtype)
-        self.target = self.source if operation.layout in ("in_place", "none") else allocate(lengths[1], dtype)
+        in_place = operation.layout in ("in_place", "counter", "none")
+        self.target = self.source if in_place else allocate(lengths[1], dtype)
         self.call = driver.bind(operation, self.source, self.target)
         self._rank, self._ranks = driver.rank, driver.ranks
 
     def fill(self, seed: int) -> None:
         fill(self.operation, self._rank, seed, self.source, self.target)
+        self.call.prepare()
 
     def wrong(self, seed: int) -> int:
+        self.call.settle()
         return count_wrong(self.operation, self._rank, self._ranks, self.c, seed, self.target)
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether the output after many ops is that after one."""
-        return self.operation.name != "all_reduce"
 
-
-def _time(call: Call, line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
+def _time(call: Callable[[], object], line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
     """Entry and exit times (ns) of `times` timings of `block` ops each."""
     timings = []
     repeats = range(block)
@@ -59,17 +58,18 @@ def _time(call: Call, line: StartLine, times: int, block: int) -> list[tuple[int
 
 
 def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
+    run = bound.call.run
     bound.fill(order.seed)
     line.wait()
     for _ in range(WARM_UP):
-        bound.call()
-    singles = _time(bound.call, line, order.singles, 1)
-    blocks = _time(bound.call, line, order.blocks, order.block)
+        run()
+    singles = _time(run, line, order.singles, 1)
+    blocks = _time(run, line, order.blocks, order.block)
     line.wait()
-    wrong = bound.wrong(order.seed) if bound.repeatable else 0
+    wrong = bound.wrong(order.seed) if not bound.operation.once else 0
     bound.fill(order.seed + 1)
     line.wait()
-    bound.call()
+    run()
     line.wait()
     return Measured(singles, blocks, wrong + bound.wrong(order.seed + 1))
 
@@ -92,12 +92,15 @@ def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], obje
             try:
                 wanted = (OPERATIONS[order.op], order.c, order.dtype)
                 if bound is None or (bound.operation, bound.c, bound.dtype) != wanted:
+                    if bound is not None:
+                        bound.call.close()
                     bound = None
                     bound = Bound(driver, *wanted)
                 bench.send(_measure(bound, line, order))
             except Exception as error:
                 bench.send(Failed("".join(traceback.format_exception_only(error)).strip()))
-    bound = None
+    if bound is not None:
+        bound.call.close()
     driver.close()
 
 

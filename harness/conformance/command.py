@@ -25,6 +25,7 @@ def conformance(
 
     Collectives by dtype, shape and size; asynchronous ops; abort, kill,
     stop and close; disagreement between ranks; leaks over many rebuilds.
+    Windows, atomics and memory planes for backends that say they have them.
     Needs pytest: pip install 'holdfast[conformance]'.
 
     Exit status: 0 only if every check passed that applies; 2 if none could run.

@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from holdfast.comms.registry import registry
+
+
+def _applies_always() -> None:
+    """Of this module, and so of no part of the kit."""
+
+
 KIT: pytest.StashKey[Conformance] = pytest.StashKey()
 """Where the suite's fixtures find the run that they are part of."""
 
@@ -29,6 +36,23 @@ class Conformance:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.stash[KIT] = self
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what is asked of windows, atomics, memory planes and communicators where there are none."""
+        kept = [item for item in items if self._applies(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+    def _applies(self, item: pytest.Item) -> bool:
+        info = registry().backend(self.backend).info
+        able = info.capabilities
+        part = getattr(item, "function", _applies_always).__module__.rpartition(".")[2]
+        if part == "planes":
+            return able.memory_plane
+        if part == "windows":
+            atomic = "fetch_add" in item.name or "compare_swap" in item.name
+            return able.windows and (able.atomics or not atomic)
+        return info.connect is not None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:

@@ -10,7 +10,9 @@ from holdfast.harness.cluster import LocalCluster
 from holdfast.harness.conformance.capability import capabilities
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.failures import *  # noqa: F403
+from holdfast.harness.conformance.planes import *  # noqa: F403
 from holdfast.harness.conformance.plugin import KIT
+from holdfast.harness.conformance.windows import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,23 @@ def process_backend(backend: str) -> str:
     if capabilities(backend).one_process:
         pytest.skip("its ranks are threads of one process, which die together")
     return backend
+
+
+@pytest.fixture
+def windowed(backend: str) -> str:
+    return backend
+
+
+@pytest.fixture
+def windowed_processes(process_backend: str) -> str:
+    return process_backend
+
+
+@pytest.fixture
+def planed(backend: str) -> str:
+    return backend
+
+
+@pytest.fixture
+def planed_processes(process_backend: str) -> str:
+    return process_backend

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast.ft.processes import fatal_signal, open_threads_of
 from holdfast.harness.channel import Channel
 from holdfast.harness.processes import Process, zygote
 
@@ -19,14 +23,19 @@ PRELOAD = (
 )
 """Slow to import, so imported once."""
 
+_LOOKS = (0.05, 0.2, 1.0, 5.0)
+"""Seconds from look to look for a worker's threads, until it has several."""
+
 
 class ForkedWorker:
     """A process of a `ZygoteEngine`."""
 
     def __init__(self, process: Process, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
         self._process, self._loop, self._on_exit = process, loop, on_exit
-        self._watched = True
+        self._watched, self._dying = True, False
         loop.add_reader(process.pidfd, self._exited)
+        self._threads: tuple[int, ...] = ()
+        self._following = loop.call_later(_LOOKS[0], self._follow_threads, _LOOKS[1:])
 
     @property
     def name(self) -> str:
@@ -43,9 +52,34 @@ class ForkedWorker:
     def close(self) -> None:
         """End the process if it still runs, and let go of it. Idempotent."""
         self._unwatch()
-        self._process.close()
+        if self._dying:  # the kernel still takes it apart
+            self._loop.run_in_executor(None, self._process.close)
+        else:
+            self._process.close()
+
+    def _follow_threads(self, later: tuple[float, ...]) -> None:
+        """Once there are several: the kernel tells of the end of a thread 20 to 190 ms before that of the process."""
+        self._threads = open_threads_of(self._process.pid)
+        for fd in self._threads:
+            self._loop.add_reader(fd, self._thread_ended, fd)
+        if not self._threads and later:
+            self._following = self._loop.call_later(later[0], self._follow_threads, later[1:])
+
+    def _thread_ended(self, fd: int) -> None:
+        """If the process was killed that is all there is to know; else how it ends is told by its status."""
+        self._loop.remove_reader(fd)
+        number = fatal_signal(self._process.pid)
+        if number:
+            self._unwatch()
+            self._dying = True
+            self._on_exit(f"process {self.pid} was ended by {signal.Signals(number).name}")
 
     def _unwatch(self) -> None:
+        self._following.cancel()
+        for fd in self._threads:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        self._threads = ()
         if self._watched:
             self._watched = False
             self._loop.remove_reader(self._process.pidfd)
@@ -83,4 +117,7 @@ class ZygoteEngine:
 def _be(body: Callable[..., None], args: tuple[Any, ...], channel: Channel) -> None:
     """What a worker runs; the channel to its parent has done its duty."""
     channel.close()
+    threading.Thread(
+        target=threading.Event().wait, name="worker-idle", daemon=True
+    ).start()  # whose end is told at once
     body(*args)

@@ -10,15 +10,19 @@ from collections.abc import Iterable
 
 from holdfast.harness.invariants.checker import Bounds, Checker, Finding, Violation
 from holdfast.harness.invariants.commits import Commits
+from holdfast.harness.invariants.completion import Completion
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.epochs_forward import EpochsForward
 from holdfast.harness.invariants.equal_bits import EqualBits
 from holdfast.harness.invariants.events import Event, event_of, merge, read_directory, read_log
 from holdfast.harness.invariants.evicted import Evicted
+from holdfast.harness.invariants.evictions import EvictionsJustified
 from holdfast.harness.invariants.one_membership import OneMembership
 from holdfast.harness.invariants.progress import Progress
+from holdfast.harness.invariants.rank_order import RankOrder
 from holdfast.harness.invariants.revoked_effects import RevokedEffects
 from holdfast.harness.invariants.store_versions import StoreVersions
+from holdfast.harness.invariants.unbroken import Unbroken
 
 CHECKERS: tuple[type[Checker], ...] = (
     OneMembership,
@@ -30,6 +34,10 @@ CHECKERS: tuple[type[Checker], ...] = (
     Commits,
     Progress,
     StoreVersions,
+    RankOrder,
+    EvictionsJustified,
+    Completion,
+    Unbroken,
 )
 
 __all__ = [

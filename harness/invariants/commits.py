@@ -12,7 +12,8 @@ class Commits(Checker):
     name: ClassVar[str] = "committed steps are kept"
     meaning: ClassVar[str] = (
         "On each process committed steps follow each other without a gap or a repeat, from the first or from the "
-        "state taken over, and all who finish have committed the same last step."
+        "state taken over (or the checkpoint, where state was lost), and all who finish have committed the same last "
+        "step."
     )
 
     def __init__(self, bounds: Bounds) -> None:
@@ -26,6 +27,8 @@ class Commits(Checker):
         match event.kind:
             case "synced":
                 self._synced(event)
+            case "restored" if event.text("source") == "checkpoint":
+                self._newest[event.process] = event.integer("step")
             case "committed":
                 self._committed(event)
             case "finished" if event.process in self._newest:

@@ -17,6 +17,11 @@ look at:
     any with step and digest            what the process holds after the step, as a checksum
     detected(members)                   it knows that others are gone
     fault(what, target)                 the harness broke something on purpose
+    suspected, cleared(member)          it does not hear a member of another host, or hears it again
+    simulated(ranks, hosts)             a simulator begins, which logs what becomes of every process
+    died(why), stopped(seconds)         what a simulator knows of a process
+    broken(error)                       its membership core raised
+    horizon(seconds)                    a simulation ends, so long after the last fault was over
     published, fetched, retired, lost   (version) what became of a version of the weights
 """
 
@@ -63,7 +68,9 @@ class Event:
     def names(self, name: str) -> tuple[str, ...]:
         """The field as a list of names. Raises `CorruptData` if it is not there or is another thing."""
         value = self.fields.get(name)
-        if not isinstance(value, list | tuple):
+        if type(value) is tuple:
+            return value
+        if not isinstance(value, list):
             raise CorruptData(f"{self.kind} of {self.process}: field {name!r} is {value!r}, not a list")
         return tuple(str(item) for item in value)
 

@@ -1,4 +1,8 @@
-"""No evicted rank commits: who is not in the newest view that anybody installed commits nothing in an older one."""
+"""No evicted rank commits: who is not in the newest view that anybody installed commits nothing that the others do not.
+
+A process that has not heard of its eviction may still leave a barrier that all had entered: then the others commit the
+step as well, by their votes. What it must never do is commit a step that they undo, or never do.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,50 @@ from holdfast.harness.invariants.events import Event
 
 class Evicted(Checker):
     name: ClassVar[str] = "no evicted rank commits"
-    meaning: ClassVar[str] = "From the moment a view without a process is installed by any other, it commits no step."
+    meaning: ClassVar[str] = (
+        "From the moment a view without a process is installed by any other, it commits no step but one that the "
+        "others "
+        "commit too."
+    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
+        self._late: dict[int, Event] = {}
+        self._aborted: dict[int, int] = {}
+        self._committed = -1
 
     def observe(self, event: Event) -> None:
-        if event.kind == "installed" and event.integer("epoch") > self._epoch:
-            self._epoch, self._members = event.integer("epoch"), frozenset(event.names("members"))
-        elif event.kind == "committed" and self._epoch:
-            self.looked += 1
-            if event.process not in self._members:
-                self.violated(
-                    event,
-                    f"committed step {event.integer('step')} of epoch {event.integer('epoch')}, after epoch "
-                    f"{self._epoch} had begun without it",
-                )
+        match event.kind:
+            case "installed" if event.integer("epoch") > self._epoch:
+                self._epoch, self._members = event.integer("epoch"), frozenset(event.names("members"))
+            case "aborted_step":
+                step = event.integer("step")
+                self._aborted[step] = max(event.integer("epoch"), self._aborted.get(step, 0))
+                if step in self._late:
+                    self._undone(self._late.pop(step))
+            case "committed" if self._epoch:
+                self._commits(event)
+
+    def finish(self) -> None:
+        for step, event in self._late.items():
+            if step > self._committed:
+                self._undone(event)
+
+    def _commits(self, event: Event) -> None:
+        self.looked += 1
+        step = event.integer("step")
+        if event.process in self._members:
+            self._committed = max(self._committed, step)
+        elif step > self._committed and self._aborted.get(step, 0) > event.integer("epoch"):
+            self._undone(event)
+        elif step > self._committed:
+            self._late[step] = event
+
+    def _undone(self, event: Event) -> None:
+        self.violated(
+            event,
+            f"committed step {event.integer('step')} of epoch {event.integer('epoch')}, after epoch "
+            f"{self._epoch} had begun without it, and the others did not commit it",
+        )

@@ -24,8 +24,8 @@ class OneMembership(Checker):
         self.looked += 1
         epoch, members = event.integer("epoch"), event.names("members")
         first, agreed = self._first.setdefault(epoch, (event.process, members))
-        if members != agreed:
+        if members is not agreed and members != agreed:
             self.violated(event, f"epoch {epoch} has members {members} here, and {agreed} on {first}")
         rank = event.integer("rank")
         if not (0 <= rank < len(members) and members[rank] == event.process):
-            self.violated(event, f"is rank {rank} of epoch {epoch}, whose members are {members}")
+            self.violated(event, f"is rank {rank} of epoch {epoch}, whose members are {members[:8]}")

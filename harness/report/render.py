@@ -17,32 +17,33 @@ if TYPE_CHECKING:
 TEMPLATE = "report.html.j2"
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """What templates are rendered in. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("reports need jinja2: pip install 'holdfast[report]'") from error
-    environment = Environment(
+    made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["duration"] = duration
-    return environment
+    made.filters["duration"] = duration
+    return made
 
 
 def render(report: Report) -> str:
     """The page as text. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
-    environment = _environment()
+    template = environment().get_template(TEMPLATE)
     from markupsafe import Markup
 
     scenes = [
         Markup(draw_scene(fault, number, report.lanes, report.spans))
         for number, fault in enumerate(report.faults, start=1)
     ]
-    page = environment.get_template(TEMPLATE).render(
+    page = template.render(
         report=report,
         roles=list(dict.fromkeys(lane.role for lane in report.lanes)),
         curve=Markup(draw_curve(report.curve, report.faults)),

@@ -1,0 +1,132 @@
+"""Collectives: time by backend, speed beside other libraries, what the algorithms send, what a call executes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.asv.common import CLOCK, RANKS, RankTimes, need, profile
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Collectives(RankTimes):
+    """Seconds of an op."""
+
+    params: ClassVar = (
+        profile(["shm", "ucx"], ["shm", "gloo", "ucx", "mpi", "inproc"]),
+        profile(
+            ["all_reduce", "all_gather"],
+            ["all_reduce", "all_reduce_reproducible", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+             "gather", "scatter", "barrier", "send_recv"],
+        ),
+        profile([2], [2, 4]),
+        profile([8, MIB], [8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]),
+    )  # fmt: skip
+    param_names: ClassVar = ["backend", "op", "ranks", "size"]
+
+    def setup(self, backend: str, op: str, ranks: int, size: int) -> None:
+        self.times = self.ready(f"holdfast:{backend}", op, ranks, size)
+
+    def time_op(self, backend: str, op: str, ranks: int, size: int) -> None:
+        CLOCK.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, size, self.times))
+
+
+class BesidePeers:
+    """How many times as fast as another library, measured in turns in one run."""
+
+    params: ClassVar = (
+        profile(["torch-gloo", "openmpi"], ["torch-gloo", "openmpi", "mpich"]),
+        profile(["all_reduce"], ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]),
+        profile([2], [2, 4]),
+        profile([8, 16 * MIB], [8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]),
+    )
+    param_names: ClassVar = ["peer", "op", "ranks", "size"]
+    unit = "times as fast"
+    timeout = 180
+
+    def setup(self, peer: str, op: str, ranks: int, size: int) -> None:
+        need(peer)
+
+    def track_speed_up(self, peer: str, op: str, ranks: int, size: int) -> float:
+        from holdfast.harness.bench.rounds import Plan, run
+
+        ours = "holdfast:shm"
+        bench = run(Plan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0)))
+        if bench.failures or bench.wrong:
+            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures}")
+        return bench.ratios[0].median
+
+
+class Messages:
+    """What the rank that sends most sends in one op of a transport that only passes messages."""
+
+    params: ClassVar = (
+        profile(["all_reduce", "all_to_all"], ["all_reduce", "all_gather", "broadcast", "all_to_all"]),
+        profile([8], [2, 3, 4, 8, 16]),
+        profile([8, MIB], [8, 64 * KIB, MIB]),
+    )
+    param_names: ClassVar = ["op", "ranks", "size"]
+
+    def track_messages(self, op: str, ranks: int, size: int) -> int:
+        from holdfast.harness.bench.counting import count_traffic
+
+        return max(each.messages for each in count_traffic(op, ranks, size))
+
+    def track_bytes(self, op: str, ranks: int, size: int) -> int:
+        from holdfast.harness.bench.counting import count_traffic
+
+        return max(each.nbytes for each in count_traffic(op, ranks, size))
+
+    track_messages.unit = "messages"  # type: ignore[attr-defined]
+    track_bytes.unit = "bytes"  # type: ignore[attr-defined]
+
+
+class Instructions:
+    """What one all_reduce of 8 bytes executes on one rank, from the call to the transport and back."""
+
+    def track_bytecodes(self) -> int:
+        import torch
+
+        from holdfast.harness.bench.alone import one_rank
+        from holdfast.harness.bench.counters import bytecodes
+
+        tensor = torch.ones(2)
+        with one_rank() as comm:
+            return bytecodes(lambda: comm.all_reduce(tensor))
+
+    track_bytecodes.unit = "bytecodes"  # type: ignore[attr-defined]
+
+
+class ProcessorInstructions:
+    """The same in instructions of the processor, where the machine counts them; skipped where it does not."""
+
+    unit = "instructions"
+
+    def setup(self) -> None:
+        from holdfast.harness.bench.counters import Unavailable, instructions
+
+        try:
+            instructions(lambda: None)
+        except Unavailable as error:
+            raise NotImplementedError(str(error)) from error
+
+    def track_instructions(self) -> int:
+        import torch
+
+        from holdfast.harness.bench.alone import one_rank
+        from holdfast.harness.bench.counters import instructions
+
+        tensor = torch.ones(2)
+        with one_rank() as comm:
+            return instructions(lambda: comm.all_reduce(tensor))
+
+
+class Memory:
+    """The most memory that a process takes whose two threads reduce 16 MiB."""
+
+    def peakmem_all_reduce(self) -> None:
+        import torch
+
+        from holdfast.harness.bench.alone import in_threads
+
+        in_threads(2, lambda comm: comm.all_reduce(torch.ones(4 << 20)))

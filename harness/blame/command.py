@@ -1,0 +1,96 @@
+"""`holdfast blame`: the command."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def blame(
+    job: Annotated[str, typer.Argument(metavar="JOB_OR_DIR", help="A job's name, or a folder with its files.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the suspects as JSON.")] = False,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also write a trace of all ranks here, to open in ui.perfetto.dev.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many suspects to show.")] = 5,
+    score: Annotated[
+        int, typer.Option(min=0, help="Instead: ask N generated cases of each kind, and say how often it is right.")
+    ] = 0,
+    injected: Annotated[
+        int, typer.Option(min=0, help="With --score, or alone: also N cases of each fault in real processes.")
+    ] = 0,
+) -> None:
+    """Who is to blame: the rank that died, hangs, is slow, was cut off, or called something else than the others.
+
+    Reads the flight recordings that every process of a job keeps
+    beside its event log: the last ops, when each was entered and left,
+    and who was waited for. Works while the job runs and hangs, and after
+    it was killed.
+
+    [bold]Examples[/bold]
+
+        holdfast blame job                    # a job that runs here, by name
+
+        holdfast blame logs/ --perfetto trace.json
+
+        holdfast blame logs/ --json | jq '.suspects[0].evidence'
+
+        holdfast blame --score 200            # is it right? 200 cases of each kind, with a known culprit
+
+    `holdfast run --logs logs/` keeps the files of a job that has ended.
+
+    Exit status: 0, also if nobody is to blame; 1 if there is nothing to
+    read, or if --score is below 99%.
+    """
+    if score or injected:
+        _score(score, injected, json)
+        return
+    if not job:
+        raise typer.BadParameter("name a job or a folder", param_hint="JOB_OR_DIR")
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.blame.analyse import analyse
+    from holdfast.harness.blame.evidence import gather
+    from holdfast.harness.blame.jobs import locate
+
+    try:
+        evidence = gather(locate(job).logs, time.monotonic())
+    except HoldfastError as error:
+        typer.echo(f"holdfast blame: {error}", err=True)
+        raise typer.Exit(1) from error
+    found = analyse(evidence)
+    if perfetto is not None:
+        from holdfast.harness.blame.perfetto import trace
+
+        perfetto.write_text(json_module.dumps(trace(evidence)))
+    if json:
+        import msgspec
+
+        suspects = msgspec.to_builtins(found[:limit])
+        typer.echo(json_module.dumps({"suspects": suspects, "not_read": evidence.bad}, indent=2))
+        return
+    from rich.console import Console
+
+    from holdfast.harness.blame.show import render
+
+    Console().print(render(evidence, found, limit))
+    if not evidence.recordings:
+        typer.echo("holdfast blame: no recording could be read; was HOLDFAST_LOG_DIR set in the job?", err=True)
+        raise typer.Exit(1)
+
+
+def _score(generated: int, injected: int, json: bool) -> None:
+    from holdfast.harness.blame.score.run import run
+
+    result = run(generated, injected, lambda text: typer.echo(text, err=True))
+    if json:
+        import msgspec
+
+        typer.echo(json_module.dumps(msgspec.to_builtins(result), indent=2))
+    else:
+        typer.echo(result.table())
+    if not result.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,191 @@
+"""Chaos from Python: functions that make faults, and `run`, which breaks a training function of yours with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.harness.chaos.fault_type import fault_types
+from holdfast.harness.chaos.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.scenario import At, Expect, Fault, JobSpec, Scenario, check_fits
+from holdfast.harness.chaos.theatre import Outcome, Theatre
+from holdfast.harness.chaos.workload import Python
+
+_WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
+
+
+class ChaosFailed(AssertionError):
+    """A run did not come out as expected; says why, and how to repeat it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run under chaos. `values` are what the ranks of the last view returned, by rank; `report` has every figure."""
+
+    report: ChaosRun
+    values: tuple[Any, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it came out as expected."""
+        return self.report.passed
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why not, in words."""
+        return self.report.failures
+
+    def check(self) -> Result:
+        """This, if it came out as expected. Raises `ChaosFailed` with every reason if not."""
+        if not self.passed:
+            lines = [f"{self.report.title}: not as expected", *(f"  - {failure}" for failure in self.failures)]
+            struck = [f"  {each.number}. {each.when}: {each.words}" for each in self.report.strikes]
+            lines += ["faults:", *struck, f"repeat: {self.report.repeat}" if self.report.repeat else ""]
+            raise ChaosFailed("\n".join(filter(None, lines)))
+        return self
+
+    def write(self, folder: Path | str) -> Path:
+        """Write report.html and run.json into a folder; the path of the page."""
+        from holdfast.harness.chaos.show import machine
+        from holdfast.harness.report.chaos import write_report
+
+        report = ChaosReport(version=version("holdfast"), machine=machine(), runs=(self.report,))
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.json").write_bytes(msgspec.json.encode(report))
+        write_report(report, path / "report.html")
+        return path / "report.html"
+
+
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 3,
+    spares: int = 0,
+    backend: str = "shm",
+    faults: Iterable[Fault] = (),
+    seed: int = 0,
+    steps: int | None = None,
+    compare: bool = True,
+    expect: Mapping[str, Any] | None = None,
+    limit: float = 60.0,
+    repeat: str = "",
+    **job: Any,
+) -> Result:
+    """Call `fn(session, *args)` on every rank of a job, with `faults` striking it, and judge.
+
+    `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; functions of scripts and test modules
+    will do. With `compare` it is run without faults first, and what rank 0 returns must have the same bits both times
+    (tensors, numbers, text, nested): `expect={"weights": "any"}` if that is not to be. `steps`: how many there are, for
+    faults at random steps. `expect` and `job` are the keys of the tables [expect] and [job] of a scenario file. Raises
+    ValueError for faults that cannot strike, and what starting the job raises; a bad outcome is no exception (`check`).
+    """
+    expected = msgspec.convert({"weights": "identical" if compare else "any", **(expect or {})}, Expect)
+    spec = msgspec.convert({"ranks": ranks, "spares": spares, "backend": backend, **job}, JobSpec)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    scenario = Scenario(
+        name=name.strip("<>").replace("_", "-").lower() or "function",
+        title=f"{name} under chaos",
+        summary="",
+        workload=Python(target=f"{getattr(fn, '__module__', '?')}:{name}", steps=steps),
+        job=spec,
+        faults=tuple(faults),
+        expect=expected,
+        limit=limit,
+    )
+    for fault_ in scenario.faults:
+        check_fits(scenario, fault_)
+    made = Theatre().perform(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
+    return _result(made)
+
+
+def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, minutes: float | None = None) -> Result:
+    """Run a scenario, as `holdfast chaos run` does."""
+    return _result(Theatre().perform(scenario, seed, compare=compare, minutes=minutes))
+
+
+def _result(made: Outcome) -> Result:
+    return Result(made.run, tuple(made.values.values()))
+
+
+# Faults -----------------------------------------------------------------------------------------------------
+
+
+def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> Fault:
+    """A fault of any type (`holdfast chaos list`): when (`step`, `seconds`, `random`, `point` ...), and its own keys.
+
+    Raises ValueError, saying what is allowed.
+    """
+    known = fault_types()
+    if kind not in known:
+        raise ValueError(f"there is no fault type {kind!r}; there are {', '.join(sorted(known))}")
+    when = {name: keys.pop(name) for name in _WHEN if name in keys}
+    if "rank" in keys and "point" in when:
+        when["rank"] = keys.pop("rank")
+    try:
+        return Fault(type=kind, at=msgspec.convert(when, At), what=msgspec.convert(keys, known[kind]), lasts=lasts)
+    except msgspec.ValidationError as error:
+        own = ", ".join(known[kind].__struct_encode_fields__)
+        raise ValueError(f"fault {kind!r}: {error}; its keys are {own}, and when: {', '.join(_WHEN)}") from None
+
+
+def kill(who: Any = None, **when: Any) -> Fault:
+    """SIGKILL of `who`: a rank, "random", "coordinator", "last", "spare", "joiner", or a list of them."""
+    return fault("kill", who=who, **when)
+
+
+def pause(who: Any = None, *, lasts: float | None = None, **when: Any) -> Fault:
+    """SIGSTOP; SIGCONT after `lasts` seconds, if given."""
+    return fault("pause", who=who, lasts=lasts, **when)
+
+
+def slow(who: Any = None, *, share: float = 0.3, lasts: float | None = None, **when: Any) -> Fault:
+    """The process runs for a `share` of the time only."""
+    return fault("slow", who=who, share=share, lasts=lasts, **when)
+
+
+def flap(who: Any = None, *, off: float = 0.2, on: float = 0.3, lasts: float | None = None, **when: Any) -> Fault:
+    """The process stops for `off` seconds, runs for `on`, and again."""
+    return fault("flap", who=who, off=off, on=on, lasts=lasts, **when)
+
+
+def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> Fault:
+    """The job's register cannot be written ("locked") or found ("gone")."""
+    return fault("register-away", how=how, lasts=lasts, **when)
+
+
+def cut(source: Any = None, target: Any = None, *, lasts: float | None = None, **more: Any) -> Fault:
+    """Nothing passes between ranks; `one_way=True`: only back. Needs `links=True`, as all faults of links do."""
+    return fault("cut", source=source, target=target, lasts=lasts, **more)
+
+
+def partition(*groups: Iterable[int], lasts: float | None = None, **when: Any) -> Fault:
+    """Nothing passes between groups of ranks."""
+    return fault("partition", groups=[list(group) for group in groups], lasts=lasts, **when)
+
+
+def delay(seconds: float, *, jitter: float = 0.0, lasts: float | None = None, **more: Any) -> Fault:
+    """Bytes come late."""
+    when = {name: more.pop(name) for name in ("step", "random", "point") if name in more}
+    made = fault("delay", jitter=jitter, lasts=lasts, **(when or {"step": 0}), **more)
+    return msgspec.structs.replace(made, what=msgspec.structs.replace(made.what, seconds=seconds))
+
+
+def slow_link(megabytes: float, *, lasts: float | None = None, **more: Any) -> Fault:
+    """No more than so many megabytes a second."""
+    return fault("slow-link", megabytes=megabytes, lasts=lasts, **more)
+
+
+def lossy(share: float, *, lasts: float | None = None, **more: Any) -> Fault:
+    """A share of the segments is lost."""
+    return fault("lossy", share=share, lasts=lasts, **more)
+
+
+def corrupt(share: float = 0.1, *, lasts: float | None = None, **more: Any) -> Fault:
+    """Bits flip in a share of the pieces of payload."""
+    return fault("corrupt", share=share, lasts=lasts, **more)

@@ -1,0 +1,294 @@
+"""The `holdfast chaos` commands. Nothing heavy is imported before one of them runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.record import ChaosReport, ChaosRun
+
+WIDTH = 120
+"""Columns of output that goes to no terminal."""
+
+app = typer.Typer(
+    help="Break a job on real processes, and judge how it recovers.",
+    epilog="Start with: holdfast chaos list, then holdfast chaos run kill-rank. How to write one: docs/chaos.md.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+@app.command(name="list")
+def list_scenarios(json: Json = False) -> None:
+    """List the scenarios that come with holdfast, and the fault types that there are.
+
+    [bold]Examples[/bold]
+
+        holdfast chaos list
+
+        holdfast chaos list --json | jq -r '.scenarios[].name'
+    """
+    from holdfast.harness.chaos import library
+    from holdfast.harness.chaos.fault_type import fault_types
+    from holdfast.harness.chaos.show import listing
+
+    scenarios = [library.find(name) for name in library.names()]
+    if json:
+        _print_json(
+            {
+                "scenarios": [
+                    {
+                        "name": each.name,
+                        "title": each.title,
+                        "summary": each.summary.strip(),
+                        "workload": type(each.workload).__struct_config__.tag,
+                        "backend": each.job.backend,
+                        "faults": [fault.type for fault in each.faults],
+                        "file": str(library.path_of(each.name)),
+                    }
+                    for each in scenarios
+                ],
+                "faults": {
+                    name: {"summary": kind.summary, "keys": list(kind.__struct_encode_fields__)}
+                    for name, kind in sorted(fault_types().items())
+                },
+            }
+        )
+        return
+    for table in listing(scenarios, fault_types()):
+        _console().print(table)
+
+
+@app.command()
+def show(
+    scenario: Annotated[str, typer.Argument(help="A scenario's name or file.")],
+    seed: Annotated[int, typer.Option(min=0, help="The schedule of this seed.")] = 0,
+) -> None:
+    """Print a scenario's file and the schedule that a seed gives it. Nothing is run.
+
+    [bold]Examples[/bold]
+
+        holdfast chaos show kill-rank --seed 7 > mine.toml
+    """
+    from holdfast.harness.chaos import library
+    from holdfast.harness.chaos.planning import schedule
+    from holdfast.harness.chaos.scenario import BadScenario
+
+    try:
+        path = library.path_of(scenario)
+        loaded = library.find(scenario)
+        planned = schedule(loaded, seed, seconds=None if loaded.minutes is None else 60 * loaded.minutes)
+    except (BadScenario, ValueError) as error:
+        typer.echo(f"holdfast chaos: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(path.read_text().rstrip())
+    typer.echo(f"\n# With --seed {seed}:")
+    for each in planned:
+        lasts = "" if each.lasts is None else f", for {each.lasts:g} s"
+        typer.echo(f"#   {each.number}. {each.when.words()}: {each.what.words()}{lasts}")
+
+
+@app.command()
+def run(
+    scenarios: Annotated[list[str], typer.Argument(help="Names (`holdfast chaos list`) or TOML files.")],
+    seed: Annotated[
+        int, typer.Option(min=0, help="Decides all that is left to chance. Equal seeds, equal faults.")
+    ] = 0,
+    report: Annotated[Path, typer.Option(help="Folder for report.html and run.json.")] = Path("report"),
+    json: Json = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.05, help="How long a run with faults is, instead of what the scenario says.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--reference/--no-reference", help="Also run without faults, for goodput and equal bits.")
+    ] = True,
+) -> None:
+    """Run scenarios on real processes of this machine, break them, check every invariant, and judge.
+
+    [bold]Examples[/bold]
+
+        holdfast chaos run kill-rank
+
+        holdfast chaos run scenarios/*.toml --seed 7 --report nightly
+
+        holdfast chaos run soak --minutes 5
+
+        holdfast chaos run my-training.toml --json | jq '.runs[].percentiles.resumed'
+
+    Each is run twice: without faults, for the final state and the speed, and with the faults that the seed gives. The
+    folder gets report.html (one file, works offline) and run.json.
+
+    Exit status: 0 only if every run came out as its scenario expects; 1 if not; 2 if one could not be run; 130 if
+    interrupted. A run that fails prints the command that repeats it.
+    """
+    from holdfast.comms.errors import HoldfastError
+
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot make the folder {report}: {error}", param_hint="--report") from error
+    try:
+        made, refused = _run(scenarios, seed, minutes, compare, quiet=json)
+    except (HoldfastError, ValueError, OSError) as error:
+        typer.echo(f"holdfast chaos: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo("holdfast chaos: interrupted; all processes are ended", err=True)
+        raise typer.Exit(130) from None
+    for line in refused:
+        typer.echo(f"holdfast chaos: {line}", err=True)
+    if not made.runs:
+        raise typer.Exit(2)
+    _write(made, report)
+    if json:
+        _print_json(_summary(made))
+    else:
+        _tell(made, report)
+    raise typer.Exit(2 if refused else 0 if made.passed else 1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A run.json, or a folder that has one.")],
+    after: Annotated[Path, typer.Argument(help="Another.")],
+    report: Annotated[Path | None, typer.Option(help="Folder for compare.html.")] = None,
+    json: Json = False,
+) -> None:
+    """Set two runs side by side: verdicts, percentiles of detection, rebuild and resume, goodput.
+
+    [bold]Examples[/bold]
+
+        holdfast chaos run kill-rank --report before; holdfast chaos run kill-rank --report after
+
+        holdfast chaos compare before after --report comparison
+
+    Exit status: 0 if both have a scenario in common, whatever became of it.
+    """
+    import msgspec
+
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.chaos.compare import compared, load_report
+    from holdfast.harness.chaos.show import comparison
+
+    try:
+        reports = load_report(before), load_report(after)
+    except (HoldfastError, OSError) as error:
+        typer.echo(f"holdfast chaos: {error}", err=True)
+        raise typer.Exit(2) from error
+    old, new = ({run.name: run for run in each.runs} for each in reports)
+    both = [name for name in new if name in old]
+    if not both:
+        typer.echo(f"holdfast chaos: no scenario is in both: {', '.join(old)} and {', '.join(new)}", err=True)
+        raise typer.Exit(2)
+    rows = {name: compared(old[name], new[name]) for name in both}
+    if report is not None:
+        from holdfast.harness.report.chaos import write_comparison
+
+        report.mkdir(parents=True, exist_ok=True)
+        write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
+    if json:
+        _print_json(msgspec.to_builtins(rows))
+        return
+    for name in both:
+        _console().print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
+    if report is not None:
+        typer.echo(f"report: {report / 'compare.html'}")
+
+
+def _label(path: Path) -> str:
+    return path.parent.name if path.name == "run.json" else path.name or str(path)
+
+
+def _run(
+    names: list[str], seed: int, minutes: float | None, compare: bool, *, quiet: bool
+) -> tuple[ChaosReport, list[str]]:
+    """The runs, and why others could not be run. Raises `BadScenario` before anything is run."""
+    from importlib.metadata import version
+
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.chaos import library
+    from holdfast.harness.chaos.record import ChaosReport
+    from holdfast.harness.chaos.show import machine, progress
+    from holdfast.harness.chaos.theatre import Theatre
+
+    loaded = [(name, library.find(name)) for name in names]
+    runs: list[ChaosRun] = []
+    refused: list[str] = []
+    with progress(_console(), quiet=quiet) as bar:
+        theatre = Theatre(bar.step)
+        for name, scenario in loaded:
+            bar.begin(scenario.title)
+            try:
+                made = theatre.perform(
+                    scenario,
+                    seed,
+                    source=library.path_of(name).read_text(),
+                    minutes=minutes,
+                    compare=compare,
+                    repeat=_repeat(name, seed, minutes, compare),
+                )
+            except (HoldfastError, ValueError, RuntimeError, OSError) as error:
+                refused.append(f"{name} could not be run: {error}")
+                bar.fail(str(error))
+                continue
+            bar.end(made.run)
+            runs.append(made.run)
+    return ChaosReport(version=version("holdfast"), machine=machine(), runs=tuple(runs)), refused
+
+
+def _repeat(name: str, seed: int, minutes: float | None, compare: bool) -> str:
+    more = [] if minutes is None else ["--minutes", f"{minutes:g}"]
+    return shlex.join(
+        ["holdfast", "chaos", "run", name, "--seed", str(seed), *more, *([] if compare else ["--no-reference"])]
+    )
+
+
+def _write(made: ChaosReport, folder: Path) -> None:
+    import msgspec
+
+    from holdfast.harness.report.chaos import write_report
+
+    (folder / "run.json").write_bytes(msgspec.json.encode(made))
+    write_report(made, folder / "report.html")
+
+
+def _tell(made: ChaosReport, folder: Path) -> None:
+    from holdfast.harness.chaos.show import results
+
+    for thing in results(made):
+        _console().print(thing)
+    typer.echo(f"report: {folder / 'report.html'}")
+    for each in made.runs:
+        if not each.passed:
+            typer.echo(f"repeat: {each.repeat}")
+
+
+def _summary(made: ChaosReport) -> dict[str, Any]:
+    """What `--json` prints: all but the pictures' data."""
+    import msgspec
+
+    pictures = ("spans", "progress", "lives", "output", "source")
+    runs = []
+    for each in made.runs:
+        plain = msgspec.to_builtins(each)
+        runs.append({**{k: v for k, v in plain.items() if k not in pictures}, "goodput": each.goodput})
+    return {"passed": made.passed, "version": made.version, "machine": made.machine, "runs": runs}
+
+
+def _print_json(thing: Any) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(thing)).decode() + "\n")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -1,0 +1,1 @@
+"""The fault types that come with holdfast, one idea a file."""

@@ -1,0 +1,54 @@
+"""Faults of the cables between hosts that are network namespaces: as real as on one machine it gets. As root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from holdfast.harness.chaos.fault_type import Undo
+from holdfast.harness.chaos.faults.process import Aimed
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.scenario import Scenario
+    from holdfast.harness.chaos.stage import Stage
+
+
+class LinkCut(Aimed, frozen=True, kw_only=True):
+    """The cable of the host of `who`: `how` "pulled" (nothing in or out), "mute" (what it sends is lost), "deaf" (what
+    is sent to it is lost), or "slow" (no more than `megabits` a second).
+    """
+
+    summary: ClassVar[str] = "the cable of a host"
+    how: Literal["pulled", "mute", "deaf", "slow"] = "pulled"
+    megabits: Annotated[float, Meta(gt=0)] = 10.0
+
+    def check(self, scenario: Scenario) -> None:
+        Aimed.check(self, scenario)
+        if scenario.workload.family != "session" or scenario.job.hosts != "namespaces":
+            raise ValueError('link-cut needs job.hosts = "namespaces" (as root)')
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = self.victims(stage)
+        network = stage.hosts().network
+        numbers = [stage.hosts().of(victim.process.pid) for victim in victims]
+        stage.note("link-cut", victims, how=self.how)
+        for number in numbers:
+            match self.how:
+                case "pulled":
+                    network.cut(number)
+                case "mute":
+                    network.mute(number)
+                case "deaf":
+                    network.deafen(number)
+                case "slow":
+                    network.throttle(number, int(self.megabits * 1e6))
+
+        def heal() -> None:
+            for number in numbers:
+                network.heal(number)
+
+        return heal
+
+    def words(self) -> str:
+        return f"{Aimed.words(self)} ({self.how})"

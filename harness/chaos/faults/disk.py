@@ -1,0 +1,46 @@
+"""The disk is full: the job's files (register, event logs) lie on a file system that has no byte left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+from holdfast.harness.chaos.fault_type import FaultType, Undo
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.scenario import Scenario
+    from holdfast.harness.chaos.stage import Stage
+
+_PIECE = 1 << 16
+
+
+class DiskFull(FaultType, frozen=True, kw_only=True):
+    """Every byte that is free is taken, and given back when the fault is over. The job must have a `disk`."""
+
+    summary: ClassVar[str] = "disk full"
+
+    def check(self, scenario: Scenario) -> None:
+        if scenario.job.disk is None:
+            raise ValueError("disk-full needs job.disk = megabytes: a file system of the job's own (as root)")
+
+    def strike(self, stage: Stage) -> Undo | None:
+        path = stage.directory / "filling"
+        stage.note("disk-full", [])
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = _PIECE
+        while size:
+            try:
+                os.write(fd, bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                size //= 2
+        os.close(fd)
+
+        def give_back() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+        return give_back

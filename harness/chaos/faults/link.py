@@ -1,0 +1,172 @@
+"""Faults of links between ranks: through the proxy, so for every transport over TCP, and for the control channel.
+
+The job must have `links = true`. `source` and `target` are ranks, or lists of them; without one of them: all others.
+`plane` is "control" (heartbeats, views), "data", or "all".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from holdfast.harness.chaos.fault_type import FaultType, Undo
+from holdfast.harness.chaos.links.policy import Plane, Policy, Rule
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.scenario import Scenario
+    from holdfast.harness.chaos.stage import Stage
+
+Ranks = int | tuple[int, ...] | None
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Linked(FaultType, frozen=True, kw_only=True):
+    def check(self, scenario: Scenario) -> None:
+        if scenario.workload.family != "session" or not scenario.job.links:
+            raise ValueError("faults of links need job.links = true")
+        if scenario.job.backend == "shm" and not self.control_alone:
+            raise ValueError('the shm backend has no links to break; use gloo or ucx, or plane = "control"')
+        for rank in self.named:
+            if not 0 <= rank < scenario.job.ranks:
+                raise ValueError(f"no rank {rank} ({scenario.job.ranks} ranks)")
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The ranks that this is about."""
+        return ()
+
+    @property
+    def control_alone(self) -> bool:
+        """Whether nothing but the control channel is broken."""
+        return False
+
+
+class _Directed(_Linked, frozen=True, kw_only=True):
+    """A policy for what goes from `source` to `target`, and back unless `one_way`."""
+
+    source: Ranks = None
+    target: Ranks = None
+    one_way: bool = False
+    plane: Plane = "all"
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        return (*_listed(self.source), *_listed(self.target))
+
+    @property
+    def control_alone(self) -> bool:
+        return self.plane == "control"
+
+    def policy(self) -> Policy:
+        """What happens to the bytes."""
+        raise NotImplementedError
+
+    def strike(self, stage: Stage) -> Undo | None:
+        sources, targets = (stage.pids(_listed(ranks)) for ranks in (self.source, self.target))
+        ways = [(sources, targets)] if self.one_way or sources == targets else [(sources, targets), (targets, sources)]
+        stage.note(type(self).__name__.lower(), stage.found(sources | targets), way=self.words())
+        return stage.rule(
+            Rule(policy=self.policy(), sources=source, targets=target, plane=self.plane) for source, target in ways
+        )
+
+    def words(self) -> str:
+        sign = "→" if self.one_way else "↔"
+        plane = "" if self.plane == "all" else f", {self.plane} channel"
+        return f"{self.summary}: {_named(self.source)} {sign} {_named(self.target)}{plane}"
+
+
+class Cut(_Directed, frozen=True, kw_only=True):
+    """Nothing passes, and nobody is told: packets vanish."""
+
+    summary: ClassVar[str] = "link cut"
+
+    def policy(self) -> Policy:
+        return Policy(cut=True)
+
+
+class Delay(_Directed, frozen=True, kw_only=True):
+    """Every byte comes `seconds` late, and up to `jitter` more."""
+
+    summary: ClassVar[str] = "link delayed"
+    seconds: NonNegative = 0.005
+    jitter: NonNegative = 0.0
+
+    def policy(self) -> Policy:
+        return Policy(delay=self.seconds, jitter=self.jitter)
+
+
+class SlowLink(_Directed, frozen=True, kw_only=True):
+    """No more than `megabytes` a second pass."""
+
+    summary: ClassVar[str] = "slow link"
+    megabytes: Annotated[float, Meta(gt=0)] = 10.0
+
+    def policy(self) -> Policy:
+        return Policy(rate=self.megabytes * 1e6)
+
+
+class Lossy(_Directed, frozen=True, kw_only=True):
+    """A `share` of the segments is lost: each costs TCP's least retransmission time, 200 ms."""
+
+    summary: ClassVar[str] = "lossy link"
+    share: Share = 0.02
+
+    def policy(self) -> Policy:
+        return Policy(loss=self.share)
+
+
+class Corrupt(_Directed, frozen=True, kw_only=True):
+    """One bit is flipped in a `share` of the pieces of payload (4 KiB or more); with `headers` in small pieces too."""
+
+    summary: ClassVar[str] = "bits flipped on the link"
+    share: Share = 0.1
+    headers: bool = False
+
+    def policy(self) -> Policy:
+        return Policy(corrupt=self.share, headers=self.headers)
+
+
+class Reset(_Directed, frozen=True, kw_only=True):
+    """Connections are reset, and new ones too while it lasts."""
+
+    summary: ClassVar[str] = "connections reset"
+
+    def policy(self) -> Policy:
+        return Policy(reset=True)
+
+
+class Partition(_Linked, frozen=True, kw_only=True):
+    """Nothing passes between `groups` of ranks, nor between one that is named and one that is not."""
+
+    summary: ClassVar[str] = "network partitioned"
+    groups: tuple[tuple[int, ...], ...]
+
+    def check(self, scenario: Scenario) -> None:
+        _Linked.check(self, scenario)
+        if len(self.named) != len(set(self.named)) or not self.groups:
+            raise ValueError("groups: at least one, and every rank in one group at most")
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        return tuple(rank for group in self.groups for rank in group)
+
+    def strike(self, stage: Stage) -> Undo | None:
+        groups = [stage.pids(group) for group in self.groups]
+        rest = stage.everybody() - frozenset(pid for group in groups for pid in group)
+        sides = [group for group in (*groups, rest) if group]
+        stage.note("partition", stage.found(frozenset().union(*groups)), way=self.words())
+        cut = Policy(cut=True)
+        return stage.rule(Rule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
+
+    def words(self) -> str:
+        return f"{self.summary}: {' | '.join(', '.join(map(str, group)) for group in self.groups)}"
+
+
+def _listed(ranks: Ranks) -> tuple[int, ...]:
+    return () if ranks is None else ranks if isinstance(ranks, tuple) else (ranks,)
+
+
+def _named(ranks: Ranks) -> str:
+    return ", ".join(f"rank {rank}" for rank in _listed(ranks)) or "all"

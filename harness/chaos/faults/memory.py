@@ -1,0 +1,30 @@
+"""A bit of published weights flips in a holder's memory: what a checksum is for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from holdfast.harness.chaos.fault_type import Undo
+from holdfast.harness.chaos.faults.process import Aimed
+from holdfast.harness.chaos.workloads.orders import Spoil
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.scenario import Scenario
+    from holdfast.harness.chaos.stage import Stage
+
+
+class CorruptMemory(Aimed, frozen=True, kw_only=True):
+    """One bit of the newest version flips in the memory of a holder; its checksum is as before."""
+
+    summary: ClassVar[str] = "a bit flips in memory"
+
+    def check(self, scenario: Scenario) -> None:
+        if scenario.workload.family != "store" or self.names not in ((), ("holder",)):
+            raise ValueError('corrupt-memory is for the store, and for who = "holder"')
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = stage.find("keeper")
+        stage.note("corrupt-memory", victims)
+        for victim in victims:
+            victim.process.channel.send(Spoil())
+        return None

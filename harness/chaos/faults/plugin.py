@@ -1,0 +1,34 @@
+"""Offers holdfast's own fault types through the entry-point group `holdfast`, like anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.comms.plugins import hookimpl
+
+
+@hookimpl
+def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
+    from holdfast.harness.chaos.faults import disk, link, process, register
+    from holdfast.harness.chaos.faults.cable import LinkCut
+    from holdfast.harness.chaos.faults.memory import CorruptMemory
+
+    return {
+        "kill": process.Kill,
+        "pause": process.Pause,
+        "slow": process.Slow,
+        "flap": process.Flap,
+        "join": process.Join,
+        "cut": link.Cut,
+        "partition": link.Partition,
+        "delay": link.Delay,
+        "slow-link": link.SlowLink,
+        "lossy": link.Lossy,
+        "corrupt": link.Corrupt,
+        "reset": link.Reset,
+        "link-cut": LinkCut,
+        "register-away": register.RegisterAway,
+        "disk-full": disk.DiskFull,
+        "corrupt-memory": CorruptMemory,
+    }

@@ -1,0 +1,178 @@
+"""Faults of processes: killed, stopped, slowed down, or one more of them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from holdfast.harness.chaos.fault_type import FaultType, Undo
+from holdfast.harness.chaos.stage import Victim
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.scenario import Scenario
+    from holdfast.harness.chaos.stage import Stage
+
+Who = int | str | tuple[int | str, ...] | None
+
+ROLES = {
+    "session": ("random", "coordinator", "last", "spare", "joiner"),
+    "store": ("random", "publisher", "holder", "reader"),
+    "demo": ("trainer", "generator", "holder"),
+}
+"""Who can be named, besides ranks. The coordinator is rank 0, where all others meet in a rebuild; the joiner is the
+process that was started last; "random" is drawn from the seed, as often as it is written.
+"""
+
+
+class Aimed(FaultType, frozen=True, kw_only=True):
+    """A fault of one or several processes: `who` is a rank, a role, or a list of them.
+
+    Without it: the process that reached the point of `at`.
+    """
+
+    who: Who = None
+
+    @property
+    def names(self) -> tuple[int | str, ...]:
+        """Who is meant, as a list."""
+        return () if self.who is None else self.who if isinstance(self.who, tuple) else (self.who,)
+
+    def check(self, scenario: Scenario) -> None:
+        family = scenario.workload.family
+        for name in self.names:
+            if isinstance(name, str) and name not in ROLES[family]:
+                raise ValueError(f"who = {name!r}: there are {', '.join(ROLES[family])}")
+            if isinstance(name, int) and (family != "session" or not 0 <= name < scenario.job.ranks):
+                raise ValueError(f"who = {name}: no such rank ({scenario.job.ranks} ranks)")
+
+    def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
+        """With ranks, all different, in place of "random"."""
+        taken = {name for name in self.names if name != "random"}
+        settled: list[int | str] = []
+        for name in self.names:
+            if name == "random":
+                free = [who for who in _everybody(scenario) if who not in taken]
+                name = dice.choice(free or _everybody(scenario))
+                taken.add(name)
+            settled.append(name)
+        return replace(self, who=tuple(settled) or None)
+
+    def victims(self, stage: Stage) -> list[Victim]:
+        """The processes that are meant, now."""
+        if not self.names:
+            return [stage.reacher()]
+        return [victim for name in self.names for victim in stage.find(name)]
+
+    def words(self) -> str:
+        who = " and ".join(f"rank {name}" if isinstance(name, int) else f"the {name}" for name in self.names)
+        return f"{self.summary}: {who}" if who else self.summary
+
+
+def _everybody(scenario: Scenario) -> Sequence[int | str]:
+    return range(scenario.job.ranks) if scenario.workload.family == "session" else ("publisher", "holder", "reader")
+
+
+class Kill(Aimed, frozen=True, kw_only=True):
+    """SIGKILL."""
+
+    summary: ClassVar[str] = "SIGKILL"
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = self.victims(stage)
+        stage.note("kill", victims)
+        for victim in victims:
+            victim.process.kill()
+        return None
+
+
+class Pause(Aimed, frozen=True, kw_only=True):
+    """SIGSTOP, and SIGCONT when the fault is over: a process that hangs, its sockets open."""
+
+    summary: ClassVar[str] = "SIGSTOP"
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = self.victims(stage)
+        stage.note("pause", victims)
+        for victim in victims:
+            victim.process.signal(signal.SIGSTOP)
+
+        def resume() -> None:
+            for victim in victims:
+                victim.process.signal(signal.SIGCONT)
+
+        return resume
+
+
+class Slow(Aimed, frozen=True, kw_only=True):
+    """The process runs for a `share` of the time only: stopped and continued every `period` seconds."""
+
+    summary: ClassVar[str] = "slowed down"
+    share: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+    period: Annotated[float, Meta(gt=0)] = 0.05
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = self.victims(stage)
+        stage.note("slow", victims, share=self.share)
+        return _blinking(victims, self.period * (1 - self.share), self.period * self.share)
+
+
+class Flap(Aimed, frozen=True, kw_only=True):
+    """The process stops for `off` seconds again and again, and runs for `on` seconds between: never long enough to be
+    given up.
+    """
+
+    summary: ClassVar[str] = "flapping"
+    off: Annotated[float, Meta(gt=0)] = 0.2
+    on: Annotated[float, Meta(gt=0)] = 0.3
+
+    def strike(self, stage: Stage) -> Undo | None:
+        victims = self.victims(stage)
+        stage.note("flap", victims)
+        return _blinking(victims, self.off, self.on)
+
+
+class Join(FaultType, frozen=True, kw_only=True):
+    """No fault: `count` more processes want to take part."""
+
+    summary: ClassVar[str] = "another process joins"
+    count: Annotated[int, Meta(ge=1, le=8)] = 1
+
+    def check(self, scenario: Scenario) -> None:
+        if scenario.workload.family != "session":
+            raise ValueError("only a job of sessions can be joined")
+
+    def strike(self, stage: Stage) -> Undo | None:
+        stage.note("join", [])
+        for _ in range(self.count):
+            stage.join()
+        return None
+
+
+def _blinking(victims: Sequence[Victim], off: float, on: float) -> Undo:
+    """Stop and continue in turn, in a thread, until the undo."""
+    over = threading.Event()
+
+    def blink() -> None:
+        while not over.is_set():
+            for number, seconds in ((signal.SIGSTOP, off), (signal.SIGCONT, on)):
+                for victim in victims:
+                    victim.process.signal(number)
+                if over.wait(seconds):
+                    break
+
+    thread = threading.Thread(target=blink, name="holdfast-chaos-blink", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+        for victim in victims:
+            victim.process.signal(signal.SIGCONT)
+
+    return end

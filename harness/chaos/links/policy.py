@@ -1,0 +1,99 @@
+"""What happens to bytes on a link, as data: rules for directions between processes, and how rules add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+Plane = Literal["all", "control", "data"]
+"""Which connections: those to control endpoints (heartbeats, views), all others, or both."""
+
+RETRANSMISSION = 0.2
+"""Seconds that a lost segment costs: the least retransmission timeout of Linux's TCP."""
+
+BULK = 4096
+"""Bytes from which on a piece counts as payload, not as a header: only in such pieces are bits flipped."""
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to the bytes of one direction.
+
+    `delay` and `jitter` in seconds (a uniform share of the jitter is added to the delay of each piece; order is kept);
+    `rate` in bytes a second, 0 for no limit; `loss` is the share of pieces that cost a retransmission; `corrupt` the
+    share of pieces of payload in which one bit is flipped; `headers`: of small pieces too; `cut`: nothing passes, and
+    nobody is told; `reset`: connections are reset, and new ones too.
+    """
+
+    delay: float = 0.0
+    jitter: float = 0.0
+    rate: float = 0.0
+    loss: float = 0.0
+    corrupt: float = 0.0
+    headers: bool = False
+    cut: bool = False
+    reset: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("delay", "jitter", "rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative")
+        for name in ("loss", "corrupt"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is a share: from 0 to 1")
+
+    def __and__(self, other: Policy) -> Policy:
+        """Both at once: delays add up, the lower rate holds, losses are independent."""
+        rates = [each.rate for each in (self, other) if each.rate > 0]
+        return Policy(
+            delay=self.delay + other.delay,
+            jitter=self.jitter + other.jitter,
+            rate=min(rates, default=0.0),
+            loss=1 - (1 - self.loss) * (1 - other.loss),
+            corrupt=1 - (1 - self.corrupt) * (1 - other.corrupt),
+            headers=self.headers or other.headers,
+            cut=self.cut or other.cut,
+            reset=self.reset or other.reset,
+        )
+
+
+CLEAR = Policy()
+"""Bytes pass as they come."""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy for the bytes from any of `sources` to any of `targets` (process ids; empty: from or to any)."""
+
+    policy: Policy
+    sources: frozenset[int] = frozenset()
+    targets: frozenset[int] = frozenset()
+    plane: Plane = "all"
+
+    def applies(self, source: int, target: int, control: bool) -> bool:
+        """Whether this is about bytes from `source` to `target` on a connection to a control endpoint, or another."""
+        if self.plane != "all" and (self.plane == "control") != control:
+            return False
+        return (not self.sources or source in self.sources) and (not self.targets or target in self.targets)
+
+
+def combined(rules: Iterable[Rule], source: int, target: int, control: bool) -> Policy:
+    """All that applies to bytes from `source` to `target`."""
+    policy = CLEAR
+    for rule in rules:
+        if rule.applies(source, target, control):
+            policy &= rule.policy
+    return policy
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What went from one process to another so far. `lost` and `corrupted` count pieces, `reset` connections."""
+
+    source: int
+    target: int
+    control: bool
+    connections: int
+    bytes: int
+    lost: int = 0
+    corrupted: int = 0
+    reset: int = 0

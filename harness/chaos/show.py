@@ -1,0 +1,141 @@
+"""What `holdfast chaos` shows on a terminal: lists, a progress bar, results, comparisons."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.harness.chaos.compare import Row
+from holdfast.harness.chaos.fault_type import FaultType
+from holdfast.harness.chaos.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.scenario import Scenario
+from holdfast.harness.report.svg import duration
+
+_LINE_SECONDS = 10.0
+
+
+def machine() -> str:
+    """Where a run was made, in a few words."""
+    cores = len(os.sched_getaffinity(0))
+    system = f"{platform.system()} {platform.release()}"
+    return f"{cores} cores, {system}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]]) -> Iterator[RenderableType]:
+    """The tables of `holdfast chaos list`."""
+    table = Table("scenario", "workload", "backend", "faults", "what it is", title="scenarios", title_justify="left")
+    for each in scenarios:
+        faults = ", ".join(dict.fromkeys(fault.type for fault in each.faults))
+        kind = type(each.workload).__struct_config__.tag
+        backend = each.job.backend if each.workload.family == "session" else ""
+        table.add_row(each.name, str(kind), backend, faults, each.title)
+    yield table
+    faults_table = Table(
+        "fault", "what it is", "keys besides type, at and lasts", title="fault types", title_justify="left"
+    )
+    for name, kind_ in sorted(kinds.items()):
+        faults_table.add_row(name, kind_.summary, ", ".join(kind_.__struct_encode_fields__))
+    yield faults_table
+
+
+class Bar:
+    """How a run gets on: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+
+    def __init__(self, console: Console, progress: Progress | None, quiet: bool) -> None:
+        self._console, self._progress, self._quiet = console, progress, quiet
+        self._title, self._phase, self._next = "", "", 0.0
+        self._task: Any = None
+
+    def begin(self, title: str) -> None:
+        """A scenario begins."""
+        self._title, self._phase = title, ""
+        if not self._quiet:
+            self._console.print(Text(title, "bold"))
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        """So many steps of a phase are committed."""
+        if self._progress is not None:
+            if phase != self._phase:
+                self._drop()
+                self._task = self._progress.add_task(phase, total=total or None)
+            self._progress.update(self._task, completed=done, total=total or None)
+        elif not self._quiet and (phase != self._phase or time.monotonic() >= self._next):
+            self._next = time.monotonic() + _LINE_SECONDS
+            self._console.print(f"  {phase}: {done}/{total} steps")
+        self._phase = phase
+
+    def end(self, run: ChaosRun) -> None:
+        """A scenario is over."""
+        self._drop()
+        if not self._quiet:
+            style, word = ("green", "as expected") if run.passed else ("bold red", "NOT as expected")
+            self._console.print(Text(f"  {word}, {run.seconds:.1f} s", style))
+
+    def fail(self, why: str) -> None:
+        """A scenario could not be run."""
+        self._drop()
+        if not self._quiet:
+            self._console.print(Text(f"  could not be run: {why.splitlines()[0]}", "bold red"))
+
+    def _drop(self) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+@contextmanager
+def progress(console: Console, *, quiet: bool) -> Iterator[Bar]:
+    """Show how runs get on, while the `with` block lasts."""
+    if quiet or not console.is_terminal:
+        yield Bar(console, None, quiet)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as shown:
+        yield Bar(console, shown, quiet)
+
+
+def results(report: ChaosReport) -> Iterator[RenderableType]:
+    """The table of all runs, and of each that failed why."""
+    table = Table(
+        "", "scenario", "faults", "detected", "rebuilt", "resumed", "goodput", "violations", title_justify="left"
+    )
+    for run in report.runs:
+        struck = sum(strike.time is not None for strike in run.strikes)
+        stages = [
+            duration(run.percentiles[name].p50) if name in run.percentiles else "-"
+            for name in ("detected", "rebuilt", "resumed")
+        ]
+        goodput = "-" if run.goodput is None else f"{run.goodput:.0%}"
+        broken = sum(len(finding.violations) for finding in run.findings)
+        mark = Text("✓", "green") if run.passed else Text("✗", "bold red")
+        table.add_row(mark, run.name, str(struck), *stages, goodput, str(broken))
+    yield table
+    for run in report.runs:
+        if not run.passed:
+            yield Panel(Text("\n".join(run.failures)), title=f"{run.name}: not as expected", style="bold red")
+
+
+def comparison(title: str, names: tuple[str, str], rows: Sequence[Row]) -> Table:
+    """Two runs side by side."""
+    table = Table("", *names, "change", "", title=title, title_justify="left")
+    styles = {"better": "green", "worse": "red", "equal": "dim", "": ""}
+    for row in rows:
+        table.add_row(row.name, row.before, row.after, row.change, Text(row.judgement, styles[row.judgement]))
+    return table

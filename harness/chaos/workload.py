@@ -1,0 +1,79 @@
+"""What a scenario runs while it is broken: the kinds of workloads, and their numbers. What they do: `workloads/`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Family = Literal["session", "store", "demo"]
+
+
+class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """A workload. `family` says what runs it."""
+
+    family: ClassVar[Family] = "session"
+
+
+class AllReduce(_Kind, frozen=True, kw_only=True, tag="all_reduce"):
+    """Every step sums vectors of `elements` floats, one a shard, into a state that all ranks hold, in the same bits
+    whoever sums what. `pause` seconds of other work are in each step.
+    """
+
+    steps: Count = 300
+    elements: Count = 4096
+    pause: Seconds = 0.002
+    seed: int = 0
+
+
+class Ddp(_Kind, frozen=True, kw_only=True, tag="ddp"):
+    """torch's DistributedDataParallel trains a small network, one shard a rank, and is made anew in each epoch."""
+
+    steps: Count = 200
+    hidden: Count = 64
+    pause: Seconds = 0.002
+    seed: int = 0
+
+
+class Python(_Kind, frozen=True, kw_only=True, tag="python"):
+    """Your own training: `target` is `path/to/file.py:function` or `module:function`, called as
+    `function(session, **arguments)` on every rank. `steps` is how many it takes, where faults are to be placed by them.
+    What it returns on rank 0 is compared with a run without faults.
+    """
+
+    target: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
+    steps: Count | None = None
+    arguments: dict[str, Any] = {}
+
+
+class Store(_Kind, frozen=True, kw_only=True, tag="store"):
+    """A publisher brings `versions` versions of weights (`megabytes` each) into a store, `holders` keep them in
+    `replicas` copies, and `readers` fetch the latest again and again and compare every byte with what it must be.
+    """
+
+    family: ClassVar[Family] = "store"
+    versions: Count = 40
+    megabytes: Annotated[float, Meta(gt=0)] = 1.0
+    holders: Count = 3
+    readers: Count = 2
+    replicas: Count = 2
+    pause: Seconds = 0.05
+
+    @property
+    def steps(self) -> int:
+        """Versions are this workload's steps."""
+        return self.versions
+
+
+class Demo(_Kind, frozen=True, kw_only=True, tag="demo"):
+    """The reference workload: reinforcement learning with trainers, generators and holders of weights."""
+
+    family: ClassVar[Family] = "demo"
+    steps: Count = 60
+    seed: int = 0
+
+
+Workload = AllReduce | Ddp | Python | Store | Demo

@@ -1,0 +1,139 @@
+"""The workload of the weight store: bodies of its publisher, holders and readers, each a process of its own.
+
+Every byte of a version follows from its number, so a reader knows what it must get.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import EventLog
+from holdfast.ft.registers import RegisterAway
+from holdfast.harness.channel import Channel, ChannelClosed
+from holdfast.harness.chaos.workload import Store
+from holdfast.harness.chaos.workloads.orders import Spoil, Stop
+from holdfast.harness.chaos.workloads.session import digest_of
+from holdfast.store import StoreTimeout, WeightStore
+
+TENSORS = 4
+KEEP = 4
+NAMES = {"copied": "published", "published": "visible"}
+"""Readers may see a version before its publisher knows that they do: checkers ask from when on they may."""
+
+RETRY_SECONDS = 0.1
+READ_SECONDS = 0.02
+PATIENCE = 20.0
+"""Seconds that one publish or get may take, whatever is broken."""
+
+
+def weights(spec: Store, version: int) -> dict[str, torch.Tensor]:
+    """All of a version."""
+    elements = max(1, int(spec.megabytes * 1e6 / 4 / TENSORS))
+    base = torch.arange(elements, dtype=torch.float32)
+    return {f"layer.{number}": (base * (number + 1) + version).sin_() for number in range(TENSORS)}
+
+
+def _opened(spec: Store, log: EventLog, *, hold: bool) -> WeightStore:
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        log.emit(NAMES.get(kind, kind), **fields)
+
+    url = os.environ["HOLDFAST_REGISTER"]
+    return WeightStore(url, replicas=spec.replicas, hold=hold, keep=KEEP, observe=observe, timeout=PATIENCE)
+
+
+def publish(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+    """Publish what is not there yet, up to the last version."""
+    log = EventLog(name)
+    with _opened(spec, log, hold=False) as store:
+        first = (_trying(store.latest) or 0) + 1
+        log.emit("synced", step=first - 2, epoch=1)
+        for version in range(first, spec.versions + 1):
+            time.sleep(spec.pause)
+            _trying(partial(store.publish, version, weights(spec, version)))
+            log.emit("committed", step=version - 1, epoch=1, how="normal")
+        log.emit("finished", step=spec.versions - 1)
+        channel.recv(600.0)
+    log.close()
+    return {"role": "publisher", "digest": digest_of(weights(spec, spec.versions))}
+
+
+def hold(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+    """Keep replicas until told to stop."""
+    log = EventLog(name)
+    with _opened(spec, log, hold=True) as store:
+        log.emit("holding")
+        while isinstance(channel.recv(600.0), Spoil):
+            log.emit("spoilt", regions=_spoil(store))
+    log.close()
+    return {"role": "holder"}
+
+
+def read(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+    """Fetch the newest version again and again, up to the last, and compare it with what it must be."""
+    log = EventLog(name)
+    reads, newest = 0, 0
+    into = {key: torch.empty_like(tensor) for key, tensor in weights(spec, 1).items()}
+    with _opened(spec, log, hold=False) as store:
+        while newest < spec.versions:
+            _trying(partial(store.wait, 1, PATIENCE))
+            time.sleep(READ_SECONDS)
+            newest = _trying(partial(store.get, "latest", into))
+            log.emit("fetched", version=newest)
+            reads += 1
+            wanted = weights(spec, newest)
+            if not all(torch.equal(into[key], wanted[key]) for key in wanted):
+                log.emit("wrong", version=newest)
+        log.emit("read", reads=reads)
+        channel.recv(600.0)
+    log.close()
+    return {"role": "reader", "digest": digest_of(into), "reads": reads}
+
+
+def _trying(action: Callable[[], Any]) -> Any:
+    """Do it again while the register is away. Raises after `PATIENCE` seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return action()
+        except RegisterAway:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)
+
+
+def _spoil(store: WeightStore) -> int:
+    """Flip a bit in the newest version that is kept here; how many replicas that hit."""
+    newest = store.latest()
+    hit = 0
+    for (version, _, _), kept in list(store._keeper._kept.items()):
+        if version == newest:
+            kept.memory[len(kept.memory) // 3] ^= 1
+            hit += 1
+    return hit
+
+
+Body = Callable[[Channel, Store, str], dict[str, Any]]
+BODIES: dict[str, Body] = {"publisher": publish, "holder": hold, "reader": read}
+
+
+def target_of(role: str, spec: Store, name: str) -> Callable[[Channel], None]:
+    """What a process runs: its body, and at the end it sends what that returned, or in words why it failed."""
+
+    def target(channel: Channel) -> None:
+        torch.set_num_threads(1)
+        try:
+            channel.send(BODIES[role](channel, spec, name))
+        except (HoldfastError, StoreTimeout, ChannelClosed, TimeoutError) as error:
+            channel.send({"role": role, "error": f"{type(error).__name__}: {error}"})
+
+    return target
+
+
+__all__ = ["BODIES", "Stop", "target_of", "weights"]

@@ -1,0 +1,126 @@
+"""Measures the gate itself: how often it calls equal code slower, and how often it finds a slowdown that was put in.
+
+A trial is a whole run of the gate with one commit on both sides: once as it is, and once with a head that does 5% more
+ops wherever the base does its share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.harness.bench.noise import Noise
+from holdfast.harness.gate.decide import Rule
+from holdfast.harness.gate.gate import Comparison, Course, Progress, chosen, compare
+from holdfast.harness.gate.pairs import Nursery
+from holdfast.harness.gate.sides import Side
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """In how many of `trials` it said slower, faster, the same, and nothing; `mean` and `spread` (standard deviation)
+    of the slowdowns that it estimated, and how many pairs of processes it took on average."""
+
+    workload: str
+    injected: float
+    trials: int
+    slower: int
+    faster: int
+    same: int
+    unsure: int
+    mean: float
+    spread: float
+    clusters: float
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """`alarms` of `trials` runs on equal code called some workload slower. `found` of all workloads with a slowdown put
+    in, `workloads` a trial."""
+
+    commit: str
+    injected: float
+    trials: int
+    workloads: int
+    alarms: int
+    found: int
+    rates: tuple[Rate, ...]
+    rule: Rule
+    seconds: float
+    others: float
+
+    @property
+    def power(self) -> float:
+        return self.found / max(1, self.trials * self.workloads)
+
+    @property
+    def good(self) -> bool:
+        """Whether the rates that the rule states were reached."""
+        return self.power >= 0.95 and self.alarms <= 0.01 * self.trials
+
+
+def _rate(name: str, injected: float, courses: list[Course]) -> Rate:
+    slowdowns = [course.estimate.slowdown for course in courses]
+    mean = sum(slowdowns) / len(slowdowns)
+    verdicts = [course.verdict for course in courses]
+    return Rate(
+        workload=name,
+        injected=injected,
+        trials=len(courses),
+        slower=verdicts.count("slower"),
+        faster=verdicts.count("faster"),
+        same=verdicts.count("same"),
+        unsure=verdicts.count("unsure"),
+        mean=mean,
+        spread=(sum((each - mean) ** 2 for each in slowdowns) / max(1, len(slowdowns) - 1)) ** 0.5,
+        clusters=sum(course.estimate.clusters for course in courses) / len(courses),
+    )
+
+
+def calibrate(
+    sides: tuple[Side, Side],
+    rule: Rule,
+    trials: int,
+    names: Sequence[str] = (),
+    injected: float = 0.05,
+    progress: Progress = lambda text: None,
+) -> Calibration:
+    """`trials` trials of each kind, of the workloads `names` (of all, for none). `sides` are two copies of one commit.
+
+    ^C ends it with what it has.
+    """
+    workloads = chosen(names)
+    began, noise = time.monotonic(), Noise()
+    done: dict[tuple[float, str], list[Course]] = {(a, w.name): [] for a in (0.0, injected) for w in workloads}
+    alarms = found = trial = 0
+    try:
+        with Nursery() as nursery:
+            for trial in range(1, trials + 1):
+                equal, slowed = (
+                    Comparison(tuple(Course(workload) for workload in workloads), amount) for amount in (0.0, injected)
+                )
+                compare(nursery, sides, rule, (equal, slowed))
+                for comparison in (equal, slowed):
+                    for course in comparison.courses:
+                        if course.why:
+                            raise ValueError(f"{course.workload.name} does not run: {course.why}")
+                        done[comparison.extra, course.workload.name].append(course)
+                alarms += any(course.verdict == "slower" for course in equal.courses)
+                found += sum(course.verdict == "slower" for course in slowed.courses)
+                progress(f"trial {trial} of {trials}: {alarms} alarms, {found} of {trial * len(workloads)} found")
+    except KeyboardInterrupt:
+        trial -= 1
+        if not trial:
+            raise
+    return Calibration(
+        commit=sides[0].title,
+        injected=injected,
+        trials=trial,
+        workloads=len(workloads),
+        alarms=alarms,
+        found=found,
+        rates=tuple(_rate(w.name, amount, done[amount, w.name]) for w in workloads for amount in (0.0, injected)),
+        rule=rule,
+        seconds=time.monotonic() - began,
+        others=noise.cpus(),
+    )

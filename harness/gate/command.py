@@ -1,0 +1,91 @@
+"""`holdfast gate`: the command."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.harness.gate.sides import Side
+
+
+def gate(
+    base: Annotated[str, typer.Argument(help="A commit, or a folder: what to compare with.")] = "HEAD",
+    head: Annotated[str, typer.Argument(help="A commit, or a folder such as . for the files as they are.")] = ".",
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this workload; may be repeated.")] = None,
+    calibrate: Annotated[
+        int, typer.Option(min=0, help="Measure the gate itself instead: so many trials, BASE on both sides.")
+    ] = 0,
+    most: Annotated[int, typer.Option(min=6, help="Pairs of processes after which it gives up on a workload.")] = 40,
+    effect: Annotated[float, typer.Option(min=0.02, max=1.0, help="The slowdown not to be overlooked.")] = 0.05,
+    repository: Annotated[Path, typer.Option(help="Where the commits are.")] = Path(),
+    markdown: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell a commit that is slower from noise: exit status 1 if HEAD is.
+
+    [bold]Examples[/bold]
+
+        holdfast gate main HEAD --markdown comment.md
+
+        holdfast gate                   # what is not committed yet, against the last commit
+
+        holdfast gate HEAD --calibrate 100
+
+    Both sides run here, interleaved, in fresh pairs of processes on one
+    CPU, until each workload is decided. What counts is CPU time, paired
+    slice by slice, so that a busy machine costs time rather than truth.
+
+    Exit status: 1 if a workload is slower (with --calibrate: if the error
+    rates are not kept), 2 if a side cannot be had or does not run.
+    """
+    import msgspec
+
+    from holdfast.harness.bench import show as bench_show
+    from holdfast.harness.gate import show
+    from holdfast.harness.gate.calibrate import calibrate as calibrate_gate
+    from holdfast.harness.gate.decide import Rule
+    from holdfast.harness.gate.gate import run
+    from holdfast.harness.gate.pairs import SideFailed
+
+    rule = Rule(effect=effect, most=most)
+    notes = bench_show.console(stderr=True)
+    out = bench_show.console()
+    try:
+        with notes.status("building") as status, _built(base, base if calibrate else head, repository) as sides:
+            if calibrate:
+                calibration = calibrate_gate(
+                    sides, rule, calibrate, only or (), effect, lambda text: status.update(text)
+                )
+                good, document = calibration.good, msgspec.json.encode(calibration)
+            else:
+                report = run(sides, rule, only or (), lambda text: status.update(text))
+                good, document = report.good, msgspec.json.encode(report)
+    except (ValueError, SideFailed) as error:
+        notes.print(f"holdfast gate: {error}", markup=False)
+        raise typer.Exit(2) from error
+    if json:
+        typer.echo(msgspec.json.format(document, indent=2).decode())
+    elif calibrate:
+        show.show_calibration(calibration, out)
+    else:
+        show.show(report, out)
+    if markdown is not None:
+        table = show.calibration_markdown(calibration) if calibrate else show.markdown(report)
+        markdown.write_text(table + "\n", encoding="utf-8")
+    raise typer.Exit(0 if good else 1)
+
+
+@contextlib.contextmanager
+def _built(base: str, head: str, repository: Path) -> Iterator[tuple[Side, Side]]:
+    """Both sides, in a folder that is removed with the block."""
+    from holdfast.harness.gate.sides import build, repository_of
+
+    root = repository_of(repository)
+    with tempfile.TemporaryDirectory(prefix="holdfast-gate-") as folder:
+        yield build(base, root, Path(folder) / "base"), build(head, root, Path(folder) / "head")

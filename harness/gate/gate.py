@@ -1,0 +1,176 @@
+"""A run of the gate: clusters of pairs until every workload is decided, and the report of what was decided."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.harness.bench.noise import Noise
+from holdfast.harness.gate.decide import Estimate, Rule, Verdict, decide, paired_ratio
+from holdfast.harness.gate.pairs import CannotRun, Nursery, Turn, slices
+from holdfast.harness.gate.sides import Side, differing_pins
+from holdfast.harness.gate.workloads import WORKLOADS, Workload
+
+GROUPS = 12
+"""Groups of turns in a cluster, for each rank of the workload: ranks that wait for each other are noisier."""
+
+Progress = Callable[[str], None]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One workload: microseconds of CPU an op on either side (medians), by what share HEAD is slower, and the verdict.
+
+    `low` and `high` bound the slowdown at the gate's level. `why` says why a workload could not be compared.
+    """
+
+    workload: str
+    what: str
+    base_us: float
+    head_us: float
+    slowdown: float
+    low: float
+    high: float
+    clusters: int
+    verdict: Verdict | str
+    why: str = ""
+
+
+class GateReport(msgspec.Struct, frozen=True):
+    """A whole run. `others` is how many CPUs other processes used meanwhile; `pins` the pinned versions that differ
+    between the sides, though both ran with what is installed here."""
+
+    base: str
+    head: str
+    findings: tuple[Finding, ...]
+    rule: Rule
+    seconds: float
+    others: float
+    pins: tuple[str, ...] = ()
+
+    @property
+    def slower(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.verdict == "slower")
+
+    @property
+    def good(self) -> bool:
+        return not self.slower
+
+
+@dataclass(slots=True)
+class Course:
+    """How far one comparison of one workload has come: the ratios of its clusters, and what they say."""
+
+    workload: Workload
+    ratios: list[float] = field(default_factory=list)
+    base: list[float] = field(default_factory=list)
+    head: list[float] = field(default_factory=list)
+    verdict: Verdict = "unsure"
+    why: str = ""
+    estimate: Estimate = field(default_factory=lambda: Estimate(0.0, -1.0, math.inf, 0))
+
+    @property
+    def open(self) -> bool:
+        return self.verdict == "unsure" and not self.why
+
+    def add(self, base: Sequence[tuple[float, float]], head: Sequence[tuple[float, float]]) -> None:
+        """The turns of one cluster."""
+        quads = [(a1, b1, b2, a2) for (a1, a2), (b1, b2) in zip(base, head, strict=True)]
+        self.ratios.append(paired_ratio(quads))
+        self.base += [1e6 * each / self.workload.ops for pair in base for each in pair]
+        self.head += [1e6 * each / self.workload.ops for pair in head for each in pair]
+
+    def judge(self, rule: Rule, workloads: int) -> None:
+        self.verdict, self.estimate = decide(self.ratios, rule, workloads)
+
+    def finding(self) -> Finding:
+        base, head = (statistics.median(times) if times else math.nan for times in (self.base, self.head))
+        given = self.estimate
+        return Finding(
+            self.workload.name, self.workload.what, base, head, given.slowdown, given.low, given.high, given.clusters,
+            "not compared" if self.why else self.verdict, self.why,
+        )  # fmt: skip
+
+
+def chosen(names: Sequence[str]) -> tuple[Workload, ...]:
+    """The workloads of these names, all for none. Raises ValueError."""
+    known = {workload.name: workload for workload in WORKLOADS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no such workload: {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(known[name] for name in names) if names else WORKLOADS
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One course a workload, with a head that is given `extra` of work: 0.05 makes it 5% slower."""
+
+    courses: tuple[Course, ...]
+    extra: float = 0.0
+
+
+def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
+    """One fresh pair of processes, through all workloads that are open.
+
+    Who is forked first, and who has the first turn, changes from cluster to cluster.
+    """
+    order = [0, 1] if number % 2 == 0 else [1, 0]
+    with nursery.pair([sides[index] for index in order]) as started:
+        base, head = (started[order.index(index)] for index in (0, 1))
+        for comparison in comparisons:
+            turns = {"base": Turn(base), "head": Turn(head, comparison.extra)}
+            if order[0] == 1:
+                turns = dict(reversed(turns.items()))
+            for course in comparison.courses:
+                if not course.open:
+                    continue
+                try:
+                    for process in started:
+                        process.prepare(course.workload)
+                    taken = slices(turns, course.workload, GROUPS * course.workload.ranks)
+                except CannotRun as error:
+                    course.why = str(error)
+                    continue
+                course.add(taken["base"], taken["head"])
+
+
+def compare(
+    nursery: Nursery,
+    sides: tuple[Side, Side],
+    rule: Rule,
+    comparisons: Sequence[Comparison],
+    progress: Progress = lambda text: None,
+) -> None:
+    """Clusters until every workload is decided, or `rule.most` were had."""
+    for number in range(rule.most):
+        still = [(comparison, course) for comparison in comparisons for course in comparison.courses if course.open]
+        if not still:
+            break
+        progress(f"pair {number + 1}: {', '.join(course.workload.name for _, course in still)}")
+        cluster(nursery, sides, number, comparisons)
+        for comparison, course in still:
+            if not course.why:
+                course.judge(rule, len(comparison.courses))
+
+
+def run(
+    sides: tuple[Side, Side], rule: Rule, names: Sequence[str] = (), progress: Progress = lambda text: None
+) -> GateReport:
+    """Compare the two sides. Raises `SideFailed` if one does not run at all, ValueError for unknown names."""
+    began, noise = time.monotonic(), Noise()
+    courses = tuple(Course(workload) for workload in chosen(names))
+    with Nursery() as nursery:
+        compare(nursery, sides, rule, [Comparison(courses)], progress)
+    return GateReport(
+        base=sides[0].title,
+        head=sides[1].title,
+        findings=tuple(course.finding() for course in courses),
+        rule=rule,
+        seconds=time.monotonic() - began,
+        others=noise.cpus(),
+        pins=differing_pins(*sides),
+    )

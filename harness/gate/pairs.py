@@ -1,0 +1,203 @@
+"""Fresh pairs of processes, one of each side, and the turns that they take."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, cast
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.harness.gate import arm, workloads
+from holdfast.harness.gate.sides import Side, free_cpu
+from holdfast.harness.gate.workloads import Workload
+
+ANSWER_SECONDS = 60.0
+FEWEST_GROUPS, ENOUGH_SECONDS = 8, 0.4
+"""A workload whose turns take long, because the machine is busy, gets no more than so many groups of them."""
+
+
+class SideFailed(HoldfastError):
+    """A process of one side did not start, or ended."""
+
+
+class CannotRun(Exception):
+    """A side cannot run a workload: it has not got what the workload uses."""
+
+
+class SideProcess:
+    """A process that runs the code of one side, and sleeps between orders."""
+
+    def __init__(self, side: Side, connection: socket.socket) -> None:
+        self._side, self._connection = side, connection
+        connection.settimeout(ANSWER_SECONDS)
+        self._stream = cast(BinaryIO, connection.makefile("rwb"))
+
+    def hello(self) -> dict[str, Any]:
+        return self._answer()
+
+    def prepare(self, workload: Workload) -> None:
+        """Raises `CannotRun`."""
+        self._order({"prepare": workload.name})
+
+    def run(self, workload: Workload, ops: int) -> float:
+        """CPU seconds of `ops` ops. Raises `CannotRun`."""
+        return float(self._order({"run": workload.name, "ops": ops})["cpu"]) / 1e9
+
+    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            self._stream.write(json.dumps(order).encode() + b"\n")
+            self._stream.flush()
+        answer = self._answer()
+        if "error" in answer:
+            raise CannotRun(f"{self._side.title}: {answer['error']}")
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self._stream.readline()
+        except OSError as error:
+            raise SideFailed(f"a process of {self._side.title} is silent: {error}") from error
+        if not line:
+            raise SideFailed(f"a process of {self._side.title} ended")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Return when the process, and the other ranks that it had, are gone."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            while self._connection.recv(4096):
+                pass
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self._connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One side's part of a group of turns: which process, and how much more work than its share it is given."""
+
+    process: SideProcess
+    extra: float = 0.0
+
+
+class Nursery:
+    """Starts pairs: one program that has torch imported, from which all processes are forked. A context manager."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-gate-"))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address = str(self._directory / "socket")
+        self._listener.bind(address)
+        self._listener.listen(8)
+        self._listener.settimeout(ANSWER_SECONDS)
+        self._keys = itertools.count()
+        self._errors = (self._directory / "errors").open("wb")
+        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, arm.PRIORITY)
+        self._program = subprocess.Popen(
+            [sys.executable, "-P", str(arm.__file__), str(workloads.__file__), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+
+    @contextlib.contextmanager
+    def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
+        """A fresh process of each side, all on one CPU; they end with the block. Raises `SideFailed`."""
+        cpu = free_cpu()
+        with (
+            tempfile.TemporaryDirectory(prefix="pair-", dir=self._directory, ignore_cleanup_errors=True) as folder,
+            contextlib.ExitStack() as started,
+        ):
+            yield [started.enter_context(contextlib.closing(self._start(side, cpu, Path(folder)))) for side in sides]
+
+    def _start(self, side: Side, cpu: int, folder: Path) -> SideProcess:
+        key = str(next(self._keys))
+        own = folder / key
+        own.mkdir()
+        order = {"key": key, "site": str(side.site), "cpu": cpu, "folder": str(own)}
+        stdin = self._program.stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps(order).encode() + b"\n")
+            stdin.flush()
+            while True:
+                process = SideProcess(side, self._accept(time.monotonic() + ANSWER_SECONDS))
+                hello = process.hello()
+                if hello["key"] == key:
+                    break
+                process.close()
+        except OSError as error:
+            raise SideFailed(f"no process of {side.title} started: {self._last_words() or error}") from error
+        if not Path(hello["where"]).is_relative_to(side.root.resolve()):
+            process.close()
+            raise SideFailed(f"a process of {side.title} runs {hello['where']}, which is not its code")
+        return process
+
+    def _accept(self, deadline: float) -> socket.socket:
+        """The next connection, or `SideFailed` with the last words of what should have come."""
+        self._listener.settimeout(0.1)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return self._listener.accept()[0]
+            words = self._last_words()
+            if self._program.poll() is not None or time.monotonic() > deadline or "Error" in words:
+                raise SideFailed(f"no process came: {words or 'it said nothing'}")
+
+    def _last_words(self) -> str:
+        text = (self._directory / "errors").read_text(errors="replace").strip()
+        return text.splitlines()[-1] if text else ""
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._program.stdin is not None
+        with contextlib.suppress(OSError):
+            self._program.stdin.close()
+        try:
+            self._program.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._program.kill()
+            self._program.wait(5.0)
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, self._priority)
+        self._errors.close()
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def slices(turns: Mapping[str, Turn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:
+    """For each name in `turns`, what its two turns took: A B B A, then B A A B, and so on, `groups` times at most.
+
+    A turn with `extra` 0.05 does 5% more ops, and is timed as if it had done its share: a slowdown of 5%, of the very
+    work that is measured.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
+    enough = time.monotonic() + ENOUGH_SECONDS
+    for number in range(groups):
+        if number >= FEWEST_GROUPS and time.monotonic() > enough:
+            break
+        taken: dict[str, list[float]] = {name: [] for name in turns}
+        order = list(turns) if number % 2 == 0 else list(turns)[::-1]
+        for name in (*order, *reversed(order)):
+            turn = turns[name]
+            taken[name].append(turn.process.run(workload, round(workload.ops * (1 + turn.extra))))
+        for name, (forth, back) in taken.items():
+            found[name].append((forth, back))
+    return found

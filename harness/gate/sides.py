@@ -1,0 +1,153 @@
+"""The two sides of a comparison: the code of a commit, or of a folder as it is, ready to be imported."""
+
+from __future__ import annotations
+
+import compileall
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+PINS = ("constraints.txt",)
+SOURCES = (
+    "backends", "comms", "ft", "harness", "rl", "store", "pyproject.toml", "setup.py", "LICENSE", "README.md", *PINS
+)  # fmt: skip
+BUILD_SECONDS = 300.0
+
+
+class NoSuchSide(ValueError):
+    """What was named is neither a commit of the repository nor a folder with holdfast in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """`site` is a folder that holds the package `holdfast` of this side, and the entry points of its plugins."""
+
+    name: str
+    title: str
+    site: Path
+    root: Path
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise NoSuchSide(f"git {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()
+
+
+def build(name: str, repository: Path, folder: Path) -> Side:
+    """Make `name`, a commit or a folder, importable under `folder`, which is new.
+
+    The files are copied, so that they may change meanwhile; what is in C is compiled, what is in Python turned into
+    bytecode; and the packages are mapped as an installation does. Raises `NoSuchSide`.
+    """
+    folder.mkdir()
+    root = folder / "tree"
+    root.mkdir()
+    if (Path(name) / "pyproject.toml").is_file():
+        title = f"{name} as it is"
+        _copy(Path(name), root)
+    else:
+        commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        title = _git(repository, "log", "-1", "--format=%h %s", commit)
+        _extract(repository, commit, root)
+    if not (root / "comms" / "__init__.py").is_file():
+        raise NoSuchSide(f"there is no comms/__init__.py in {name}")
+    _compile(root, title)
+    site = folder / "site"
+    site.mkdir()
+    (site / "holdfast").symlink_to(root)
+    _publish_entry_points(root, site)
+    return Side(name, title, site, root)
+
+
+def _copy(source: Path, root: Path) -> None:
+    for name in SOURCES:
+        if (source / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(source / name, root / name, symlinks=True, ignore=ignored)
+        elif (source / name).is_file():
+            shutil.copy2(source / name, root / name)
+
+
+def _compile(root: Path, title: str) -> None:
+    """As `pip install -e` would, with the same compiler for both sides. Raises `NoSuchSide`."""
+    if (root / "setup.py").is_file():
+        done = subprocess.run(
+            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+        )
+        if done.returncode:
+            raise NoSuchSide(f"{title} does not compile: {(done.stderr or done.stdout).strip()[-500:]}")
+    compileall.compile_dir(root, quiet=2, workers=1)
+
+
+def _extract(repository: Path, commit: str, root: Path) -> None:
+    """The files of `commit`, without a trace in the repository."""
+    there = set(_git(repository, "ls-tree", "--name-only", commit).split("\n"))
+    wanted = [name for name in SOURCES if name in there]
+    command = ["git", "-C", str(repository), "archive", "--format=tar", commit, *wanted]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as archive,
+        tarfile.open(fileobj=cast(IO[bytes], archive.stdout), mode="r|") as files,
+    ):
+        files.extractall(root, filter="data")
+    if archive.returncode:
+        raise NoSuchSide(f"git archive {commit} ended with status {archive.returncode}")
+
+
+def _publish_entry_points(root: Path, site: Path) -> None:
+    """What an installation would have written, so that plugins of this side are found, and no others of holdfast's."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    information = site / f"holdfast-{project['version']}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: holdfast\nVersion: {project['version']}\n", encoding="utf-8"
+    )
+    lines = []
+    for group, points in project.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items()), ""]
+    (information / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def differing_pins(base: Side, head: Side) -> tuple[str, ...]:
+    """Lines of constraints.txt that are not alike: both sides run on what is installed here."""
+    pins = [_pins(side.root) for side in (base, head)]
+    return tuple(sorted(pins[0] ^ pins[1]))
+
+
+def _pins(root: Path) -> set[str]:
+    lines: set[str] = set()
+    for name in PINS:
+        path = root / name
+        if path.is_file():
+            lines |= {line.strip() for line in path.read_text().splitlines() if line.strip() and line[0] != "#"}
+    return lines
+
+
+def repository_of(folder: Path) -> Path:
+    """The repository that `folder` is in. Raises `NoSuchSide`."""
+    return Path(_git(folder, "rev-parse", "--show-toplevel"))
+
+
+def free_cpu(seconds: float = 0.03) -> int:
+    """Of the CPUs that this process may use, the one that idles most while it is looked at."""
+    before = _idle()
+    time.sleep(seconds)
+    after = _idle()
+    return max(sorted(os.sched_getaffinity(0)), key=lambda cpu: after[cpu] - before[cpu])
+
+
+def _idle() -> dict[int, int]:
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    return {int(fields[0][3:]): int(fields[4]) for fields in lines if fields[0] != "cpu"}

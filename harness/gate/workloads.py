@@ -1,0 +1,119 @@
+"""What the gate measures: each workload is an op of holdfast's public interface, done over and over.
+
+This file is loaded by itself into processes that run either commit, so it holds no more than they both can have: a
+workload that a commit cannot run is not compared. Times are CPU times of all its ranks, which share one CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Op = Callable[[], object]
+Make = Callable[[int, int, Path], Op]
+"""(rank, ranks, an empty folder that they share) -> an op, done by all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`ops` is a multiple of 20: how many make a slice of some milliseconds."""
+
+    name: str
+    what: str
+    ranks: int
+    ops: int
+    make: Make
+
+
+def _connect(backend: str, rank: int, ranks: int, folder: Path) -> object:
+    from holdfast import comms
+
+    return comms.connect(backend, rank=rank, size=ranks, rendezvous=f"file://{folder}/{backend}", timeout=60.0)
+
+
+def _reduce(backend: str, count: int, **options: bool) -> Make:
+    def make(rank: int, ranks: int, folder: Path) -> Op:
+        import torch
+
+        comm, tensor = _connect(backend, rank, ranks, folder), torch.ones(count)
+        all_reduce = comm.all_reduce  # type: ignore[attr-defined]
+        return lambda: all_reduce(tensor, **options)
+
+    return make
+
+
+def _window(rank: int, ranks: int, folder: Path) -> Op:
+    import torch
+
+    comm = _connect("shm", rank, ranks, folder)
+    window, source = comm.window(torch.zeros(1024, dtype=torch.int64)), torch.ones(16, dtype=torch.int64)  # type: ignore[attr-defined]
+    to = (rank + 1) % ranks
+
+    def op() -> None:
+        window.put(source, to, 64)
+        window.fetch_add(to, 0, 1)
+        window.get(source, to, 64)
+
+    return op
+
+
+def _memory(rank: int, ranks: int, folder: Path) -> Op:
+    import torch
+
+    from holdfast import comms
+
+    plane = comms.memory("shm")
+    region = plane.expose(torch.ones(16 << 10))
+    into = torch.empty(16 << 10)
+    return lambda: plane.read(region.handle, into).wait()
+
+
+def _store(rank: int, ranks: int, folder: Path) -> Op:
+    import torch
+
+    from holdfast.store import WeightStore
+
+    store = WeightStore(f"memory://{folder}", keep=2)
+    weights, copies = {"layer": torch.ones(4096)}, {"layer": torch.empty(4096)}
+    number = itertools.count(1)
+
+    def op() -> None:
+        version = next(number)
+        store.publish(version, weights)
+        store.get(version, into=copies)
+
+    return op
+
+
+def _membership(rank: int, ranks: int, folder: Path) -> Op:
+    from holdfast.comms.transport import Peer
+    from holdfast.ft.membership import Membership
+    from holdfast.ft.timeouts import Timeouts
+    from holdfast.ft.view import Job, Member, View
+    from holdfast.ft.vocabulary import Death, Proof, ViewRead
+
+    members = tuple(Member(f"m{index:03}", f"127.0.0.1:{index + 1}", Peer("host", index + 1, 1)) for index in range(64))
+    job = Job("job", 64, 1, 128, ("shm",), "shm")
+    view = View(3, "running", members, job, "all are here")
+    fresh = Membership(members[0], job, Timeouts(), frozenset({"shm"}))
+
+    def op() -> None:
+        state, _ = fresh.on(ViewRead(view), 0.0)
+        for index in (63, 17, 40):
+            state, _ = state.on(Proof((Death(members[index].id, "the kernel says so"),)), 1.0)
+
+    return op
+
+
+WORKLOADS = (
+    Workload("call", "all_reduce of 8 B by one rank: the way down to a transport", 1, 100, _reduce("inproc", 2)),
+    Workload("shm-8B", "all_reduce of 8 B over shm, 2 ranks", 2, 40, _reduce("shm", 2)),
+    Workload("shm-64KiB", "all_reduce of 64 KiB over shm, 2 ranks", 2, 20, _reduce("shm", 1 << 14)),
+    Workload("reproducible", "reproducible all_reduce of 4 KiB", 1, 20, _reduce("inproc", 1 << 10, reproducible=True)),
+    Workload("window", "put, fetch_add and get through a window of shm, 2 ranks", 2, 40, _window),
+    Workload("memory", "read of 64 KiB over the memory plane of shm", 1, 60, _memory),
+    Workload("store", "publish and get of a tensor of 16 KiB", 1, 20, _store),
+    Workload("membership", "three deaths among 64 members, in the membership core", 1, 20, _membership),
+)

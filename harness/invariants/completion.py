@@ -1,0 +1,42 @@
+"""A healed job ends: some time after its last fault every process that lives has finished, or knows why it cannot."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+ENDED = ("died", "error", "finished", "broken")
+
+
+class Completion(Checker):
+    """Looks at runs that end with an event `horizon`, with `seconds` since the last fault was over."""
+
+    name: ClassVar[str] = "a healed job ends"
+    meaning: ClassVar[str] = "Within a bound after the last fault all that live have finished or ended with a reason."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._open: dict[str, Event] = {}
+        self._members: set[str] = set()
+        self._finished = False
+
+    def observe(self, event: Event) -> None:
+        if event.kind in ("installed", "spare"):
+            self._open[event.process] = event
+            if event.kind == "installed":
+                self._members.add(event.process)
+        elif event.kind in ENDED:
+            self._open.pop(event.process, None)
+            self._finished |= event.kind == "finished"
+        elif event.kind == "horizon":
+            self.looked += 1
+            for process, last in self._open.items():
+                if process in self._members or self._finished:
+                    self.violated(
+                        event,
+                        f"{process} has not ended {event.number('seconds'):.3g} s after the last fault was over; "
+                        f"the last "
+                        f"it said: {last.kind} epoch {last.integer('epoch')} at {last.time:.3g} s",
+                    )

@@ -1,0 +1,72 @@
+"""Nobody healthy is evicted: who leaves the membership has ended, stood still, or was unheard by most who watch it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Bounds, Checker
+from holdfast.harness.invariants.events import Event
+
+WINDOW = 1.5
+"""For how many seconds a suspicion that was taken back may still have its effect: its retraction may be cut off."""
+GONE = ("died", "error", "finished", "evicted", "broken", "resigned")
+
+
+class EvictionsJustified(Checker):
+    """Looks only at runs whose log says what became of every process: it begins with an event `simulated`, and has
+    `died`, `stopped` and `suspected` with `of`, how many observers there were.
+    """
+
+    name: ClassVar[str] = "nobody healthy is evicted"
+    meaning: ClassVar[str] = (
+        "Whoever is left out of an epoch had ended, had been stopped, could not work with others for long, or was not "
+        "heard, a moment before, by at least half of those who watch it."
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._knows = False
+        self._epoch = 0
+        self._members: tuple[str, ...] = ()
+        self._gone: set[str] = set()
+        self._stopped: dict[str, float] = {}
+        self._doubts: dict[str, dict[str, tuple[float, float]]] = {}
+        self._jury: dict[str, int] = {}
+        self._condemned: set[str] = set()
+
+    def observe(self, event: Event) -> None:
+        match event.kind:
+            case "simulated":
+                self._knows = True
+            case "installed" if self._knows and event.integer("epoch") > self._epoch:
+                self._installed(event)
+            case "stopped":
+                self._stopped[event.process] = event.time + event.number("seconds")
+            case "suspected" if "of" in event.fields:
+                member = event.text("member")
+                self._doubts.setdefault(member, {})[event.process] = (event.time, float("inf"))
+                self._jury[member] = event.integer("of")
+            case "cleared":
+                doubts = self._doubts.get(event.text("member"), {})
+                if event.process in doubts:
+                    doubts[event.process] = (doubts[event.process][0], event.time)
+            case "condemned":
+                self._condemned.add(event.text("member"))
+            case kind if kind in GONE:
+                self._gone.add(event.process)
+
+    def _installed(self, event: Event) -> None:
+        epoch, members = event.integer("epoch"), event.names("members")
+        known = set(members)
+        left = [who for who in self._members if who not in known] if epoch == self._epoch + 1 else []
+        self._epoch, self._members = epoch, members
+        for who in left:
+            self.looked += 1
+            if not self._justified(who, event.time):
+                self.violated(event, f"{who} is not in epoch {epoch} any more, though it lives and can be heard")
+
+    def _justified(self, who: str, now: float) -> bool:
+        if who in self._gone or who in self._condemned or self._stopped.get(who, -1e9) >= now - WINDOW:
+            return True
+        doubters = sum(until >= now - WINDOW for _, until in self._doubts.get(who, {}).values())
+        return 2 * doubters >= max(1, self._jury.get(who, 0))

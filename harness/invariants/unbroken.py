@@ -1,0 +1,23 @@
+"""The protocol has no accidents of its own: no event brings the core to a state that it cannot go on from."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.harness.invariants.checker import Checker
+from holdfast.harness.invariants.events import Event
+
+STATE_APART = ("come apart", "call steps() alike")
+"""What a session says when ranks do not have the same state."""
+
+
+class Unbroken(Checker):
+    name: ClassVar[str] = "the core goes on"
+    meaning: ClassVar[str] = "No process fails by its own membership core, and ranks never come apart in their state."
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "installed":
+            self.looked += 1
+        apart = event.kind == "error" and any(words in event.text("error") for words in STATE_APART)
+        if apart or event.kind == "broken":
+            self.violated(event, event.text("error"))

@@ -1,0 +1,121 @@
+"""Whether what several users saw of a register's cell could have come from one cell, used by one at a time.
+
+The search of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with Lowe's memory of what was tried
+("Testing for linearizability", 2017): take any operation that began before every other open one ended, see whether
+the cell could have answered so, go on from there, and come back if that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.ft.registers import Cell, RegisterAway
+
+Kind = Literal["read", "write"]
+State = tuple[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a user did between two times (seconds), and was told.
+
+    A read saw `version` and `value`. A write of `value` over `version` was done, was refused, or (None) got no answer:
+    then it may have been done at any time after it began, or never.
+    """
+
+    kind: Kind
+    version: int
+    value: bytes
+    began: float
+    ended: float
+    done: bool | None = True
+
+    def after(self, state: State) -> Iterator[State]:
+        """The states that a cell in `state` may be in after this operation; none if it could not answer so."""
+        version, _ = state
+        if self.kind == "read":
+            if state == (self.version, self.value):
+                yield state
+        elif version == self.version:
+            if self.done is not False:
+                yield (version + 1, self.value)
+        elif not self.done:
+            yield state
+
+
+def unexplained(history: Sequence[Operation], start: State = (0, b"")) -> Operation | None:
+    """The first operation that no order of all operations explains; None if the history is linearizable.
+
+    "First" means: the earliest that no search got past. Takes time in proportion to the length of the history and,
+    at worst, exponential in how many operations are open at once.
+    """
+    ops = sorted(history, key=lambda op: op.began)
+    ends = [math.inf if op.done is None else op.ended for op in ops]
+    definite = sum(1 << index for index, end in enumerate(ends) if end < math.inf)
+    seen: set[tuple[int, State]] = set()
+    todo = [(0, start)]
+    furthest = 0
+    while todo:
+        taken, state = todo.pop()
+        if taken & definite == definite:
+            return None
+        low = ((taken + 1) & ~taken).bit_length() - 1  # the first that is not taken
+        furthest = max(furthest, low)
+        horizon = math.inf
+        for index in range(low, len(ops)):
+            if ops[index].began > horizon:
+                break
+            if taken >> index & 1:
+                continue
+            horizon = min(horizon, ends[index])
+            for following in ops[index].after(state):
+                step = (taken | 1 << index, following)
+                if step not in seen:
+                    seen.add(step)
+                    todo.append(step)
+    return ops[furthest]
+
+
+class Recorder:
+    """Uses a cell and keeps what it did and saw, as `history`. For one thread."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.history: list[Operation] = []
+        self._cell = cell
+
+    def read(self) -> int | None:
+        """Read; the version. None if the register is away."""
+        began = time.monotonic()
+        try:
+            version, value = self._cell.read()
+        except RegisterAway:
+            return None
+        self.history.append(Operation("read", version, value, began, time.monotonic()))
+        return version
+
+    def write(self, expected: int, value: bytes) -> bool | None:
+        """Try to write; whether it was done. None if the register is away."""
+        began = time.monotonic()
+        done: bool | None = None
+        try:
+            done = self._cell.compare_and_set(expected, value)
+        except RegisterAway:
+            pass
+        self.history.append(Operation("write", expected, value, began, time.monotonic(), done))
+        return done
+
+    def work(self, name: str, seconds: float, most: int = 300) -> None:
+        """Read and try to write what comes next, for some time, but at most so often."""
+        deadline = time.monotonic() + seconds
+        for number in range(most):
+            version = self.read()
+            if time.monotonic() >= deadline:
+                return
+            if version is None:
+                time.sleep(0.01)
+                continue
+            self.write(version, f"{name}.{number}".encode())

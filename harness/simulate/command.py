@@ -1,0 +1,86 @@
+"""The `holdfast simulate` command: what it is asked for, what it shows, and its exit status."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+LARGE = 256
+"""With more ranks than this, membership alone is simulated, and heartbeats that change nothing are left out."""
+
+
+def simulate(
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks the job has.")] = 8,
+    hosts: Annotated[int | None, typer.Option(min=1, help="On how many hosts; by default 8 ranks are on one.")] = None,
+    scenario: Annotated[str, typer.Option(help="What befalls it: a name, or swarm for all kinds of faults.")] = "swarm",
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal runs, bit for bit.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="With swarm: try so many seeds, from --seed on.")] = 1,
+    schedule: Annotated[Path | None, typer.Option(help="Replay a schedule from a TOML or JSON file instead.")] = None,
+    bug: Annotated[str | None, typer.Option(help="Put a bug of the museum into the code first.")] = None,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Make a failing schedule as small as it gets.")] = False,
+    out: Annotated[Path, typer.Option(help="Where --shrink writes the schedule; the story is put beside it.")] = Path(
+        "failing.json"
+    ),
+    museum: Annotated[bool, typer.Option("--museum", help="Look for each bug of the museum.")] = False,
+    figures: Annotated[
+        Path | None, typer.Option(help="Measure growth and false alarms; plots go to this folder.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write one line for each event to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Run a job in virtual time, break it in every way, and check every invariant after every event.
+
+    [bold]Examples[/bold]
+
+        holdfast simulate --seeds 500
+
+        holdfast simulate --ranks 100000 --hosts 12500 --scenario rack-loss --seed 7
+
+        holdfast simulate --bug "one accuser is enough" --seeds 1000 --shrink --out found.json
+
+        holdfast simulate --schedule found.json --trace trace.txt
+
+        holdfast simulate --museum
+
+    The membership core, the detectors and the commit protocol are the classes that run in production; clocks, network,
+    register and kernel are simulated. With more than 256 ranks membership alone is simulated. Times are results of the
+    protocol in simulated time, not of a machine.
+
+    Scenarios: quiet, crash, host-loss, rack-loss, tenth-loss, first-host-loss, host-loss-register-away, cut-off, swarm.
+
+    Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.simulate import show
+
+    try:
+        with ExitStack() as stack:
+            if trace is not None:
+                lines = stack.enter_context(trace.open("w"))
+                write = lines.write
+            else:
+                write = None
+            if bug is not None:
+                stack.enter_context(show.exhibit_called(bug).inject())
+            if museum:
+                status = show.tour(seeds if seeds > 1 else 3000, seed, json)
+            elif figures is not None:
+                status = show.figures(figures, seed, json)
+            elif schedule is not None:
+                status = show.replay(schedule, write, shrink, out, json)
+            elif scenario == "swarm" and ranks <= LARGE:
+                status = show.swarm(seed, seeds, write, shrink, out, json)
+            else:
+                status = show.scenario(scenario, ranks, hosts or max(1, ranks // 8), seed, write, json)
+    except (HoldfastError, ValueError, OSError) as error:
+        typer.echo(f"holdfast simulate: {error}", err=True)
+        status = 2
+    except KeyboardInterrupt:
+        typer.echo("holdfast simulate: interrupted", err=True)
+        status = 130
+    sys.stdout.flush()
+    raise typer.Exit(status)

@@ -1,0 +1,259 @@
+"""What a simulation is made of, as data: the job, the network, the faults. Read from TOML or JSON, written as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.timeouts import Timeouts
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The job. `ranks` processes sit on `hosts`, as evenly as can be, these in `racks`; `spares` further processes on
+    the last hosts. `steps` of `compute` seconds are to be committed (0 steps: membership alone). With `form` the
+    processes find each other first, one by one; without, they begin in a running view. The rest is `ft.Timeouts`, and
+    up to how many members everybody knows everybody.
+    """
+
+    ranks: int = 8
+    hosts: int = 4
+    racks: int = 2
+    spares: int = 1
+    min_size: int = 1
+    steps: int = 30
+    compute: float = 0.05
+    form: bool = False
+    heartbeat: float = 0.1
+    suspect: float = 0.5
+    join: float = 5.0
+    mesh: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.racks <= self.hosts <= self.ranks:
+            raise ValueError(
+                f"racks={self.racks}, hosts={self.hosts}, ranks={self.ranks}: need 1 <= racks <= hosts <= ranks"
+            )
+        if not 1 <= self.min_size <= self.ranks or self.spares < 0 or self.steps < 0 or self.compute <= 0:
+            raise ValueError("need 1 <= min_size <= ranks, spares >= 0, steps >= 0 and compute > 0")
+        self.timeouts()
+
+    def timeouts(self) -> Timeouts:
+        return Timeouts(heartbeat=self.heartbeat, suspect=self.suspect, join=self.join)
+
+    def host_of(self, process: int) -> int:
+        """The host of one of the processes that are there from the start."""
+        if process < self.ranks:
+            return process * self.hosts // self.ranks
+        return self.hosts - 1 - (process - self.ranks) % self.hosts
+
+    def rack_of(self, host: int) -> int:
+        return host * self.racks // self.hosts
+
+
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How messages between hosts fare. Times in seconds.
+
+    `latency` is the median of a lognormal distribution, `spread` its sigma. A share `loss` of the time a path loses
+    everything, in bursts of `burst` on average; of these bursts a share `shared` hits all paths of a host at once.
+    A lost message is sent again after `retransmit` (0: never); heartbeats never are. `duplicate` and `reorder` are the
+    shares of messages that arrive twice, or late by up to `reorder_delay`. `register` is the median time to the
+    register and back. Within a host a message takes `local`.
+    """
+
+    latency: float = 0.0002
+    spread: float = 0.5
+    loss: float = 0.0
+    burst: float = 0.02
+    shared: float = 0.0
+    retransmit: float = 0.2
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    reorder_delay: float = 0.05
+    register: float = 0.002
+    local: float = 0.00003
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "shared", "duplicate", "reorder"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a share of 0 to below 1")
+        if min(self.latency, self.burst, self.register, self.local) <= 0 or min(self.spread, self.retransmit) < 0:
+            raise ValueError("latency, burst, register and local must be above 0, spread and retransmit not below")
+
+
+class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fault", kw_only=True):
+    """`at`: when, in seconds."""
+
+    at: float
+
+
+class Crash(_Fault, frozen=True, tag="crash"):
+    """A process ends."""
+
+    process: int
+
+
+class CrashHost(_Fault, frozen=True, tag="crash_host"):
+    """Every process of a host ends at once."""
+
+    host: int
+
+
+class CrashRack(_Fault, frozen=True, tag="crash_rack"):
+    """Every process of a rack ends at once."""
+
+    rack: int
+
+
+class CrashShare(_Fault, frozen=True, tag="crash_share"):
+    """A share of all hosts, evenly spread, ends at once."""
+
+    share: float
+
+
+class Pause(_Fault, frozen=True, tag="pause"):
+    """A process stands still for so long (SIGSTOP), and then goes on as if nothing had happened."""
+
+    process: int
+    seconds: float
+
+
+class AtPoint(_Fault, frozen=True, tag="at_point"):
+    """The `nth` time from `at` on that anybody reaches a named point of the protocol, it ends (0 seconds) or stands
+    still for so long.
+    """
+
+    point: str
+    nth: int = 1
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.point not in POINTS:
+            raise ValueError(f"no fault point {self.point!r}; there are {', '.join(POINTS)}")
+
+
+class Restart(_Fault, frozen=True, tag="restart"):
+    """A new process starts on a host and wants to take part."""
+
+    host: int
+
+
+class Cut(_Fault, frozen=True, tag="cut"):
+    """Nothing gets through from one host to another, one way."""
+
+    source: int
+    target: int
+    seconds: float
+
+
+class Isolate(_Fault, frozen=True, tag="isolate"):
+    """These hosts and the others do not reach each other; nor do these reach the register, unless `register`."""
+
+    hosts: tuple[int, ...]
+    seconds: float
+    register: bool = False
+
+
+class Clog(_Fault, frozen=True, tag="clog"):
+    """Every message from one host to another takes longer by `delay`; order is kept."""
+
+    source: int
+    target: int
+    delay: float
+    seconds: float
+
+
+class Slow(_Fault, frozen=True, tag="slow"):
+    """Everything that a process does takes longer by `delay`."""
+
+    process: int
+    delay: float
+    seconds: float
+
+
+class Drift(_Fault, frozen=True, tag="drift"):
+    """From now on a process's clock runs faster by `share` (slower if negative)."""
+
+    process: int
+    share: float
+
+
+class RegisterAway(_Fault, frozen=True, tag="register_away"):
+    """The register does not answer. With `writes` what it is asked to write is written all the same."""
+
+    seconds: float
+    writes: bool = False
+
+
+Fault = (
+    Crash
+    | CrashHost
+    | CrashRack
+    | CrashShare
+    | Pause
+    | AtPoint
+    | Restart
+    | Cut
+    | Isolate
+    | Clog
+    | Slow
+    | Drift
+    | RegisterAway
+)
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One simulation: equal schedules have equal traces. After the last fault is over the job has `bound` seconds to
+    make progress.
+    """
+
+    seed: int = 0
+    layout: Layout = msgspec.field(default_factory=Layout)
+    network: Network = msgspec.field(default_factory=Network)
+    faults: tuple[Fault, ...] = ()
+    bound: float = 8.0
+
+    def __post_init__(self) -> None:
+        for fault in self.faults:
+            _check(fault, self.layout)
+
+    def ends(self) -> float:
+        """When the last fault is over."""
+        return max((fault.at + float(getattr(fault, "seconds", 0.0)) for fault in self.faults), default=0.0)
+
+
+def _check(fault: Fault, layout: Layout) -> None:
+    if fault.at < 0 or getattr(fault, "seconds", 0.0) < 0:
+        raise ValueError(f"{fault}: times are not negative")
+    limits = {"process": layout.ranks + layout.spares, "host": layout.hosts, "rack": layout.racks}
+    limits |= {"source": layout.hosts, "target": layout.hosts}
+    for name, limit in limits.items():
+        value = getattr(fault, name, 0)
+        if not 0 <= value < limit:
+            raise ValueError(f"{fault}: {name} {value} is out of range, 0 to {limit - 1}")
+    if isinstance(fault, Isolate) and not all(0 <= host < layout.hosts for host in fault.hosts):
+        raise ValueError(f"{fault}: there are hosts 0 to {layout.hosts - 1}")
+    if isinstance(fault, CrashShare) and not 0 < fault.share < 1:
+        raise ValueError(f"{fault}: share must be above 0 and below 1")
+
+
+KINDS: tuple[type, ...] = get_args(Fault)
+Format = Literal["json", "toml"]
+
+
+def load(path: Path) -> Schedule:
+    """A schedule from a file; TOML if it is called so, else JSON. Raises ValueError for what is none, and OSError."""
+    data = path.read_bytes()
+    try:
+        if path.suffix == ".toml":
+            return msgspec.toml.decode(data, type=Schedule)
+        return msgspec.json.decode(data, type=Schedule)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} is no schedule: {error}") from error
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """Write a schedule as JSON that people can read."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=2) + b"\n")

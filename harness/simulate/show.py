@@ -1,0 +1,235 @@
+"""What `holdfast simulate` does in each of its forms, and how it shows what came out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from holdfast.harness.invariants import CHECKERS
+from holdfast.harness.simulate import growth
+from holdfast.harness.simulate.draw import draw
+from holdfast.harness.simulate.museum import EXHIBITS, Exhibit
+from holdfast.harness.simulate.museum.tour import Sighting, visit
+from holdfast.harness.simulate.run import Outcome, simulate
+from holdfast.harness.simulate.scale import Scale, measure
+from holdfast.harness.simulate.scenarios import SCENARIOS
+from holdfast.harness.simulate.scenarios import scenario as make_scenario
+from holdfast.harness.simulate.schedule import Schedule, load, save
+from holdfast.harness.simulate.shrink import shrink as make_smaller
+from holdfast.harness.simulate.story import Story
+from holdfast.harness.simulate.world import TraceWriter
+
+SMALL = 64
+STEPS = 40
+WIDTH = 130
+
+
+def _console(json: bool) -> Console:
+    """Where people read: nothing is shown there if JSON is wanted."""
+    return Console(highlight=False, quiet=json, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _progress(json: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=json or not sys.stderr.isatty())
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def exhibit_called(name: str) -> Exhibit:
+    """The bug of that name. Raises ValueError, with the names that there are."""
+    for exhibit in EXHIBITS:
+        if exhibit.name == name:
+            return exhibit
+    raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(exhibit.name for exhibit in EXHIBITS)}")
+
+
+# One schedule, or many --------------------------------------------------------------------------------------------
+
+
+def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
+    """Run the schedule in a file."""
+    return _finish(load(path), [], trace, shrink, out, json)
+
+
+def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
+    """Run the schedules of so many seeds, up to the first that breaks something."""
+    outcomes: list[Outcome] = []
+    with _progress(json) as bar:
+        task = bar.add_task("swarm", total=seeds, note="")
+        for number in range(seed, seed + seeds - 1):
+            outcomes.append(simulate(draw(number), trace))
+            bar.update(task, advance=1, note=f"seed {number}, {sum(o.events for o in outcomes):,} events")
+            if outcomes[-1].violation is not None:
+                return _finish(draw(number), outcomes[:-1], None, shrink, out, json)
+    return _finish(draw(seed + seeds - 1), outcomes, trace, shrink, out, json)
+
+
+def _finish(
+    schedule: Schedule, before: list[Outcome], trace: TraceWriter | None, shrink: bool, out: Path, json: bool
+) -> int:
+    """Run the last schedule, and show it with those before it, which broke nothing."""
+    outcome, story = _told(schedule, trace)
+    if outcome.violation is not None and shrink:
+        invariant = outcome.violation.invariant
+
+        def fails(smaller: Schedule) -> bool:
+            found = simulate(smaller).violation
+            return found is not None and found.invariant == invariant
+
+        schedule = make_smaller(schedule, fails)
+        outcome, story = _told(schedule, None)
+        save(schedule, out)
+        out.with_suffix(".txt").write_text(story)
+    if json:
+        _print_json({"outcomes": [*before, outcome], "schedule": schedule})
+    else:
+        _show_outcomes([*before, outcome], schedule, story, out if shrink else None)
+    return 0 if outcome.violation is None else 1
+
+
+def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[Outcome, str]:
+    story = Story()
+    outcome = simulate(schedule, trace, story.hear)
+    return outcome, story.text(schedule, outcome.violation)
+
+
+def _show_outcomes(outcomes: list[Outcome], schedule: Schedule, story: str, written: Path | None) -> None:
+    console = _console(False)
+    last = outcomes[-1]
+    table = Table(title=f"{len(outcomes)} simulations, seeds {outcomes[0].seed} to {last.seed}")
+    for name in ("events", "simulated", "epochs", "steps", "faults", "invariants", "broken", "trace of the last"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        f"{sum(outcome.events for outcome in outcomes):,}",
+        f"{sum(outcome.seconds for outcome in outcomes):,.0f} s",
+        f"{sum(outcome.epochs for outcome in outcomes):,}",
+        f"{sum(outcome.steps for outcome in outcomes):,}",
+        f"{sum(outcome.faults for outcome in outcomes):,}",
+        str(len(CHECKERS)),
+        str(sum(outcome.violation is not None for outcome in outcomes)),
+        last.trace,
+    )
+    console.print(table)
+    if last.violation is None and len(outcomes) > 1:
+        return
+    console.print(story, markup=False)
+    if last.violation is not None:
+        again = f"--schedule {written}" if written is not None else f"--seed {schedule.seed} --shrink"
+        console.print(f"again: holdfast simulate {again}", markup=False)
+
+
+# Many ranks -------------------------------------------------------------------------------------------------------
+
+
+def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | None, json: bool) -> int:
+    """A named scenario: with steps for a small job, membership alone for a large one."""
+    if name != "swarm" and ranks <= SMALL:
+        return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
+    schedule = make_scenario(name, ranks, hosts, seed)
+    with _progress(json) as bar:
+        task = bar.add_task(name, total=1.0, note="setting up")
+        result = measure(
+            schedule, trace, lambda share, events: bar.update(task, completed=share, note=f"{events:,} events")
+        )
+    if json:
+        _print_json(result)
+    else:
+        _show_scales(name, [result])
+    return 0 if result.violation is None else 1
+
+
+def _show_scales(name: str, scales: Iterable[Scale]) -> None:
+    console = _console(False)
+    table = Table(title=f"{name}: {SCENARIOS[name][0]}", caption="protocol results in simulated time")
+    for column in ("ranks", "lost", "epochs", "first evidence", "agreed", "all installed", "hops", "messages a rank"):
+        table.add_column(column, justify="right")
+    table.add_column("KiB a rank", justify="right")
+    table.add_column("cost here", justify="right")
+    for scale in scales:
+        table.add_row(
+            f"{scale.ranks:,}",
+            f"{scale.lost:,}",
+            str(scale.epochs),
+            *(f"{1e3 * t:,.1f} ms" if t is not None else "-" for t in (scale.detected, scale.agreed, scale.installed)),
+            str(scale.depth),
+            f"{scale.messages_mean:.1f} (most {scale.messages_max:,})",
+            f"{scale.bytes_mean / 1024:.1f} (most {scale.bytes_max / 1024:.0f})",
+            f"{scale.setup + scale.cpu:.1f} s CPU, {scale.memory:.2f} GiB",
+        )
+        if scale.violation is not None:
+            console.print(f"[red]BROKEN[/red] {scale.violation.invariant}: {scale.violation.message}")
+    console.print(table)
+    for scale in scales:
+        console.print(f"trace {scale.trace}, {scale.events:,} events, seed {scale.seed}")
+
+
+def figures(directory: Path, seed: int, json: bool) -> int:
+    """Measure growth and false alarms, and draw them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _progress(json) as bar:
+        task = bar.add_task("figures", total=1.0, note="")
+        result = growth.study(seed, lambda share, note: bar.update(task, completed=share, note=note))
+    (directory / "simulate.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    growth.draw(result, directory)
+    if json:
+        _print_json(result)
+    else:
+        console = _console(False)
+        _show_scales("host-loss", result.host_loss)
+        _show_scales("crash", result.crash)
+        for line in growth.sentences(result):
+            console.print(line)
+        console.print(f"plots: {directory}")
+    return 0
+
+
+# The museum -------------------------------------------------------------------------------------------------------
+
+
+def tour(seeds: int, first: int, json: bool) -> int:
+    """Look for every bug of the museum."""
+    sightings: list[Sighting] = []
+    with _progress(json) as bar:
+        task = bar.add_task("museum", total=len(EXHIBITS), note="")
+        for exhibit in EXHIBITS:
+            bar.update(task, note=exhibit.name)
+            sightings.append(visit(exhibit, seeds, first=first))
+            bar.update(task, advance=1)
+    if json:
+        _print_json(sightings)
+    else:
+        _show_sightings(sightings)
+    return 0 if all(sighting.found and sighting.real for sighting in sightings) else 1
+
+
+def _show_sightings(sightings: list[Sighting]) -> None:
+    table = Table(title=f"{sum(s.found for s in sightings)} of {len(sightings)} bugs found")
+    for column in ("bug", "known from", "found by"):
+        table.add_column(column)
+    for column in ("seeds", "events", "shrunk", "clean without"):
+        table.add_column(column, justify="right")
+    for seen in sightings:
+        table.add_row(
+            seen.name,
+            seen.origin,
+            seen.checker or "[red]not found[/red]",
+            str(seen.seeds),
+            str(seen.events),
+            str(seen.shrunk),
+            "yes" if seen.real else "no",
+        )
+    console = _console(False)
+    console.print(table)
+    found = sorted(seen.seeds for seen in sightings if seen.found)
+    if found:
+        largest = max(seen.shrunk for seen in sightings)
+        console.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {largest} events")

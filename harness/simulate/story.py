@@ -1,0 +1,80 @@
+"""What happened in a simulation, told so that a person can follow it: the faults, what was concluded, what broke."""
+
+from __future__ import annotations
+
+from holdfast.harness.invariants import Event, Violation
+from holdfast.harness.simulate.schedule import Schedule
+
+LONGEST = 160
+TOLD = (
+    "fault",
+    "died",
+    "stopped",
+    "proposed",
+    "evicted",
+    "fenced",
+    "register_away",
+    "cut_off",
+    "resigned",
+    "condemned",
+)
+
+
+class Story:
+    """Listens to the events of a run, and tells what matters of them."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._epochs: dict[int, tuple[float, str, list[str], str]] = {}
+        self._steps: dict[int, int] = {}
+        self._doubts: set[tuple[str, str]] = set()
+
+    def hear(self, event: Event) -> None:
+        """The next event."""
+        kind, who = event.kind, event.process
+        match kind:
+            case "installed":
+                self._installed(event)
+            case "committed":
+                self._steps[event.integer("step")] = self._steps.get(event.integer("step"), 0) + 1
+            case "suspected" if (event.text("member"), who) not in self._doubts:
+                self._doubts.add((event.text("member"), who))
+                self._say(event.time, f"{who} does not hear {event.text('member')} any more")
+            case "cleared":
+                self._doubts.discard((event.text("member"), who))
+                self._say(event.time, f"{who} hears {event.text('member')} again")
+            case "aborted_step":
+                self._say(event.time, f"{who} undoes its attempt at step {event.integer('step')}")
+            case "error" | "broken":
+                self._say(event.time, f"{who} ends: {event.text('error')}")
+            case "finished":
+                self._say(event.time, f"{who} has finished after step {event.integer('step')}")
+            case _ if kind in TOLD:
+                words = ", ".join(
+                    f"{name} {value}" for name, value in event.fields.items() if name not in ("what", "phase")
+                )
+                self._say(event.time, f"{event.text('what') or who + ' ' + kind}: {words}".strip())
+
+    def _installed(self, event: Event) -> None:
+        epoch = event.integer("epoch")
+        if epoch not in self._epochs:
+            self._epochs[epoch] = (event.time, ", ".join(event.names("members")), [], event.text("reason"))
+            self._say(event.time, f"epoch {epoch} begins with {self._epochs[epoch][1]}: {event.text('reason')}")
+        self._epochs[epoch][2].append(event.process)
+
+    def _say(self, time: float, words: str) -> None:
+        self._lines.append(f"{time:9.4f} s  {words[:LONGEST]}")
+
+    def text(self, schedule: Schedule, violation: Violation | None) -> str:
+        """The whole story."""
+        layout = schedule.layout
+        head = (
+            f"{layout.ranks} ranks on {layout.hosts} hosts, {layout.spares} spares, at least {layout.min_size} needed; "
+            f"{layout.steps} steps of {layout.compute:g} s; seed {schedule.seed}."
+        )
+        committed = f"Steps 0 to {max(self._steps)} were committed." if self._steps else "No step was committed."
+        if violation is None:
+            end = "Every invariant held."
+        else:
+            end = f"BROKEN at {violation.time:.4f} s: {violation.invariant}: {violation.process} {violation.message}"
+        return "\n".join((head, "", *self._lines, "", committed, end)) + "\n"

@@ -1,0 +1,66 @@
+"""`holdfast top`: the command."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from typing import Annotated
+
+import typer
+
+
+def top(
+    job: Annotated[str, typer.Argument(metavar="JOB_OR_DIR", help="A job's name, or a folder with its files.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 0.5,
+    register: Annotated[str, typer.Option(help="The job's register, if it is not in its folder: etcd://...")] = "",
+) -> None:
+    """Watch a job: its epoch and members, what each rank is in and for how long, steps a second, the last fault.
+
+    Reads the register, the flight recordings and the event logs of the
+    job, and changes nothing: it may be started and ended at any time,
+    and shows how things were when the job is gone. Ctrl-C ends it.
+
+    [bold]Examples[/bold]
+
+        holdfast run -n 4 --spares 1 train.py &
+
+        holdfast top job
+
+        holdfast top logs/ --once             # of a job that has ended
+
+        holdfast top job --json | jq '.rows[] | select(.inside and .seconds > 1)'
+
+    Exit status: 1 if there is no such job.
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.blame.jobs import locate
+    from holdfast.harness.top.state import Watcher
+
+    try:
+        watcher = Watcher(locate(job, register))
+    except HoldfastError as error:
+        typer.echo(f"holdfast top: {error}", err=True)
+        raise typer.Exit(1) from error
+    if json:
+        import msgspec
+
+        typer.echo(json_module.dumps(msgspec.to_builtins(watcher.look()), indent=2))
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    from holdfast.harness.top.screen import render
+
+    console = Console()
+    if once:
+        console.print(render(watcher.look()))
+        return
+    try:
+        with Live(render(watcher.look()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every)
+                live.update(render(watcher.look()), refresh=True)
+    except KeyboardInterrupt:
+        console.print(render(watcher.look()))

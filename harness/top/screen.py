@@ -1,0 +1,89 @@
+"""How a job looks in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.harness.top.state import Fault, JobState, Row
+
+_STATES = {
+    "running": "green",
+    "spare": "cyan",
+    "done": "dim",
+    "stopped": "bold yellow",
+    "killed": "bold red",
+    "elsewhere": "blue",
+}
+_PHASES = {"running": "bold green", "forming": "yellow", "finished": "bold cyan", "failed": "bold red"}
+LONG = 1.0
+"""Seconds in one op from which it is shown as long."""
+
+
+def render(job: JobState) -> RenderableType:
+    """The whole screen."""
+    head = Text.assemble(
+        (job.name or "?", "bold"),
+        "  ",
+        (job.phase, _PHASES.get(job.phase, "")),
+        f"  epoch {job.epoch}  {job.members} members",
+        f"  {job.backend}" * bool(job.backend),
+        ("  step ", "dim"),
+        (str(job.step) if job.step >= 0 else "-", "bold"),
+        (f"  {job.steps_per_second:.1f} steps/s", "bold") if job.steps_per_second else "",
+    )
+    return Panel(Group(head, Text(), _table(job.rows), Text(), _fault(job)), title="holdfast top", title_align="left")
+
+
+def _table(rows: tuple[Row, ...]) -> Table:
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True, max_width=24, overflow="ellipsis")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("steps/s", justify="right", no_wrap=True)
+    table.add_column("op", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("for", justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True)
+    for row in rows:
+        long = row.inside and row.seconds >= LONG and row.state == "running"
+        table.add_row(
+            "-" if row.rank is None else str(row.rank),
+            str(row.pid or "-"),
+            Text(row.state, _STATES.get(row.state, "red")),
+            str(row.step) if row.step >= 0 else "-",
+            f"{row.steps_per_second:.1f}" if row.steps_per_second else "-",
+            Text(row.op if row.inside else f"after {row.op}" if row.op else "", "" if row.inside else "dim"),
+            Text(_time(row.seconds) if row.seconds else "", "bold yellow" if long else "dim"),
+            ", ".join(map(str, row.waits_for)),
+        )
+    return table
+
+
+def _fault(job: JobState) -> Text:
+    fault = job.last_fault
+    if fault is None:
+        return Text("no faults", "dim")
+    how_many = f" of {job.faults}" if job.faults > 1 else ""
+    return Text.assemble(
+        (f"last fault{how_many}", "bold"),
+        f"  {_time(fault.ago)} ago, in epoch {fault.epoch}: {fault.reason}\n",
+        _recovery(fault),
+    )
+
+
+def _recovery(fault: Fault) -> Text:
+    if fault.recovery is None:
+        return Text("not recovered", "bold red")
+    words = Text.assemble(("recovered", "green"), f" in {_time(fault.recovery)}")
+    return words.append(f", next step committed after {_time(fault.resume)}") if fault.resume is not None else words
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 90:
+        return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.1f} ms"
