@@ -20,7 +20,9 @@ from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster, processes
 
-pytest.register_assert_rewrite("holdfast.harness.conformance.collectives", "holdfast.harness.conformance.failures")
+pytest.register_assert_rewrite(
+    *(f"holdfast.harness.conformance.{name}" for name in ("collectives", "failures", "windows", "planes"))
+)
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []

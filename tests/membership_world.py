@@ -14,6 +14,7 @@ from holdfast.comms.transport import Peer
 from holdfast.ft import vocabulary as v
 from holdfast.ft.membership import Membership
 from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
 
 Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish"]
@@ -81,10 +82,14 @@ def new_world(
     ticks: int = 0,
     outages: int = 0,
     finishing: bool = False,
+    mesh: int = 64,
 ) -> World:
-    """`count` processes that have not started yet, of a job that wants `size` members."""
+    """`count` processes that have not started yet, of a job that wants `size` members. In a job of more than `mesh`
+    they tell each other of changes alone, from neighbour to neighbour.
+    """
     job = Job("job", size, min_size, size, ("shm", "gloo"))
-    cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}))) for i in range(count))
+    shape = Shape(mesh=mesh)
+    cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}), shape)) for i in range(count))
     return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
 
 
@@ -116,7 +121,7 @@ def actions(world: World) -> Iterator[Action]:
             yield Action("cas", i)
             if world.outages:
                 yield Action("away", i)
-        known = {death.id for death in core.gone}
+        known = core.evidence.dead.keys()
         for other in core.watched():
             j = int(other.id[1:])
             if not world.processes[j].alive and other.id not in known:
@@ -202,14 +207,20 @@ def _perform(world: World, i: int, effect: v.Effect) -> World:
             check(process.proposal is None, f"{me.id} proposes twice at once")
             check(bool(effect.view.reason), "a decision without a reason")
             return _with(world, i, replace(process, proposal=effect))
-        case v.Announce(view):
-            others = {m.id for m in (*view.members, *process.core.spares)} - {me.id}
-            for other_id in sorted(others):
-                world = _mail(world, int(other_id[1:]), v.ViewRead(view))
+        case v.Announce(view, to, change):
+            news = v.ViewRead(view, me.id) if change is None else v.Changed(change, me.id)
+            for other in to:
+                world = _mail(world, int(other.id[1:]), news)
             return world
-        case v.AnnounceSelf(view):
-            for other in view.members:
+        case v.Ask():
+            return _mail(world, i, v.ViewRead(world.register))
+        case v.AnnounceSelf(view, to):
+            for other in to:
                 world = _mail(world, int(other.id[1:]), v.SpareAnnounced(me))
+            return world
+        case v.Report(deaths, to):
+            for other in to:
+                world = _mail(world, int(other.id[1:]), v.Proof(deaths))
             return world
         case v.Install(view):
             _check_install(world, i, view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,19 @@ from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Context
 
 Tensor = torch.Tensor
-Mail = defaultdict[tuple[int, int, int], "queue.Queue[Tensor]"]
+
+
+class Mail:
+    """A queue for each (sender, receiver, tag), made by whoever asks first."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, key: tuple[int, int, int]) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self._queues.setdefault(key, queue.Queue())
+
 
 QUICK_TO_SEND = cost.Link(latency=1e-9, bandwidth=1e9)
 SLOW_TO_SEND = cost.Link(latency=1.0, bandwidth=1e9)
@@ -60,11 +71,7 @@ class QueueTransport(MessageTransport):
 
 def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link = QUICK_TO_SEND) -> list[Any]:
     """`body(transport)` on every rank, in threads; results by rank."""
-    mail: Mail = defaultdict(queue.Queue)
-    for src in range(size):
-        for dst in range(size):
-            for tag in (0, 1):
-                mail[src, dst, tag] = queue.Queue()
+    mail = Mail()
     store, results = dist.HashStore(), [None] * size
     errors: list[BaseException] = []
 

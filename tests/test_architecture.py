@@ -37,6 +37,7 @@ PURE = {
     "itertools",
     "math",
     "msgspec",
+    "types",
     "typing",
 }
 """What a file without I/O may import from outside holdfast."""
@@ -213,8 +214,12 @@ def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"holdfast/{path}" for path in modules()} <= names
     assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
-    data = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.j2")}
+    kinds = ("*.j2", "*.toml")
+    data = {
+        str(path.relative_to(ROOT)) for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)
+    }
     assert {f"holdfast/{path}" for path in data} <= names
+    assert "holdfast/comms/_native.abi3.so" in names
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
     assert len(top) == 2

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.bench import recovery, rounds, show
+from holdfast.harness.bench import recovery, recovery_peer, rounds, show
 from holdfast.harness.bench.cli import app
-from holdfast.harness.bench.contestants import Arena, ContestantFailed, missing
-from holdfast.harness.bench.data import allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.contestants import Arena, missing
+from holdfast.harness.bench.data import START, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.definitions import (
     OPERATIONS,
     parse_counts,
@@ -26,12 +26,11 @@ from holdfast.harness.bench.definitions import (
     parse_sizes,
     show_size,
 )
+from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.imports import measure
 from holdfast.harness.bench.noise import Noise
-from holdfast.harness.bench.results import Row, Timing, ratios
+from holdfast.harness.bench.results import Bench, Row, Timing, ratios
 from holdfast.harness.bench.wire import Measure
-
-needs_mpi = pytest.mark.skipif(missing("openmpi") is not None, reason=f"{missing('openmpi')}")
 
 COLLECTIVES = tuple(name for name in OPERATIONS if name != "copy")
 
@@ -74,6 +73,8 @@ def test_sizes_are_lists_and_ranges() -> None:
     assert parse_sizes("8:1K") == (8, 64, 512, 1024)
     assert parse_sizes("8:64:2") == (8, 16, 32, 64)
     assert parse_counts("2,4,2") == (2, 4)
+    assert parse_counts("2:8") == (2, 4, 8)
+    assert parse_counts("1,3:7") == (1, 3, 6, 7)
     assert [show_size(n) for n in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
 
 
@@ -89,35 +90,48 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 def _reference(op: str, inputs: list[np.ndarray], rank: int, block: int) -> np.ndarray:
     """What the op must give, written in the plainest way."""
     match op:
-        case "all_reduce":
+        case "all_reduce" | "all_reduce_async" | "all_reduce_reproducible" | "reduce":
             return np.sum(inputs, axis=0)
         case "reduce_scatter":
             return np.sum(inputs, axis=0)[rank * block : (rank + 1) * block]
-        case "all_gather":
+        case "all_gather" | "all_gather_object" | "gather":
             return np.concatenate(inputs)
-        case "broadcast":
+        case "broadcast" | "broadcast_object":
             return inputs[0]
+        case "scatter":
+            return inputs[0][rank * block : (rank + 1) * block]
+        case "ping_pong":
+            return inputs[rank & ~1]
+        case "fetch_add" | "compare_swap":
+            return inputs[rank] + 1
         case "all_to_all":
             return np.concatenate([given[rank * block : (rank + 1) * block] for given in inputs])
-        case "send_recv":
+        case "send_recv" | "put" | "get" | "memory_read" | "memory_write":
             return inputs[(rank - 1) % len(inputs)]
         case _:
             return inputs[rank]
 
 
-@pytest.mark.parametrize("op", [name for name in OPERATIONS if name != "barrier"])
+ROOTED = ("reduce", "gather")
+"""Ops whose result only rank 0 has."""
+
+
+@pytest.mark.parametrize("op", [name for name, operation in OPERATIONS.items() if operation.layout != "none"])
 @pytest.mark.parametrize("block", [1, 7, 20_000])
 def test_the_expectation_is_what_the_op_gives_and_one_wrong_element_is_seen(op: str, block: int) -> None:
-    operation, ranks = OPERATIONS[op], 3
+    operation, ranks = OPERATIONS[op], 4
+    spread = op in ("broadcast", "broadcast_object")
     lengths = operation.lengths(block, ranks)
     inputs = [np.resize(pattern(rank, 4, "float32"), lengths[0]) for rank in range(ranks)]
-    for rank in range(ranks):
+    if operation.layout == "counter":
+        inputs = [np.full(block, START, "float32")] * ranks
+    for rank in range(1 if op in ROOTED else ranks):
         source = allocate(lengths[0], "float32")
-        target = source if operation.layout == "in_place" else allocate(lengths[1], "float32")
+        target = source if operation.layout in ("in_place", "counter") else allocate(lengths[1], "float32")
         fill(operation, rank, 4, source, target)
-        if op != "broadcast" or rank == 0:
+        if not spread or rank == 0:
             assert np.array_equal(source, inputs[rank])
-        if op != "copy" and (op != "broadcast" or rank != 0):
+        if op != "copy" and (not spread or rank != 0):
             assert count_wrong(operation, rank, ranks, block, 4, target) > 0, "untouched output must be wrong"
         target[:] = _reference(op, inputs, rank, block)
         assert count_wrong(operation, rank, ranks, block, 4, target) == 0
@@ -169,17 +183,25 @@ def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
 # Whole runs ------------------------------------------------------------------------------------------------------
 
 
-def _plan(ops: tuple[str, ...], everyone: tuple[str, ...], ranks: int = 2, sizes: str = "8,1K") -> rounds.Plan:
+def _plan(
+    ops: tuple[str, ...], everyone: tuple[str, ...], ranks: int = 2, sizes: str = "8,1K", turns: int = 2
+) -> rounds.Plan:
     ours = tuple(name for name in everyone if name.startswith("holdfast:"))
-    return rounds.Plan(ops, everyone, ours, (ranks,), parse_sizes(sizes), rounds=2, seconds=0.02)
+    return rounds.Plan(ops, everyone, ours, (ranks,), parse_sizes(sizes), rounds=turns, seconds=0.02)
+
+
+def _refused(bench: Bench) -> set[tuple[str, str]]:
+    """Who has no such op: (library, op)."""
+    assert all("not measured" in failure.reason for failure in bench.failures), bench.failures
+    return {(failure.contestant, failure.op) for failure in bench.failures}
 
 
 def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
     bench = rounds.run(_plan(COLLECTIVES, ("holdfast:shm", "torch-gloo"), sizes="8,300K"))
-    assert bench.skipped == {}
-    assert bench.failures == ()
-    assert bench.wrong == 0
-    assert {row.op for row in bench.rows} == set(COLLECTIVES)
+    assert (bench.skipped, bench.wrong) == ({}, 0)
+    assert {row.op for row in bench.rows if row.contestant == "holdfast:shm"} == set(COLLECTIVES)
+    without = {name for name, op in OPERATIONS.items() if op.kind in ("object", "group", "window", "memory plane")}
+    assert _refused(bench) == {("torch-gloo", name) for name in without | {"all_reduce_reproducible"}}
     assert {ratio.peer for ratio in bench.ratios} == {"torch-gloo"}
     assert all(row.timing.min <= row.timing.p50 <= row.timing.p99 for row in bench.rows)
     small, large = (next(row for row in bench.rows if row.nbytes == size) for size in (8, 300 * 1024))
@@ -187,12 +209,31 @@ def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
     assert large.timing.block == 1, "large ops are timed one by one"
 
 
-@needs_mpi
-def test_every_op_is_right_on_open_mpi() -> None:
-    bench = rounds.run(_plan(COLLECTIVES, ("openmpi",), sizes="8,300K"))
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_every_op_that_mpi_has_is_right_on_it(mpi: str) -> None:
+    if (reason := missing(mpi)) is not None:
+        pytest.skip(reason)
+    bench = rounds.run(_plan(COLLECTIVES, (mpi,), sizes="65K", turns=1))
+    assert (bench.skipped, bench.wrong) == ({}, 0)
+    ours_alone = {"all_reduce_reproducible", "signal", "memory_read", "memory_write"}
+    assert _refused(bench) == {(mpi, op) for op in ours_alone}
+    assert {"openmpi": "Open MPI", "mpich": "MPICH"}[mpi] in bench.contestants[f"{mpi}, 2 ranks"]
+
+
+def test_one_sided_ops_run_beside_the_benchmark_of_ucx_itself() -> None:
+    if (reason := missing("ucx_perftest")) is not None:
+        pytest.skip(reason)
+    ops = ("get", "ping_pong")
+    bench = rounds.run(_plan((*ops, "barrier"), ("holdfast:ucx", "ucx_perftest"), sizes="8", turns=1))
+    assert (bench.skipped, bench.wrong) == ({}, 0)
+    assert _refused(bench) == {("ucx_perftest", "barrier")}
+    assert {ratio.op for ratio in bench.ratios} == set(ops)
+    assert {row.wrong for row in bench.rows if row.contestant == "ucx_perftest"} == {None}, "it does not say"
+
+
+def test_an_odd_number_of_ranks_can_play_every_op() -> None:
+    bench = rounds.run(_plan(COLLECTIVES, ("holdfast:inproc",), ranks=3, sizes="64", turns=1))
     assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
-    assert {row.op for row in bench.rows} == set(COLLECTIVES)
-    assert "Open MPI" in bench.contestants["openmpi, 2 ranks"]
 
 
 def test_inproc_ranks_are_threads() -> None:
@@ -220,7 +261,7 @@ def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
 
 def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
     with Arena() as arena:
-        group = arena.start("memcpy", 2)
+        group = arena.start_group("memcpy", 2)
         pids = [member.hello.pid for member in group._members]
         group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
 
@@ -238,7 +279,7 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
 
 def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:
     with Arena() as arena:
-        group = arena.start("memcpy", 2)
+        group = arena.start_group("memcpy", 2)
         pids = [member.hello.pid for member in group._members]
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(ContestantFailed, match="memcpy in copy"):
@@ -362,3 +403,15 @@ def test_what_our_own_children_use_is_not_noise() -> None:
         child.wait(30)
     assert 0 <= mine <= os.cpu_count()  # type: ignore[operator]
     assert theirs > 0.2, "a child that still runs cannot be told from others"
+
+
+def test_recovery_of_ulfm_is_measured_on_real_kills_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (reason := missing("openmpi")) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(recovery_peer, "SHARED_MEMORY", tmp_path)
+    peer = recovery_peer.run(ranks=3, kills=1)
+    assert "ULFM" in peer.library
+    assert peer.total.median == peer.kills[0] > 0
+    assert list(tmp_path.iterdir()) == []

@@ -113,14 +113,16 @@ def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
         choose_backend("shm", [here, there])
 
 
-def test_an_unknown_backend_names_what_is_known() -> None:
+def test_an_unknown_backend_names_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(comms.BackendUnavailable) as caught:
         comms.connect("smoke-signals", rank=0, size=1)
     assert caught.value.name == "smoke-signals"
     assert all(name in str(caught.value) for name in ("gloo", "inproc", "shm", "ucx"))
-    with pytest.raises(comms.BackendUnavailable, match=r"holdfast\[nixl\]") as caught:
-        comms.connect("nixl", rank=0, size=1)
+    with pytest.raises(comms.BackendUnavailable, match="torch") as caught:
+        comms.connect("rccl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
     assert caught.value.install_hint
+    with pytest.raises(comms.Unsupported, match="memory plane only"):
+        comms.connect("nixl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
 
 
 @pytest.mark.parametrize(

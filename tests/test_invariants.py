@@ -58,12 +58,13 @@ class Run:
 
 def good_run() -> Run:
     """Three ranks; c is killed in step 3 after it was prepared by all, and a spare d takes its place."""
-    run = Run().install(1, "a", "b", "c").step(1, 1, "a", "b", "c").step(2, 1, "a", "b", "c")
+    run = Run().add("harness", "simulated", ranks=3, hosts=1)
+    run.install(1, "a", "b", "c").step(1, 1, "a", "b", "c").step(2, 1, "a", "b", "c")
     run.add("a", "published", version=2).add("b", "fetched", version=2)
     for member in "abc":
         run.add(member, "attempt", step=3, epoch=1).add(member, "prepared", step=3, epoch=1)
         run.add(member, "op", op="all_reduce", seq=3, epoch=1, seconds=0.001, timeout=5.0)
-    run.add("harness", "fault", what="kill", target="c")
+    run.add("harness", "fault", what="kill", target="c").add("c", "died", why="SIGKILL")
     run.add("a", "detected", members=["c"], evidence="exited")
     run.add("a", "revoked", epoch=1, reason="c is gone").add("b", "revoked", epoch=1, reason="c is gone")
     run.add("a", "proposed", epoch=2).install(2, "a", "b", "d")
@@ -72,7 +73,7 @@ def good_run() -> Run:
     run.add("a", "published", version=4).add("d", "fetched", version=4).add("a", "retired", version=2)
     for member in "abd":
         run.add(member, "finished", steps=4)
-    return run
+    return run.add("harness", "horizon", seconds=1.0)
 
 
 def names(violations: list[Violation]) -> set[str]:
@@ -147,7 +148,49 @@ def _other_bits(run: Run) -> None:
 
 
 def _evicted_commits(run: Run) -> None:
-    run.add("c", "committed", step=3, epoch=1, how="normal")
+    run.add("c", "committed", step=5, epoch=1, how="normal")
+
+
+def _two_ranks(run: Run) -> None:
+    run.install(3, "a", "b", "a")
+
+
+def _other_ranks(run: Run) -> None:
+    run.install(3, "b", "a", "d")
+
+
+def _joiner_first(run: Run) -> None:
+    run.install(3, "e", "a", "b", "d")
+
+
+def _replacement_last(run: Run) -> None:
+    run.install(3, "a", "d", "e")
+
+
+def _too_few(run: Run) -> None:
+    run.add("a", "installed", epoch=3, members=["a"], rank=0, min_size=2, reason="test")
+
+
+def _healthy_one_evicted(run: Run) -> None:
+    run.install(3, "a", "b", "d", "e").install(4, "a", "b", "d")
+
+
+def _not_suspected_by_enough(run: Run) -> None:
+    run.install(3, "a", "b", "d", "e").add("a", "suspected", member="e", evidence="silent", of=3)
+    run.add("b", "suspected", member="e", evidence="silent", of=3).add("b", "cleared", member="e").wait(2)
+    run.install(4, "a", "b", "d")
+
+
+def _never_ends(run: Run) -> None:
+    run.install(3, "a", "b", "d").add("a", "finished", steps=4).add("harness", "horizon", seconds=9.0)
+
+
+def _core_breaks(run: Run) -> None:
+    run.add("a", "broken", error="ValueError: a member is twice in the view")
+
+
+def _state_apart(run: Run) -> None:
+    run.add("a", "error", error="Mismatch: the state of the ranks has come apart")
 
 
 def _step_twice(run: Run) -> None:
@@ -217,6 +260,16 @@ def _fetched_after_retirement(run: Run) -> None:
         (_version_lost, "versions are kept"),
         (_published_late, "versions are kept"),
         (_fetched_after_retirement, "versions are kept"),
+        (_two_ranks, "ranks keep their order"),
+        (_other_ranks, "ranks keep their order"),
+        (_joiner_first, "ranks keep their order"),
+        (_replacement_last, "ranks keep their order"),
+        (_too_few, "ranks keep their order"),
+        (_healthy_one_evicted, "nobody healthy is evicted"),
+        (_not_suspected_by_enough, "nobody healthy is evicted"),
+        (_never_ends, "a healed job ends"),
+        (_core_breaks, "the core goes on"),
+        (_state_apart, "the core goes on"),
     ],
 )
 def test_a_run_that_breaks_it_is_caught(breaking: Callable[[Run], None], invariant: str) -> None:

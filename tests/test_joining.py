@@ -14,8 +14,9 @@ import torch
 from children import Child, children
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
-from holdfast.ft import Attempt, Session, Timeouts
+from holdfast.ft import Attempt, Session, Timeouts, faultpoints
 from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.copies.fetching import BLOCK
 from holdfast.ft.keys import KeyRefused, create_key
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
@@ -270,6 +271,102 @@ def test_a_candidate_that_dies_before_the_job_has_formed_is_forgotten(contract: 
         for child in later:
             child.end()
     assert sorted(end[1] for end in ends) == [0, 1]
+
+
+# -- how the state gets to a joiner
+
+BLOCKS = 12
+"""The state has so many pieces that are read and checked at a time."""
+LATE_STEPS = 160
+
+
+def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> None:
+    """Short steps over a large state. In step 150 wait for the fourth member, if it has not come, or for `gate`. A
+    joiner kills the process `victim` when it is about to read its third block.
+    """
+    weights = torch.arange(BLOCKS * BLOCK // 8, dtype=torch.float64)
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(weights, requires_grad=False)})
+    read = 0
+
+    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+        nonlocal read
+        if point == "sync.before_chunk" and victim:
+            read += 1
+            if read == 3:
+                os.kill(victim, 9)
+
+    with Session(**contract, size=4, min_size=2) as session:
+        faultpoints.arm(strike)
+        session.attach("model", model)
+        session.subscribe(lambda event: pipe.send(event) if event["kind"] in ("gap", "synced") else None)
+        for attempt in session.steps(LATE_STEPS):
+            with attempt:
+                pipe.send({"kind": "step", "step": attempt.step})
+                while attempt.step == 150 and attempt.comm.size < 4 and not Path(gate).exists():
+                    attempt.comm.barrier()
+                    time.sleep(0.002)
+                time.sleep(0.003)
+                attempt.comm.barrier()
+            if attempt.committed:
+                model["w"][attempt.step] += attempt.step
+        faultpoints.arm(None)
+        pipe.send({"kind": "end", "sum": model["w"].sum().item(), "read": read})
+
+
+def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[list[Any], list[Any]]:
+    """A fourth process joins three: what each of those that stay said, and what the joiner did."""
+    gate = tmp_path / "gate"
+
+    def heard(child: Child) -> list[Any]:
+        messages = [child.hear()]
+        while messages[-1]["kind"] != "end":
+            messages.append(child.hear())
+        return messages
+
+    with children() as start:
+        first = [start(carry, contract, str(gate)) for _ in range(3)]
+        hear_until(first[0], lambda m: m["kind"] == "step" and m["step"] == 4)
+        with Register.open(contract["register"]) as register:
+            view = register.read()
+        assert view is not None
+        source = next(child for child in first if deadly and child.pid == view.members[0].peer.pid) if deadly else None
+        joiner = start(carry, contract, str(gate), source.pid if source else 0)
+        if source:
+            os.waitpid(source.pid, 0)
+            gate.touch()  # nobody comes in its place
+            first.remove(source)
+            source._gone = True
+        said, new = [heard(child) for child in first], heard(joiner)
+        for child in (*first, joiner):
+            child.end()
+    whole = torch.arange(BLOCKS * BLOCK // 8).double().sum().item() + sum(range(LATE_STEPS))
+    assert {messages[-1]["sum"] for messages in (*said, new)} == {whole}
+    return said, new
+
+
+def test_a_joiner_reads_from_all_and_how_long_the_others_wait_is_measured(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    said, new = join_late(contract, tmp_path, deadly=False)
+    (synced,) = [message for message in new if message["kind"] == "synced"]
+    assert synced["via"] == "shm" and synced["bytes"] == BLOCKS * BLOCK
+    assert set(synced["sources"]) == {"0", "1", "2"}
+    gaps = [message for messages in said for message in messages if message["kind"] == "gap" and message["joined"]]
+    assert len(gaps) == 3 and all(gap["left"] == 0 for gap in gaps)
+    longest, usual = max(gap["seconds"] for gap in gaps), max(gap["usual"] for gap in gaps)
+    print(
+        f"\n{synced['bytes'] >> 20} MiB to a joiner in {synced['seconds'] * 1e3:.0f} ms; the others' longest gap "
+        f"between steps: {longest * 1e3:.0f} ms (usual step: {usual * 1e3:.0f} ms)"
+    )
+
+
+def test_a_source_that_dies_on_the_way_is_replaced_without_starting_again(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    _, new = join_late(contract, tmp_path, deadly=True)
+    synced = [message for message in new if message["kind"] == "synced"]
+    assert sum(event["bytes"] + event["kept"] for event in synced) == len(synced) * BLOCKS * BLOCK
+    assert new[-1]["read"] <= BLOCKS + 4, "no block but those under way was read twice"
 
 
 # -- leaving nothing behind

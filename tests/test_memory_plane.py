@@ -21,6 +21,7 @@ import torch
 from children import Child, children
 
 from holdfast.backends import block_copy, inproc_memory, process_memory, shm_memory
+from holdfast.backends.nixl import plane as nixl_plane
 from holdfast.backends.region_table import Address
 from holdfast.backends.ucx import memory as ucx_memory
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
@@ -31,6 +32,7 @@ OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": inproc_memory.open_plane,
     "shm": shm_memory.open_plane,
     "ucx": ucx_memory.open_plane,
+    "nixl": nixl_plane.open_plane,
 }
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import etcd3gw
 import pytest
 from children import children
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -25,14 +26,31 @@ from holdfast.comms.plugins import hookimpl
 from holdfast.comms.registry import register, unregister
 from holdfast.comms.transport import Peer
 from holdfast.ft.register import Register
-from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes
+from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, tcp
+from holdfast.ft.registers import etcd as etcd_register
 from holdfast.ft.registers import sqlite as sqlite_register
 from holdfast.ft.view import Job, Member, View
+from holdfast.harness.etcd import EtcdCluster, free_ports
+from holdfast.harness.linearizability import Operation, Recorder, unexplained
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return register_url(request.param, tmp_path)
+@pytest.fixture(scope="module", autouse=True)
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One node, for all tests of this process; each test has a name of its own in it."""
+    with EtcdCluster(1, tmp_path_factory.mktemp("etcd")) as node:
+        yield node
+
+
+@pytest.fixture(params=["memory", "sqlite", "tcp", "etcd"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> Iterator[str]:
+    """A fresh register of each kind."""
+    if request.param == "tcp":
+        with tcp.serving() as server:
+            yield f"{server}/{tmp_path.name}"
+    elif request.param == "etcd":
+        yield f"{etcd.url}/{tmp_path.name}"
+    else:
+        yield register_url(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -172,78 +190,36 @@ def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
         child.end()
 
 
-# Linearizability: what each operation saw, with the times between which it happened.
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One operation: a read that found `version`, or a write of `version` that succeeded or was refused."""
-
-    kind: str
-    version: int
-    value: bytes
-    began: float
-    ended: float
-
-
-def work(cell: Cell, name: str, writes: int) -> list[Seen]:
-    """Read and try to write the next version, until `writes` tries have been made."""
-    seen = []
-    for attempt in range(writes):
-        began = time.monotonic()
-        version, value = cell.read()
-        seen.append(Seen("read", version, value, began, time.monotonic()))
-        value, began = f"{name}.{attempt}".encode(), time.monotonic()
-        kind = "write" if cell.compare_and_set(version, value) else "refused"
-        seen.append(Seen(kind, version + 1, value, began, time.monotonic()))
-    return seen
-
-
-def check_linearizable(histories: list[list[Seen]], last: int) -> None:
-    """The cell only moves from each version to the next, so a history is linearizable exactly if this holds."""
-    seen = [each for history in histories for each in history]
-    written = {each.version: each for each in seen if each.kind == "write"}
-    assert len(written) == sum(each.kind == "write" for each in seen), "a version was written twice"
-    assert sorted(written) == list(range(1, last + 1)), "a version is missing"
-    for version, write in written.items():
-        if version > 1:
-            assert written[version - 1].began <= write.ended, "a version was written before the one it follows"
-    for each in seen:
-        if each.kind == "read" and each.version:
-            assert each.value == written[each.version].value, "a read saw what was never written"
-            assert written[each.version].began <= each.ended, "a read saw the future"
-        if each.kind == "read" and each.version < last:
-            assert each.began <= written[each.version + 1].ended, "a read saw what had been replaced"
-        if each.kind == "refused":
-            assert written[each.version].began <= each.ended, "a write was refused without a reason"
+# Linearizability: what each user saw, with the times between which it happened.
 
 
 @pytest.mark.parametrize("own_handles", [True, False], ids=["own handles", "one handle"])
 def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> None:
-    histories: list[list[Seen]] = []
-
     with cells(url, *["view"] * 4) as handles:
-
-        def body(number: int) -> None:
-            histories.append(work(handles[number if own_handles else 0], f"thread{number}", 150))
-
-        threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+        users = [Recorder(handles[number if own_handles else 0]) for number in range(4)]
+        threads = [
+            threading.Thread(target=user.work, args=(f"thread{number}", 0.25)) for number, user in enumerate(users)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(histories) == 4
-        check_linearizable(histories, handles[0].read()[0])
+        users[0].read()
+    assert all(user.history for user in users)
+    assert unexplained([each for user in users for each in user.history]) is None
 
 
-def test_writers_in_processes_are_linearizable(file: Path) -> None:
+@pytest.mark.parametrize("url", ["sqlite", "tcp", "etcd"], indirect=True)
+def test_writers_in_processes_are_linearizable(url: str) -> None:
     def body(pipe: Connection, number: int) -> None:
-        with cells(f"sqlite://{file}", "view") as [cell]:
+        with cells(url, "view") as [cell]:
             pipe.send("ready")
             pipe.recv()
-            pipe.send(work(cell, f"process{number}", 300))
+            user = Recorder(cell)
+            user.work(f"process{number}", 0.3)
+            pipe.send(user.history)
 
-    with cells(f"sqlite://{file}", "view") as [cell], children() as start:
+    with children() as start:
         writers = [start(body, number) for number in range(4)]
         for writer in writers:
             assert writer.hear() == "ready"
@@ -252,7 +228,85 @@ def test_writers_in_processes_are_linearizable(file: Path) -> None:
         histories = [writer.hear() for writer in writers]
         for writer in writers:
             writer.end()
-        check_linearizable(histories, cell.read()[0])
+        with cells(url, "view") as [cell]:
+            end = Recorder(cell)
+            end.read()
+    assert all(histories)
+    assert unexplained([each for history in [*histories, end.history] for each in history]) is None
+
+
+def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
+    """Three nodes; the leader is killed, the next one stopped, both come back. Writes whose answer was lost count."""
+    with EtcdCluster(3, tmp_path) as nodes, cells(f"{nodes.url}/job", *["view"] * 3) as handles:
+        users = [Recorder(handle) for handle in handles]
+        threads = [
+            threading.Thread(target=user.work, args=(f"thread{number}", 4.5, 2000)) for number, user in enumerate(users)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        first = nodes.leader()
+        nodes.kill(first)
+        second = nodes.leader()
+        nodes.start(first)
+        time.sleep(0.5)
+        nodes.pause(second)
+        time.sleep(1.2)
+        nodes.resume(second)
+        for thread in threads:
+            thread.join()
+        users[0].read()
+    history = [each for user in users for each in user.history]
+    assert unexplained(history) is None
+    assert sum(each.kind == "write" and each.done is True for each in history) > 50
+
+
+# The checker itself.
+
+
+def explained(history: list[Operation], state: tuple[int, bytes] = (0, b"")) -> bool:
+    """The same by brute force: whether any order that respects the times explains it."""
+    if all(each.done is None for each in history):
+        return True
+    for index, each in enumerate(history):
+        rest = history[:index] + history[index + 1 :]
+        if any(other.done is not None and other.ended < each.began for other in rest):
+            continue
+        if any(explained(rest, following) for following in each.after(state)):
+            return True
+    return False
+
+
+operations = st.builds(
+    lambda kind, version, value, began, lasted, done: Operation(
+        kind, version, value, began, began + lasted, done if kind == "write" else True
+    ),
+    st.sampled_from(["read", "write"]),
+    st.integers(0, 2),
+    st.sampled_from([b"", b"a", b"b"]),
+    st.integers(0, 8),
+    st.integers(0, 4),
+    st.sampled_from([True, False, None]),
+)
+
+
+@given(st.lists(operations, max_size=6))
+def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
+    assert (unexplained(history) is None) == explained(history)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Operation("read", 0, b"", 2, 3),
+        Operation("read", 1, b"other", 2, 3),
+        Operation("write", 0, b"again", 2, 3, True),
+        Operation("write", 1, b"next", 2, 3, False),
+    ],
+    ids=["stale read", "never written", "written twice", "refused without a reason"],
+)
+def test_the_checker_finds_what_no_register_does(second: Operation) -> None:
+    assert unexplained([Operation("write", 0, b"first", 0, 1), second]) is second
 
 
 class AgainstModel(RuleBasedStateMachine):
@@ -577,3 +631,173 @@ def test_what_is_no_view_is_reported_as_such(url: str, value: bytes) -> None:
             views.read()
         with pytest.raises(CorruptData):
             views.watch(0, timeout=1.0)
+
+
+# What only a server can suffer.
+
+
+@pytest.mark.parametrize("bad", ["tcp://", "tcp://host", "tcp://host:0/x", "tcp://host:99999", "tcp://h:1/x?y=1"])
+def test_a_tcp_url_needs_a_host_and_a_port(bad: str) -> None:
+    with pytest.raises(ValueError, match="is not a tcp register"):
+        open_cell(bad, "view")
+
+
+@pytest.mark.parametrize(
+    "bad", ["etcd://", "etcd://host", "etcd://a:1,b/x", "etcd://a:1,,b:2", "etcd://u@a:1", "etcd://a:1/x?y"]
+)
+def test_an_etcd_url_needs_hosts_and_ports(bad: str) -> None:
+    with pytest.raises(ValueError, match="is not an etcd register"):
+        open_cell(bad, "view")
+    with pytest.raises(ValueError, match="twice"):
+        open_cell("etcd://a:1,a:1/job", "view")
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "etcd"])
+def test_a_server_that_is_not_there_or_is_something_else_is_told_of(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_register, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        answering = threading.Thread(target=_answer_rudely, args=(other,))
+        answering.start()
+        try:
+            with pytest.raises(RegisterAway, match="is away"):
+                open_cell(f"{scheme}://127.0.0.1:{port}/job", "view")
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+            answering.join()
+    if scheme == "etcd":  # a tcp register on this machine would be begun
+        with pytest.raises(RegisterAway, match="cannot be reached"):
+            open_cell(f"etcd://127.0.0.1:{free_ports(1)[0]}/job", "view")
+
+
+def _answer_rudely(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+
+def test_whoever_finds_nobody_serves_a_tcp_register_as_long_as_it_has_it_open() -> None:
+    url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"
+
+    def body(pipe: Connection) -> None:
+        with cells(url, "view") as [cell]:
+            pipe.send(cell.read())
+            pipe.recv()
+            pipe.send(cell.compare_and_set(1, b"second"))
+            pipe.recv()
+            try:
+                cell.read()
+            except RegisterAway as error:
+                pipe.send(str(error))
+
+    with children() as start:
+        with cells(url, "view", "view") as [first, second]:
+            assert first.compare_and_set(0, b"first")
+            child = start(body)
+            assert child.hear() == (1, b"first")
+            first.close()
+            child.tell("go")
+            assert child.hear()
+            assert second.read() == (2, b"second")
+        child.tell("its server is gone")
+        assert "does not answer" in child.hear()
+        child.end()
+
+
+def test_a_tcp_register_whose_server_was_begun_anew_is_not_taken_for_the_old_one() -> None:
+    port = free_ports(1)[0]
+
+    def body(pipe: Connection) -> None:
+        with tcp.serving(port=port):
+            pipe.send("ready")
+            pipe.recv()
+
+    with children() as start:
+        server = start(body)
+        server.hear()
+        with cells(f"tcp://127.0.0.1:{port}/job", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            server.kill()
+            with pytest.raises(RegisterAway, match="does not answer"):
+                cell.read()
+            start(body).hear()
+            with pytest.raises(RegisterAway, match="another store is at its address"):
+                cell.read()
+
+
+def test_a_tcp_server_that_is_stopped_delays_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PATIENCE", 1.0)
+
+    def body(pipe: Connection) -> None:
+        with tcp.serving() as server:
+            pipe.send(server)
+            pipe.recv()
+
+    with children() as start:
+        child = start(body)
+        with cells(f"{child.hear()}/job", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            child.stop()
+            with pytest.raises(RegisterAway, match="does not answer"):
+                cell.read()
+            child.resume()
+            assert cell.read() == (1, b"first")
+        child.tell("end")
+        child.end()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(b"hello", "not a register's"), (b"HF?9" + bytes(20), "schema")], ids=["other", "newer"]
+)
+def test_a_key_of_somebody_else_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
+    host, port = etcd.endpoints[0].split(":")
+    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+    name = f"other-{value.hex()}"
+    value = value.replace(b"?", b"E")
+    client.put(f"holdfast/{name}/view", value)
+    with pytest.raises(CorruptData, match=words):
+        open_cell(f"{etcd.url}/{name}", "view")
+    assert client.get(f"holdfast/{name}/view") == [value]
+    client.session.close()
+
+
+def test_a_key_that_is_deleted_under_a_job_never_makes_two_registers(etcd: EtcdCluster) -> None:
+    host, port = etcd.endpoints[0].split(":")
+    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+    with cells(f"{etcd.url}/deleted", "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        assert cell.read() == (1, b"first")
+        client.delete("holdfast/deleted/view")
+        with pytest.raises(RegisterAway, match="deleted while in use"):
+            cell.read()
+        with cells(f"{etcd.url}/deleted", "view") as [other]:
+            assert other.compare_and_set(0, b"another")
+            assert not cell.compare_and_set(1, b"second")
+            with pytest.raises(RegisterAway, match="made anew"):
+                cell.read()
+    client.session.close()
+
+
+def test_endpoints_of_two_clusters_are_found_out(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with EtcdCluster(1, tmp_path) as another:
+        first, second = another.endpoints[0], etcd.endpoints[0]
+        with cells(f"etcd://{first},{second}/two", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            another.kill(0)
+            with pytest.raises(RegisterAway, match="belongs to another cluster"):
+                cell.read()
+
+
+def test_etcd_that_is_away_says_so_and_comes_back(tmp_path: Path) -> None:
+    with EtcdCluster(1, tmp_path) as node, cells(f"{node.url}/job", "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        node.kill(0)
+        with pytest.raises(RegisterAway, match="cannot be reached"):
+            cell.compare_and_set(1, b"second")
+        node.start(0)
+        node.leader()
+        assert cell.compare_and_set(1, b"second")

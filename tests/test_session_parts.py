@@ -376,7 +376,7 @@ def test_fault_points_are_named_and_cost_nothing_until_armed() -> None:
 
 
 def test_every_fault_point_is_in_the_code() -> None:
-    code = "".join(path.read_text() for path in Path(faultpoints.__file__).parent.glob("*.py"))
+    code = "".join(path.read_text() for path in Path(faultpoints.__file__).parent.rglob("*.py"))
     for point in faultpoints.POINTS:
         assert f'each("{point}"' in code, f"{point} is reached nowhere"
 

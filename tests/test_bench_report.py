@@ -1,0 +1,117 @@
+"""What becomes of a bench: its page with the roofline, the comparison with a stored run, pictures by themselves."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.harness.bench import chart, compare, page, pictures
+from holdfast.harness.bench.cli import app
+from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
+
+MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
+NAMES = ("holdfast:shm", "openmpi", "memcpy")
+
+
+def row(op: str, ranks: int, contestant: str, nbytes: int, microseconds: float) -> Row:
+    timing = Timing.of([microseconds / 1e6] * 3, 1)
+    bandwidth = nbytes / microseconds / 1e3
+    return Row(op, ranks, contestant, nbytes, "float32", timing, timing, (microseconds,) * 3, bandwidth, bandwidth, 0)
+
+
+def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[Failure, ...] = ()) -> Bench:
+    """Two sizes of all_reduce by three contestants."""
+    rows = [
+        row("all_reduce", number, name, size, slower * (3 + size / 9000) * (1 + index) * number)
+        for number in ranks
+        for size in (8, 1 << 20)
+        for index, name in enumerate(NAMES)
+    ]
+    rows.append(row("barrier", ranks[0], NAMES[0], 0, slower * 5.0))
+    return Bench("holdfast bench all_reduce", MACHINE, {"shm": "x"}, {}, tuple(rows), ratios(rows, NAMES[:1]), failures)
+
+
+# The page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_charts_with_the_roofline_and_needs_nothing_outside_itself() -> None:
+    text = page.render(bench(), when="today")
+    assert set(re.findall(r"""https?://[^"'\s<]+""", text)) <= {"http://www.w3.org/2000/svg"}
+    assert "<script" not in text
+    drawn = [ElementTree.fromstring(found) for found in re.findall(r'<div class="chart"[^>]*>(<svg.*?</svg>)', text)]
+    assert len(drawn) == 2 + 2 + 2, "bandwidth and time for 2 and 4 ranks, time over ranks for two sizes"
+    assert text.count('class="roof"') == 2, "where there is bandwidth there is the roofline"
+    assert "✓ all results right" in text
+    assert "1 MiB" in text
+
+
+def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
+    text = page.render(bench(failures=(Failure("all_reduce", 2, "holdfast:shm", 8, "it <broke>"),)))
+    assert "✗ not all is well" in text
+    assert "it &lt;broke&gt;" in text
+
+
+def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
+    series = [
+        chart.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
+        for index in range(6)
+    ]
+    drawing = ElementTree.fromstring(chart.draw_lines("many", series, str, str, "GB/s", standalone=True))
+    names = [each for each in drawing.iter() if (each.text or "").startswith("number")]
+    heights = sorted(float(each.get("y", "nan")) for each in names if each.tag.endswith("text"))
+    assert all(below - above >= chart.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
+    dots = [each for each in drawing.iter() if each.tag.endswith("circle")]
+    assert all(0 < float(dot.get("cx", 0)) < chart.WIDTH and 0 < float(dot.get("cy", 0)) < chart.HEIGHT for dot in dots)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        chart.draw_lines("none", [], str, str, "")
+
+
+def test_bars_are_drawn_to_their_percentiles() -> None:
+    bars = [chart.Bar("ours", 5.0, 8.0, 10.0, 0), chart.Bar("theirs", 20.0, 30.0, 40.0, 1)]
+    drawing = ElementTree.fromstring(chart.draw_bars("recovery", bars, lambda value: f"{value:g} ms"))
+    widths = [float(each.get("width", 0)) for each in drawing.iter() if each.tag.endswith("rect")]
+    assert widths == sorted(widths[:3], reverse=True) + sorted(widths[3:], reverse=True)
+    assert widths[3] / widths[0] == pytest.approx(4.0)
+
+
+def test_names_of_pictures_say_what_they_show() -> None:
+    assert [name for name, _ in pictures.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
+    assert [name for name, _ in pictures.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
+
+
+# A stored run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_compared_with_a_stored_one(tmp_path: Path) -> None:
+    stored = tmp_path / "stored"
+    page.write(bench(), stored)
+    then = compare.load(stored / "bench.json")
+    changes = compare.compare(bench(slower=1.5), then)
+    assert {change.change for change in changes} == {"slower"}
+    assert {round(change.ratio, 3) for change in changes} == {0.667}
+    assert {change.change for change in compare.compare(bench(), then)} == {"as before"}
+    assert compare.compare(bench(ranks=(8,)), then) == ()
+    assert "Beside the stored run" in page.render(bench(slower=0.5), changes)
+
+
+def test_what_is_no_stored_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "not.json").write_text('{"rows": 1}')
+    refused = CliRunner().invoke(app, ["copy", "--against", str(tmp_path / "not.json")])
+    assert refused.exit_code == 2
+    assert "not the JSON of a bench" in re.sub(r"[\s│]+", " ", refused.stderr)
+
+
+def test_the_command_writes_the_report_and_compares(tmp_path: Path) -> None:
+    asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--iters", "3", "--rounds", "2", "--report", str(tmp_path)]
+    first = CliRunner().invoke(app, asked)
+    assert first.exit_code == 0, first.output
+    assert "Pictures" in (tmp_path / "report.html").read_text()
+    again = CliRunner().invoke(app, [*asked, "--against", str(tmp_path / "bench.json")])
+    assert again.exit_code == 0, again.output
+    assert "beside the stored run" in again.stdout

@@ -1,0 +1,193 @@
+"""`holdfast blame`: recordings in, the right suspect out; on generated jobs, on real processes, and as a command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from holdfast.comms.errors import PeerFailed
+from holdfast.ft.flight import FlightRecorder, read
+from holdfast.harness.blame.analyse import analyse
+from holdfast.harness.blame.evidence import Evidence, Life, assemble
+from holdfast.harness.blame.jobs import NoSuchJob, locate
+from holdfast.harness.blame.perfetto import trace
+from holdfast.harness.blame.score.cases import KINDS, generated
+from holdfast.harness.blame.score.injected import injected
+from holdfast.harness.blame.score.model import Call, World
+from holdfast.harness.cli import app
+
+SUM = Call("all_reduce", torch.empty(4, device="meta"), "sum")
+
+
+def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> Evidence:
+    """The evidence of a job of the model: `steps` steps of one all_reduce and 10 ms of computing."""
+    world = World(size, random.Random(1), latency=1e-5, **faults)
+    for step in range(steps):
+        world.compute([0.01] * size)
+        if not world.run([SUM] * size, step):
+            break
+    hosts = ["one host" if clocks is None else f"host {rank}" for rank in range(size)]
+    clocks = clocks or [1000.0] * size
+    paths = world.write(folder, hosts, clocks, waits=True, capacity=64)
+    recordings = [read(path) for path in paths]
+    return assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], clocks[0] + 100.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_right_rank_comes_first_in_generated_cases(kind: str) -> None:
+    """A sample of what `holdfast blame --score` scores."""
+    judged = [generated(kind, seed) for seed in range(1000, 1025)]
+    assert [(case.name, case.first) for case in judged if not case.right] == []
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "sleep", "slow", "cut", "shape", "order"])
+def test_the_right_rank_comes_first_in_a_real_job(fault: str) -> None:
+    case = injected(fault, seed=1)
+    assert case.right, f"{case.truth} was taken for {case.first}"
+
+
+def test_a_healthy_job_has_nobody_to_blame(tmp_path: Path) -> None:
+    assert analyse(job(tmp_path, 4, 20)) == []
+
+
+def test_the_rank_that_does_not_come_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+    (suspect, *_) = analyse(job(tmp_path, 4, 20, dead_after={2: (7, -1)}))
+    assert (suspect.kind, suspect.rank) == ("hang", 2)
+    assert "the last that rank 2 did was to leave all_reduce(float32, [4], sum) (collective 7, op 7) in step 6" in (
+        suspect.evidence
+    )
+
+
+def test_a_link_that_loses_messages_is_named_by_both_ends(tmp_path: Path) -> None:
+    (suspect, *_) = analyse(job(tmp_path, 4, 20, cut=(1, 2)))
+    assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 1, 2)
+
+
+def test_clocks_of_hosts_are_brought_together_by_what_they_did_together(tmp_path: Path) -> None:
+    """They differ by hours; their ops take 20 us, so the offsets are known to about that."""
+    evidence = job(tmp_path, 3, 50, clocks=[1000.0, 9000.0, 50.0])
+    assert evidence.offsets["host 0"] == 0
+    assert evidence.offsets["host 1"] == pytest.approx(-8000.0, abs=1e-3)
+    assert evidence.offsets["host 2"] == pytest.approx(950.0, abs=1e-3)
+
+
+def test_of_two_ranks_that_differ_the_one_that_breaks_the_habit_is_odd(tmp_path: Path) -> None:
+    odd = Call("all_reduce", torch.empty(5, device="meta"), "sum")
+    world = World(2, random.Random(2), latency=1e-5)
+    for step in range(6):
+        world.run([SUM, SUM], step)
+    world.dead_after = {0: (6, 0), 1: (6, 0)}
+    world.run([SUM, odd], 6)
+    recordings = [read(path) for path in world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)]
+    (suspect,) = analyse(assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], 9.0))
+    assert (suspect.kind, suspect.rank) == ("mismatch", 1)
+    assert "rank 1 called all_reduce(float32, [5], sum)" in suspect.evidence
+
+
+def test_a_receive_whose_message_was_sent_shows_the_link(tmp_path: Path) -> None:
+    tensor = torch.ones(2)
+    for rank, op in enumerate(["send", "recv"]):
+        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16, now=lambda: 1.0)
+        journal = recorder.journal("job", 1, rank, 2, "ucx")
+        for number in range(3):
+            journal.enter(op, number, 8, tensor, 0, 1 - rank)
+            if op == "send" or number < 2:
+                journal.leave(None)
+    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
+    (suspect, *_) = analyse(assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], 100.0))
+    assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 0, 1)
+
+
+def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tmp_path: Path) -> None:
+    """Their rings hold nothing of its epoch any more."""
+    lives = {}
+    for name, epoch, life in [("p0", 2, Life.RUNNING), ("p1", 1, Life.GONE)]:
+        recorder = FlightRecorder(tmp_path / f"{name}.flight", name, "job", capacity=16)
+        journal = recorder.journal("job", epoch, int(name[1]), 3 - epoch, "shm")
+        journal.enter("barrier", 1, 0, None, None, -1)
+        journal.leave(None)
+        lives[name] = life
+    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
+    (suspect,) = analyse(assemble(recordings, lives, [], 0.0))
+    assert (suspect.kind, suspect.rank, suspect.epoch) == ("crash", 1, 1)
+
+
+# The trace ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_a_track_a_rank_and_an_arrow_a_meeting(tmp_path: Path) -> None:
+    """As Chrome's trace format wants it: every slice has a beginning and a length, every arrow one start and one end,
+    each inside of a slice of its track."""
+    events = json.loads(json.dumps(trace(job(tmp_path, 3, 5))))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"rank 0 (p0)", "rank 1 (p1)", "rank 2 (p2)"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 3 * 5
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["args"]["status"] == "done" for e in slices)
+    arrows = [e for e in events if e["ph"] in "stf"]
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for arrow in arrows:
+        by_id.setdefault(arrow["id"], []).append(arrow)
+        assert any(
+            s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"] and s["name"] == arrow["name"]
+            for s in slices
+        )
+    assert len(by_id) == 5
+    assert all("".join(step["ph"] for step in steps) == "stf" for steps in by_id.values())
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A folder with the recordings of a job whose rank 1 died, and a file that is none."""
+    recorders = [FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16) for rank in range(3)]
+    for rank, recorder in enumerate(recorders):
+        journal = recorder.journal("job", 4, rank, 3, "shm")
+        journal.enter("barrier", 1, 0, None, None, -1)
+        journal.leave(None)
+        if rank != 1:
+            journal.enter("all_reduce", 2, 8, torch.ones(2), "sum", -1)
+            journal.leave(PeerFailed([1], "gone"))
+    (tmp_path / "p3.flight").write_bytes(b"no recording")
+    return tmp_path
+
+
+def test_the_command_prints_the_suspect_and_what_it_could_not_read(broken: Path) -> None:
+    done = CliRunner().invoke(app, ["blame", str(broken)], env={"COLUMNS": "120"})
+    assert done.exit_code == 0
+    assert "rank 1" in done.output
+    assert "crash" in done.output
+    assert "not read" in done.output
+
+
+def test_the_command_writes_json_and_a_trace(broken: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["blame", str(broken), "--json", "--perfetto", str(tmp_path / "trace.json")])
+    said = json.loads(done.output)
+    assert [(s["kind"], s["rank"], s["epoch"]) for s in said["suspects"]] == [("crash", 1, 4)]
+    assert len(said["not_read"]) == 1
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 5
+
+
+@pytest.mark.parametrize("what", ["no-such-job", "empty"])
+def test_a_job_that_is_not_there_is_an_error_that_says_so(tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    name = str(tmp_path / what) if what == "empty" else what
+    done = CliRunner().invoke(app, ["blame", name])
+    assert done.exit_code == 1
+    with pytest.raises(NoSuchJob):
+        locate(name)
+
+
+def test_the_score_is_printed_and_decides_the_exit_status() -> None:
+    done = CliRunner().invoke(app, ["blame", "--score", "2", "--json"])
+    score = json.loads(done.stdout)
+    assert (score["cases"], score["right"], score["share"]) == (10, 10, 1.0)
+    assert done.exit_code == 0

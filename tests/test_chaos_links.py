@@ -1,0 +1,258 @@
+"""Links that are slowed, lossy, corrupted or cut, by a proxy between processes that know nothing of it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.ft import Session
+from holdfast.harness import LocalCluster
+from holdfast.harness.channel import Channel
+from holdfast.harness.chaos.links.client import Links
+from holdfast.harness.chaos.links.policy import BULK, CLEAR, Policy, Rule, combined
+from holdfast.harness.chaos.links.proxy import Direction
+from holdfast.harness.processes import Process, zygote
+
+policies = st.builds(
+    Policy,
+    delay=st.floats(0, 1),
+    rate=st.floats(0, 1e6),
+    loss=st.floats(0, 1),
+    corrupt=st.floats(0, 1),
+    cut=st.booleans(),
+)
+
+# -- policies
+
+
+@given(policies, policies)
+def test_two_policies_at_once_are_never_milder_than_one(one: Policy, other: Policy) -> None:
+    both = one & other
+    assert both.delay >= max(one.delay, other.delay)
+    assert both.loss >= max(one.loss, other.loss) - 1e-12
+    assert both.cut == (one.cut or other.cut)
+    if one.rate > 0:
+        assert 0 < both.rate <= one.rate
+
+
+@given(policies)
+def test_nothing_on_top_changes_nothing(policy: Policy) -> None:
+    both = policy & CLEAR
+    assert (both.delay, both.rate, both.cut) == (policy.delay, policy.rate, policy.cut)
+    assert both.loss == pytest.approx(policy.loss)
+    assert both.corrupt == pytest.approx(policy.corrupt)
+
+
+def test_rules_say_from_whom_to_whom_and_on_which_plane() -> None:
+    rules = [
+        Rule(policy=Policy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
+        Rule(policy=Policy(delay=0.5), targets=frozenset([3])),
+    ]
+    assert combined(rules, 1, 2, True).cut
+    assert not combined(rules, 2, 1, True).cut, "one way"
+    assert not combined(rules, 1, 2, False).cut, "the other plane"
+    assert combined(rules, 1, 3, False) == Policy(delay=0.5)
+
+
+@given(st.lists(st.tuples(policies, st.integers(1, 1 << 18)), max_size=20))
+def test_pieces_never_overtake_each_other(pieces: list[tuple[Policy, int]]) -> None:
+    direction, dice, now = Direction(1, 2, False), random.Random(0), 0.0
+    due = [direction.due(policy, size, dice, now) for policy, size in pieces]
+    assert due == sorted(due)
+
+
+@given(st.integers(BULK, 4 * BULK), st.integers())
+def test_corruption_flips_one_bit_and_spares_what_may_be_a_header(size: int, seed: int) -> None:
+    direction, piece = Direction(1, 2, False), bytearray(size)
+    direction.spoil(Policy(corrupt=1.0), piece, random.Random(seed))
+    assert sum(bin(byte).count("1") for byte in piece) == 1
+    small = bytearray(BULK - 1)
+    direction.spoil(Policy(corrupt=1.0), small, random.Random(seed))
+    assert not any(small)
+    assert direction.corrupted == 1
+
+
+# -- two processes with the proxy between them: one echoes what the other sends
+
+
+class Listening:
+    """Echoes; sends its port first."""
+
+    def __init__(self, join: Any) -> None:
+        self._join = join
+
+    def __call__(self, channel: Channel) -> None:
+        self._join()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            channel.send(server.getsockname()[1])
+            while True:
+                sock, _ = server.accept()
+                threading.Thread(target=self._echo, args=(sock,), daemon=True).start()
+
+    def _echo(self, sock: socket.socket) -> None:
+        with sock:
+            while data := sock.recv(1 << 16):
+                sock.sendall(data)
+
+
+class Asking:
+    """Connects to what it is told, and then: sends bytes and answers with what came back and the seconds it took."""
+
+    def __init__(self, join: Any) -> None:
+        self._join = join
+
+    def __call__(self, channel: Channel) -> None:
+        self._join()
+        port = channel.recv(30.0)
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.settimeout(0.5)
+        channel.send(sock.getpeername()[1])
+        while True:
+            data = channel.recv(60.0)
+            began, back = time.monotonic(), b""
+            try:
+                sock.sendall(data)
+                while len(back) < len(data) and (more := sock.recv(1 << 20)):
+                    back += more
+            except OSError as error:
+                channel.send((type(error).__name__, time.monotonic() - began))
+            else:
+                channel.send((back, time.monotonic() - began))
+
+
+class Pair:
+    """The two, and what lies between."""
+
+    def __init__(self, links: Links, asking: Process, echoing: Process) -> None:
+        self.links, self.asking, self.echoing = links, asking, echoing
+
+    def ask(self, data: bytes) -> tuple[Any, float]:
+        self.asking.channel.send(data)
+        answer: tuple[Any, float] = self.asking.channel.recv(30.0)
+        return answer
+
+    def rule(self, policy: Policy, back: bool = False) -> tuple[int, ...]:
+        one, other = frozenset([self.asking.pid]), frozenset([self.echoing.pid])
+        source, target = (other, one) if back else (one, other)
+        return self.links.add([Rule(policy=policy, sources=source, targets=target)])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with Links() as links:
+        join = links.prepare()
+        echoing = zygote().spawn(Listening(join), name="echo", output=tmp_path / "echo")
+        asking = zygote().spawn(Asking(join), name="ask", output=tmp_path / "ask")
+        try:
+            port = echoing.channel.recv(30.0)
+            asking.channel.send(port)
+            assert asking.channel.recv(30.0) == port, "it is told that it is connected to where it wanted"
+            yield Pair(links, asking, echoing)
+        finally:
+            asking.close()
+            echoing.close()
+
+
+def test_bytes_pass_and_are_counted(pair: Pair) -> None:
+    data = random.Random(0).randbytes(1 << 20)
+    assert pair.ask(data)[0] == data
+    there = next(each for each in pair.links.traffic() if each.source == pair.asking.pid)
+    assert (there.bytes, there.connections) == (1 << 20, 1)
+
+
+def test_a_delay_a_rate_and_an_end_of_both(pair: Pair) -> None:
+    late = pair.rule(Policy(delay=0.1))
+    assert pair.ask(b"x")[1] >= 0.1
+    pair.links.remove(late)
+    slow = pair.rule(Policy(rate=1e6), back=True)
+    assert pair.ask(bytes(200_000))[1] >= 0.2
+    pair.links.remove(slow)
+    assert pair.ask(b"y")[0] == b"y"
+
+
+def test_a_cut_is_silent_and_its_bytes_come_when_it_is_over(pair: Pair) -> None:
+    cut = pair.rule(Policy(cut=True), back=True)
+    assert pair.ask(b"held")[0] == "TimeoutError"
+    pair.links.remove(cut)
+    back, _ = pair.ask(b"more")
+    assert (back + b"more").startswith(b"held")
+
+
+def test_corruption_and_resets_are_counted(pair: Pair) -> None:
+    spoil = pair.rule(Policy(corrupt=1.0))
+    back, _ = pair.ask(bytes(1 << 16))
+    assert any(back)
+    pair.links.remove(spoil)
+    assert sum(each.corrupted for each in pair.links.traffic()) > 0
+    pair.rule(Policy(reset=True))
+    assert pair.ask(b"z")[0] in ("ConnectionResetError", "BrokenPipeError")
+    assert any(each.reset for each in pair.links.traffic())
+
+
+UNPRIVILEGED = """
+import ctypes, os, socket
+from holdfast.harness.chaos.links import seccomp
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process is that was never root
+ours, theirs = socket.socketpair()
+wanted, door = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+child = os.fork()
+if child == 0:
+    socket.send_fds(theirs, [b"!"], [seccomp.install(os.getppid())])
+    asking = socket.socket()
+    asking.connect(wanted.getsockname())
+    os._exit(0)
+_, (listener,), _, _ = socket.recv_fds(ours, 1, 1)
+call = seccomp.receive(listener)
+assert call.number == seccomp.machine().connect
+duplicate = socket.socket(fileno=seccomp.borrow(os.pidfd_open(child), call.arguments[0]))
+assert open(f"/proc/{child}/mem", "rb").readable()
+seccomp.done(listener, call, duplicate.connect_ex(door.getsockname()))
+door.settimeout(5.0)
+door.accept()
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_no_privilege_is_needed() -> None:
+    """The kernel's part, by a user without any capability: a connection ends up where it did not want to."""
+    subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
+
+
+# -- a job
+
+
+def steady(session: Session, steps: int) -> tuple[int, int | None]:
+    """Steps of some milliseconds each; how many ranks there were at the end."""
+    for attempt in session.steps(steps):
+        with attempt:
+            time.sleep(0.002)
+            attempt.comm.all_reduce(torch.ones(8))
+    return session.step, session.size
+
+
+def test_a_job_stands_still_while_it_is_partitioned_and_goes_on_when_it_is_healed() -> None:
+    with LocalCluster(2, "gloo", links=True) as cluster:
+        job = cluster.start(steady, 100)
+        job.wait_for("committed", step=10)
+        job.partition([0], [1])
+        time.sleep(0.2)
+        before = max(event["step"] for event in job.events() if event["kind"] == "committed")
+        time.sleep(0.3)
+        after = max(event["step"] for event in job.events() if event["kind"] == "committed")
+        assert before == after < 99
+        job.heal()
+        assert job.results() == [(100, 2), (100, 2)], "on one host silence is no death: nobody was evicted"

@@ -1,0 +1,267 @@
+"""The flight recorder: what is noted of each op, that it outlives its process, and that no rubbish is believed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.ft.flight import BadRecording, FlightRecorder, State, Status, find, layout, open_recorder, read
+from holdfast.ft.flight.reader import decode
+from holdfast.harness import LocalCluster
+
+TENSOR = torch.ones(2, 3)
+
+
+def recorder(folder: Path, **options: Any) -> FlightRecorder:
+    return FlightRecorder(folder / "p1.flight", "p1", "job", **options)
+
+
+def test_an_op_is_read_back_as_it_was_called(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    made.at_step(7)
+    journal = made.journal("job", epoch=3, rank=1, size=4, backend="shm")
+    journal.enter("all_reduce", 12, TENSOR.nbytes, TENSOR, "sum", -1)
+    journal.leave(None)
+    (op,) = read(made.path).ops
+    assert str(op.signature) == "all_reduce(float32, [2, 3], sum)"
+    assert (op.seq, op.ordinal, op.step, op.nbytes, op.status) == (12, 1, 7, 24, Status.DONE)
+    assert (op.communicator.name, op.communicator.epoch, op.communicator.rank, op.communicator.size) == ("job", 3, 1, 4)
+    assert op.left is not None and 0 <= op.left - op.entered < 1
+
+
+def test_an_op_that_has_not_ended_is_inside_and_says_whom_it_waits_for(tmp_path: Path) -> None:
+    journal = recorder(tmp_path).journal("job", 1, 0, 4, "ucx")
+    journal.enter("broadcast", 1, 8, TENSOR, None, 2)
+    journal.waits([2], gives=[1, 3], rounds=5)
+    (op,) = read(tmp_path / "p1.flight").ops
+    assert (op.status, op.left, op.signature.peer) == (Status.INSIDE, None, 2)
+    assert op.waiting is not None
+    assert (op.waiting.takes, op.waiting.gives, op.waiting.rounds) == ((2,), (1, 3), 5)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "ranks"),
+    [
+        (PeerFailed([2], "gone"), Status.PEER_FAILED, (2,)),
+        (OpTimeout("barrier", 1, 0.5, [0, 3]), Status.TIMED_OUT, (0, 3)),
+        (Revoked(1), Status.REVOKED, ()),
+        (Mismatch("no"), Status.MISMATCH, ()),
+        (KeyboardInterrupt(), Status.ERROR, ()),
+    ],
+)
+def test_a_failed_op_says_how_and_names_the_ranks(
+    tmp_path: Path, error: BaseException, status: Status, ranks: tuple[int, ...]
+) -> None:
+    journal = recorder(tmp_path).journal("job", 1, 0, 4, "shm")
+    journal.enter("barrier", 1, 0, None, None, -1)
+    journal.leave(error)
+    (op,) = read(tmp_path / "p1.flight").ops
+    assert (op.status, op.failed_ranks) == (status, ranks)
+
+
+def test_the_ring_keeps_the_last_ops_and_the_last_communicators(tmp_path: Path) -> None:
+    made = recorder(tmp_path, capacity=16)
+    for epoch in range(1, 400):
+        journal = made.journal("job", epoch, 0, 1, "shm")
+        journal.enter("barrier", 1, 0, None, None, -1)
+        journal.leave(None)
+    ops = read(made.path).ops
+    assert [op.communicator.epoch for op in ops] == list(range(384, 400))
+    assert [op.number for op in ops] == list(range(384, 400))
+
+
+def test_collectives_are_counted_apart_from_messages_to_each_peer(tmp_path: Path) -> None:
+    journal = recorder(tmp_path).journal("job", 1, 0, 4, "shm")
+    for seq, (op, peer) in enumerate([("send", 1), ("barrier", -1), ("send", 2), ("send", 1), ("barrier", -1)]):
+        journal.enter(op, seq, 0, None, 0 if op == "send" else None, peer)
+        journal.leave(None)
+    assert [op.ordinal for op in read(tmp_path / "p1.flight").ops] == [1, 1, 1, 2, 2]
+
+
+def test_more_kinds_of_calls_than_there_is_room_for_lose_their_shapes_alone(tmp_path: Path) -> None:
+    journal = recorder(tmp_path, text_bytes=256).journal("job", 1, 0, 1, "shm")
+    for n in range(50):
+        journal.enter("all_reduce", n, n, torch.empty(n), "sum", -1)
+        journal.leave(None)
+    ops = read(tmp_path / "p1.flight").ops
+    assert ops[0].signature.shapes == ((0,),)
+    assert ops[-1].signature.op == "all_reduce"
+    assert ops[-1].nbytes == 49
+
+
+def test_the_file_is_the_owners_alone_and_never_written_over(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        recorder(tmp_path)
+    assert read(made.path).state == State.OPEN
+    made.close("ValueError: no")
+    assert (read(made.path).state, read(made.path).note) == (State.FAILED, "ValueError: no")
+
+
+def test_it_is_off_without_a_folder_and_when_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_LOG_DIR", raising=False)
+    assert open_recorder("p1", "job") is None
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("HOLDFAST_RECORD", "0")
+    assert open_recorder("p1", "job") is None
+    monkeypatch.delenv("HOLDFAST_RECORD")
+    assert open_recorder("p1", "job") is not None
+    assert find(tmp_path / "logs") == [tmp_path / "logs" / "p1.flight"]
+
+
+def test_a_folder_that_cannot_be_written_costs_the_recording_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
+    assert open_recorder("p1", "job") is None
+    assert "records no ops" in caplog.text
+
+
+def test_it_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    """Whatever the reader takes for whole is whole: times in order, and the fields of one and the same op."""
+    made = recorder(tmp_path, capacity=64)
+    over = threading.Event()
+
+    def write() -> None:
+        journal = made.journal("job", 1, 0, 1, "shm")
+        number = 0
+        while not over.is_set():
+            number += 1
+            journal.enter("all_reduce", number, 3 * number, TENSOR, "sum", -1)
+            journal.leave(None)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(100):
+            for op in read(made.path).ops:
+                assert op.seq == op.ordinal == op.number
+                assert op.nbytes == 3 * op.number
+                assert op.left is None or op.left >= op.entered
+    finally:
+        over.set()
+        writer.join()
+
+
+def _train(session: Any) -> None:
+    """Three steps; who is rank 1 in the first of them is killed in the second."""
+    victim = False
+    for attempt in session.steps(3):
+        victim = victim or (attempt.step == 0 and attempt.rank == 1)
+        with attempt:
+            if attempt.step == 1 and victim:
+                time.sleep(0.2)  # the other is inside by now
+                os.kill(os.getpid(), signal.SIGKILL)
+            attempt.comm.all_reduce(torch.ones(4))
+
+
+def test_a_job_records_by_itself_and_what_was_killed_can_be_read() -> None:
+    with LocalCluster(2, "shm", spares=1, session={"min_size": 2}) as cluster, cluster.start(_train) as job:
+        job.results(timeout=60.0)
+        recordings = [read(path) for path in find(job.directory / "events")]
+    assert len(recordings) == 3
+    by_state = sorted(recordings, key=lambda recording: recording.state)
+    assert [recording.state for recording in by_state] == [State.OPEN, State.CLOSED, State.CLOSED]
+    killed = by_state[0]
+    assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 0, 1)
+    survivor = next(r for r in by_state[1:] if len({op.communicator.epoch for op in r.ops}) == 2)
+    (failed,) = [op for op in survivor.ops if op.status != Status.DONE]
+    assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 1, (1,))
+
+
+# What is not a recording ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a small recording with ops of all kinds."""
+    made = recorder(tmp_path_factory.mktemp("recorded"), capacity=8, text_bytes=512)
+    journal = made.journal("job", 1, 2, 4, "shm")
+    for op, error in [("all_reduce", None), ("barrier", PeerFailed([1], "gone")), ("broadcast", Revoked(1))]:
+        journal.enter(op, 1, 24, TENSOR, "sum", 3)
+        journal.leave(error)
+    journal.enter("all_gather", 4, 24, (TENSOR, TENSOR), None, -1)
+    journal.waits([1], [3], 2)
+    return made.path.read_bytes()
+
+
+def test_what_was_recorded_decodes(recorded: bytes) -> None:
+    assert len(decode(recorded, recorded, recorded).ops) == 4
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_recording_that_was_cut_short_is_refused(recorded: bytes, data: st.DataObject) -> None:
+    cut = recorded[: data.draw(st.integers(0, len(recorded) - 1))]
+    with pytest.raises(BadRecording):
+        decode(cut, cut, cut)
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: st.DataObject) -> None:
+    """Nothing but `BadRecording` may come out of any change of bytes."""
+    damaged = bytearray(recorded)
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(st.integers(0, len(damaged) - 1) | st.sampled_from(range(layout.NOTE_AT)))
+        damaged[at] = data.draw(st.integers(0, 255))
+    try:
+        recording = decode(bytes(damaged), bytes(damaged), bytes(damaged))
+    except BadRecording:
+        return
+    assert len(recording.ops) + recording.torn <= recording.capacity
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=40, deadline=None)
+def test_noise_is_refused(recorded: bytes, noise: bytes) -> None:
+    data = (noise * (len(recorded) // max(1, len(noise)) + 1))[: len(recorded)] if noise else noise
+    with pytest.raises(BadRecording):
+        decode(data, data, data)
+
+
+def _patched(recorded: bytes, at: int, value: bytes) -> bytes:
+    return recorded[:at] + value + recorded[at + len(value) :]
+
+
+def test_an_unknown_version_is_refused_by_its_number(recorded: bytes) -> None:
+    newer = _patched(recorded, 8, (99).to_bytes(4, "little"))
+    with pytest.raises(BadRecording, match="version 99; this holdfast reads 1"):
+        decode(newer, newer, newer)
+
+
+def test_an_op_that_is_being_written_is_left_out_and_counted(recorded: bytes) -> None:
+    torn = _patched(recorded, layout.ring_at(512), (9).to_bytes(8, "little"))
+    recording = decode(torn, torn, torn)
+    assert (len(recording.ops), recording.torn) == (3, 1)
+
+
+def test_files_that_cannot_be_recordings_are_refused_unread(tmp_path: Path, recorded: bytes) -> None:
+    for name in ("missing", "folder", "pipe", "empty", "huge"):
+        path = tmp_path / name
+        if name == "folder":
+            path.mkdir()
+        elif name == "pipe":
+            os.mkfifo(path)
+        elif name != "missing":
+            path.touch()
+        if name == "huge":
+            os.truncate(path, 1 << 40)
+        began = time.monotonic()
+        with pytest.raises(BadRecording) as refused:
+            read(path)
+        assert isinstance(refused.value, HoldfastError)
+        assert time.monotonic() - began < 5

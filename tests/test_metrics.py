@@ -1,0 +1,128 @@
+"""Metrics: what a scrape of the endpoint of a real job says, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import EventLog
+from holdfast.ft.metrics import Metrics, OpTally, ports
+from holdfast.harness import LocalCluster
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(url: str) -> Samples:
+    """What the endpoint says: by name and labels."""
+    assert url.startswith("http://127.0.0.1:")
+    text = urllib.request.urlopen(url, timeout=5.0).read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def _train(session: Any, scraped_at: int) -> Samples:
+    """Steps with one kill in the middle; the survivors scrape themselves near the end."""
+    victim, said = False, {}
+    for attempt in session.steps(scraped_at + 1):
+        victim = victim or (attempt.step == 0 and attempt.rank == 1)
+        if attempt.step == scraped_at:
+            [url] = [event["url"] for event in _events(session) if event["kind"] == "metrics"]
+            said = scrape(url)
+        with attempt:
+            if attempt.step == 2 and victim:
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            attempt.comm.all_reduce(torch.ones(256))
+    return said
+
+
+def _events(session: Any) -> list[dict[str, Any]]:
+    from pathlib import Path
+
+    from holdfast.harness.contract import read_events
+
+    events = read_events(Path(os.environ["HOLDFAST_LOG_DIR"]))
+    return [event for event in events if event["process"] == session.identity]
+
+
+def test_a_scrape_of_a_job_that_lost_a_rank_tells_the_whole_story() -> None:
+    with LocalCluster(3, "shm", environ={"HOLDFAST_METRICS_PORT": "0"}) as cluster, cluster.start(_train, 5) as job:
+        for said in job.results(timeout=60.0):
+            assert said["holdfast_members", ()] == 2
+            assert said["holdfast_step", ()] == 4
+            assert said["holdfast_epochs_total", ()] == 2
+            assert said["holdfast_failures_detected_total", ()] == 1
+            assert said["holdfast_rebuild_seconds_count", ()] == 2
+            for name in ("detection", "recovery", "resume"):
+                assert said[f"holdfast_{name}_seconds_count", ()] == 1
+                assert 0 < said[f"holdfast_{name}_seconds_sum", ()] < 30
+            assert said["holdfast_recovery_seconds_sum", ()] <= said["holdfast_resume_seconds_sum", ()]
+            ops = said["holdfast_op_seconds_count", (("op", "all_reduce"),)]
+            assert ops == 6  # five steps, one of them twice
+            assert said["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "all_reduce"))] == ops
+            assert said["holdfast_op_bytes_total", (("op", "all_reduce"),)] == ops * 1024
+            assert said["holdfast_ops_failed_total", (("op", "all_reduce"),)] == 1
+            assert ("holdfast_heartbeats_missed_total", ()) in said
+
+
+def metrics(asked: str, tally: OpTally | None = None) -> Metrics:
+    return Metrics(asked, "job", EventLog("p1", ""), tally or OpTally(None), lambda: 7)
+
+
+def test_buckets_count_ops_up_to_their_bound() -> None:
+    tally = OpTally(None)
+    journal = tally.journal("job", 1, 0, 2, "shm")
+    for nap in (0.0, 0.0, 0.3):
+        journal.enter("barrier", 1, 0, None, None, -1)
+        time.sleep(nap)
+        journal.leave(None)
+    served = metrics("0", tally)
+    said = scrape(served.url)
+    served.close()
+    buckets = [v for (name, labels), v in said.items() if name == "holdfast_op_seconds_bucket"]
+    assert buckets == sorted(buckets)
+    assert said["holdfast_op_seconds_bucket", (("le", "0.262144"), ("op", "barrier"))] == 2
+    assert said["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "barrier"))] == 3
+    assert said["holdfast_op_seconds_sum", (("op", "barrier"),)] >= 0.3
+    assert said["holdfast_heartbeats_missed_total", ()] == 7
+
+
+def test_of_a_range_each_takes_the_first_free_port_and_none_left_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(HoldfastError, match=f"no port of {port} is free"):
+            metrics(str(port))
+        served = metrics(f"{port}-{port + 50}")
+        try:
+            assert served.url != f"http://127.0.0.1:{port}/metrics"
+            assert scrape(served.url)["holdfast_rank", ()] == -1
+        finally:
+            served.close()
+
+
+@pytest.mark.parametrize("asked", ["http", "70000", "-1", "10-5", "0-9", "1-2-3", ""])
+def test_what_names_no_ports_is_refused(asked: str) -> None:
+    with pytest.raises(ValueError, match="HOLDFAST_METRICS_PORT"):
+        ports(asked)
+
+
+def test_after_close_nothing_listens() -> None:
+    served = metrics("0")
+    url = served.url
+    served.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=1.0)

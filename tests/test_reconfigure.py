@@ -1,0 +1,152 @@
+"""A torch process group gets other members, in the same object: after a death, by merging, splitting and joining.
+
+As torch's own `test_c10d_fault_tolerance.py` does it, with the group's methods instead of functions of torch 2.14.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import Communicator, PeerFailed, Revoked
+from holdfast.harness import LocalCluster
+
+
+class Group:
+    """The default process group of one rank, and a store to tell handles in."""
+
+    def __init__(self, outer: Communicator, path: Path) -> None:
+        import holdfast.comms.torchdist  # noqa: F401  # registers the name
+
+        torch.set_num_threads(1)
+        self.rank, self.size = outer.rank, outer.size
+        self.store = dist.FileStore(str(path / "store"), -1)
+        dist.init_process_group(
+            "holdfast", store=self.store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=30)
+        )
+        self.pg: Any = dist.group.WORLD
+
+    def handles(self, name: str) -> list[str]:
+        self.store.set(f"{name}-{self.rank}", self.pg.get_reconfigure_handle())
+        return [self.store.get(f"{name}-{rank}").decode() for rank in range(self.size)]
+
+    def sum(self) -> float:
+        tensor = torch.full((4,), dist.get_rank() + 1.0)
+        dist.all_reduce(tensor)
+        assert len(set(tensor.tolist())) == 1
+        return float(tensor[0])
+
+
+@pytest.fixture(scope="module", params=["shm", "gloo"])
+def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with LocalCluster(3, str(request.param), timeout=60.0, environ={"HOLDFAST_BACKEND": str(request.param)}) as cluster:
+        yield cluster
+
+
+def on_ranks(cluster: LocalCluster, path: Path, body: Callable[[Group], Any]) -> list[Any]:
+    def run(outer: Communicator) -> Any:
+        group = Group(outer, path)
+        try:
+            return body(group)
+        finally:
+            outer.barrier()
+            dist.destroy_process_group()
+
+    return cluster.run(run)
+
+
+def test_the_same_members_fewer_and_all_again(three: LocalCluster, tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        handles = group.handles("all")
+        assert group.pg.supports_reconfigure and handles[group.rank] == group.pg.get_reconfigure_handle()
+        options = SimpleNamespace(uuid=100, handles=handles, timeout=timedelta(seconds=30), hints=None)
+        assert group.pg.reconfigure(options).wait()
+        assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (group.rank, 3, 6)
+        group.pg.reconfigure(200 + group.rank, [group.pg.get_reconfigure_handle()])
+        assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (0, 1, 1)
+        group.pg.reconfigure(300, list(reversed(handles)))
+        assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (2 - group.rank, 3, 6)
+
+    on_ranks(three, tmp_path, body)
+
+
+def test_without_the_middle_then_a_late_joiner(three: LocalCluster, tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        handles = group.handles("all")
+        if group.rank != 1:
+            group.pg.reconfigure(1, [handles[0], handles[2]])
+            assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (group.rank // 2, 2, 3)
+            given = torch.full((3,), float(dist.get_rank()))
+            dist.broadcast(given, 1)
+            assert given.tolist() == [1, 1, 1]
+        group.pg.reconfigure(2, [handles[0], handles[2], handles[1]])
+        assert (dist.get_rank(), group.sum()) == ([0, 2, 1][group.rank], 6)
+        right, left = (dist.get_rank() + 1) % 3, (dist.get_rank() - 1) % 3
+        got = torch.empty(2)
+        for work in [dist.isend(torch.full((2,), float(dist.get_rank())), right), dist.irecv(got, left)]:
+            work.wait()
+        assert got.tolist() == [left, left]
+        dist.barrier()
+
+    on_ranks(three, tmp_path, body)
+
+
+def test_after_an_abort_and_what_is_refused(three: LocalCluster, tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        handles = group.handles("all")
+        group.pg.reconfigure(1, handles)
+        group.pg.abort()
+        assert group.pg.get_error().name == "SUCCESS"
+        with pytest.raises(Revoked):
+            group.sum()
+        for wrong in ([handles[(group.rank + 1) % 3]], handles + handles, ["{}"], ["x" * 10_000], []):
+            with pytest.raises(ValueError, match=r"handle"):
+                group.pg.reconfigure(2, wrong)
+        group.pg.reconfigure(3, handles)
+        with pytest.raises(RuntimeError, match="already used"):
+            group.pg.reconfigure(3, handles)
+        assert group.sum() == 6
+
+    on_ranks(three, tmp_path, body)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_survivors_of_a_kill_go_on(backend: str, tmp_path: Path) -> None:
+    def body(outer: Communicator) -> list[float]:
+        group = Group(outer, tmp_path)
+        handles = group.handles("all")
+        assert group.sum() == 6
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises((PeerFailed, Revoked)):
+            for _ in range(1000):
+                group.sum()
+        assert group.pg.get_error().name == "COMM_ERROR"
+        group.pg.reconfigure(7, [handles[0], handles[2]])
+        assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (group.rank // 2, 2, 3)
+        if backend != "shm":
+            dist.destroy_process_group()
+            return [1.0] * 4
+        from torch.nn.parallel import DistributedDataParallel  # takes seconds
+
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+        weight = model.module.weight.grad
+        dist.destroy_process_group()
+        return [] if weight is None else weight.view(-1).tolist()
+
+    with LocalCluster(3, backend, timeout=60.0, environ={"HOLDFAST_BACKEND": backend}) as cluster:
+        outcomes = cluster.outcomes(body)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+    assert outcomes[0].value == outcomes[2].value == [1.0] * 4  # the mean over two, not three

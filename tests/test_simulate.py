@@ -1,0 +1,299 @@
+"""The simulator: the same seed gives the same run, it drives the classes of production, and it finds known bugs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.ft import ledger, verdict
+from holdfast.ft.detectors.observing import Observing
+from holdfast.ft.membership import Membership
+from holdfast.ft.silence import Silence
+from holdfast.ft.tenure import Tenure
+from holdfast.harness import cli, simulate
+from holdfast.harness.invariants import Event
+from holdfast.harness.simulate import worker
+from holdfast.harness.simulate.draw import draw
+from holdfast.harness.simulate.museum import EXHIBITS
+from holdfast.harness.simulate.museum.tour import visit
+from holdfast.harness.simulate.run import simulate as run
+from holdfast.harness.simulate.scale import measure
+from holdfast.harness.simulate.scenarios import SCENARIOS, scenario
+from holdfast.harness.simulate.schedule import AtPoint, Crash, Isolate, Layout, Network, Schedule, load, save
+from holdfast.harness.simulate.shrink import shrink
+from holdfast.harness.simulate.soak import soak
+from holdfast.harness.simulate.story import Story
+from holdfast.harness.simulate.world import World
+
+PACKAGE = Path(simulate.__file__).parent
+TRACES = """
+import sys
+from holdfast.harness.simulate.draw import draw
+from holdfast.harness.simulate.run import simulate
+from holdfast.harness.simulate.scale import measure
+from holdfast.harness.simulate.scenarios import scenario
+for seed in (3, 10, 21):
+    print(simulate(draw(seed)).trace)
+print(measure(scenario("host-loss", 256, 32, 7)).trace)
+"""
+
+
+# The same seed, the same run --------------------------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
+    here = [run(draw(seed)).trace for seed in (3, 10, 21)]
+    here.append(measure(scenario("host-loss", 256, 32, 7)).trace)
+    assert len(set(here)) == 4
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    other = subprocess.run(
+        [sys.executable, "-c", TRACES], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert other.stdout.split() == here
+
+
+def test_a_trace_has_one_line_for_all_that_happens() -> None:
+    lines: list[str] = []
+    outcome = run(draw(3), lines.append)
+    assert all(line.endswith("\n") for line in lines)
+    times = [float(line.split()[0]) for line in lines]
+    assert times == sorted(times)
+    assert sum(" committed " in line for line in lines) >= outcome.steps
+
+
+# What runs in production ------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
+    world = World(Schedule(layout=Layout(ranks=4, hosts=2, racks=1)))
+    world.run(0.5)
+    for process in world.processes:
+        assert type(process.core) is Membership
+        assert type(process.tenure) is Tenure
+        assert type(process.silence) is Silence
+        assert type(process.observing) is Observing
+        assert process.worker is not None
+        assert type(process.worker.ledger) is ledger.Ledger
+    assert worker.judge is verdict.judge
+
+
+def test_no_class_of_production_has_a_copy_in_the_simulator() -> None:
+    ours = {"Membership", "Silence", "Observing", "Observers", "Evidence", "Tenure", "Ledger", "Verdict", "View"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                assert not ({node.name} | bases) & ours, f"{path.name}: {node.name}"
+
+
+def test_nothing_in_virtual_time_looks_at_a_clock_or_a_socket() -> None:
+    forbidden = {"time", "socket", "threading", "asyncio", "os", "subprocess", "secrets", "datetime"}
+    outside = {"scale", "show", "command", "growth"}  # measure what a simulation costs, write files
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem in outside:
+            continue
+        tree = ast.parse(path.read_text())
+        hidden = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) for n in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and id(node) not in hidden:
+                names = {alias.name.split(".")[0] for alias in node.names}
+                assert not names & forbidden, f"{path.name} imports {names & forbidden}"
+
+
+# Nothing breaks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+def test_no_seed_breaks_an_invariant(first: int) -> None:
+    kinds: set[str] = set()
+    for seed in range(first, first + 40):
+        schedule = draw(seed)
+        kinds |= {type(fault).__name__ for fault in schedule.faults}
+        outcome = run(schedule)
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
+    assert len(kinds) > 8
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "quiet"])
+def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) -> None:
+    result = measure(scenario(name, 1000, 125, 1))
+    assert result.violation is None
+    assert result.installed is not None and result.detected is not None
+    assert result.detected < 0.5
+    assert result.depth <= 12
+    assert result.messages_mean < 40
+
+
+def test_no_rank_handles_more_for_there_being_more_ranks() -> None:
+    small, large = (measure(scenario("host-loss", ranks, ranks // 8, 3)) for ranks in (256, 2048))
+    assert large.depth <= small.depth + 4
+    assert large.messages_max <= 1.5 * small.messages_max
+    assert large.bytes_max <= 1.5 * small.bytes_max
+    assert large.installed is not None and small.installed is not None
+    assert large.installed < small.installed + 0.1
+
+
+def test_when_nothing_happens_nothing_happens() -> None:
+    result = measure(scenario("quiet", 256, 32, 1))
+    assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
+
+
+def test_lost_heartbeats_do_not_evict_the_healthy() -> None:
+    result = soak(hours=20_000, burst=0.05, seed=1)
+    assert result.false_evictions == 0
+    assert result.windows > 50 and result.suspicions > 10
+
+
+def test_a_node_that_nobody_can_hear_is_evicted_in_the_soak_as_well() -> None:
+    assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
+
+
+# Schedules --------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
+    schedule = draw(11)
+    save(schedule, tmp_path / "schedule.json")
+    assert load(tmp_path / "schedule.json") == schedule
+    toml = tmp_path / "schedule.toml"
+    toml.write_text(
+        "seed = 4\n[layout]\nranks = 6\nhosts = 3\n[network]\nloss = 0.01\n"
+        '[[faults]]\nfault = "crash"\nat = 0.5\nprocess = 2\n'
+        '[[faults]]\nfault = "isolate"\nat = 1\nhosts = [1]\nseconds = 0.5\n'
+    )
+    faults = (Crash(at=0.5, process=2), Isolate(at=1, hosts=(1,), seconds=0.5))
+    assert load(toml) == Schedule(4, Layout(ranks=6, hosts=3), Network(loss=0.01), faults)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"layout": {"ranks": 2, "hosts": 4}}',
+        '{"layout": {"heartbeat": 1.0}}',
+        '{"network": {"loss": 1.0}}',
+        '{"network": {"latency": 0}}',
+        '{"network": {"lost": 0.1}}',
+        '{"faults": [{"fault": "crash", "at": 1, "process": 99}]}',
+        '{"faults": [{"fault": "crash", "at": -1, "process": 0}]}',
+        '{"faults": [{"fault": "isolate", "at": 1, "hosts": [9], "seconds": 1}]}',
+        '{"faults": [{"fault": "at_point", "at": 1, "point": "nowhere"}]}',
+        '{"faults": [{"fault": "flood", "at": 1}]}',
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"schedule|point|ranks"):
+        load(path)
+
+
+def test_faults_at_points_of_the_protocol_strike_there() -> None:
+    died: list[Event] = []
+    schedule = Schedule(faults=(AtPoint(at=0.3, point="commit.after_barrier", nth=3),))
+    outcome = run(schedule, also=lambda event: died.append(event) if event.kind == "died" else None)
+    assert outcome.violation is None
+    assert [event.text("why") for event in died] == ["SIGKILL at commit.after_barrier"]
+
+
+# Bugs are found ---------------------------------------------------------------------------------------------------
+
+
+def test_the_museum_has_twenty_bugs_and_more() -> None:
+    assert len(EXHIBITS) >= 20
+    assert len({exhibit.name for exhibit in EXHIBITS}) == len(EXHIBITS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evicted rank returns",
+        "joiners first",
+        "one accuser is enough",
+        "commit by a minority",
+        "newcomer a step behind",
+        "stranded after a shrink",
+    ],
+)
+def test_a_bug_of_the_museum_is_found_and_made_small(name: str) -> None:
+    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == name)
+    seen = visit(exhibit, seeds=200, tries=20)
+    assert seen.found and seen.real
+    assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
+
+
+def test_a_bug_is_gone_when_it_is_taken_out() -> None:
+    for exhibit in EXHIBITS:
+        with exhibit.inject():
+            pass
+    assert run(draw(3)).violation is None
+
+
+def test_shrinking_deletes_what_does_not_matter() -> None:
+    faults = tuple(Crash(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
+
+    def fails(schedule: Schedule) -> bool:
+        return any(isinstance(fault, Crash) and fault.process == 5 for fault in schedule.faults)
+
+    small = shrink(Schedule(layout=Layout(steps=20), network=Network(duplicate=0.1), faults=faults), fails)
+    assert len(small.faults) == 1 and fails(small)
+    assert small.network == Network()
+    assert small.layout.steps == 1 and small.layout.spares == 0
+
+
+def test_a_story_tells_the_faults_and_what_broke() -> None:
+    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == "joiners first")
+    schedule = visit(exhibit, seeds=100, tries=0).schedule
+    assert schedule is not None
+    story = Story()
+    with exhibit.inject():
+        outcome = run(schedule, also=story.hear)
+    text = story.text(schedule, outcome.violation)
+    assert "epoch 2 begins" in text
+    assert "BROKEN" in text and "ranks keep their order" in text
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
+    runner, found = CliRunner(), tmp_path / "found.json"
+    bug = ["--bug", "one accuser is enough"]
+    result = runner.invoke(cli.app, ["simulate", *bug, "--seeds", "200", "--shrink", "--out", str(found), "--json"])
+    assert result.exit_code == 1, result.output
+    outcome = json.loads(result.stdout)["outcomes"][-1]
+    assert outcome["violation"]["invariant"] == "nobody healthy is evicted"
+    assert len(load(found).faults) <= 8
+    assert "BROKEN" in found.with_suffix(".txt").read_text()
+    trace = tmp_path / "trace.txt"
+    again = runner.invoke(cli.app, ["simulate", *bug, "--schedule", str(found), "--trace", str(trace), "--json"])
+    assert again.exit_code == 1
+    assert json.loads(again.stdout)["outcomes"][0]["trace"] == outcome["trace"]
+    assert trace.read_text().count("\n") > 10
+    assert runner.invoke(cli.app, ["simulate", "--schedule", str(found)]).exit_code == 0
+
+
+def test_the_command_shows_a_scenario_of_many_ranks() -> None:
+    result = CliRunner().invoke(cli.app, ["simulate", "--ranks", "512", "--hosts", "64", "--scenario", "host-loss"])
+    assert result.exit_code == 0, result.output
+    assert "simulated time" in result.output and "512" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scenario", "flood"],
+        ["--bug", "none"],
+        ["--schedule", "nowhere.json"],
+        ["--ranks", "4", "--hosts", "9", "--scenario", "crash"],
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[str]) -> None:
+    assert CliRunner().invoke(cli.app, ["simulate", *arguments]).exit_code == 2

@@ -1,0 +1,143 @@
+"""`holdfast top`: what it shows of a job that runs, hangs, lost a rank and ended; and that it only reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from holdfast.harness import LocalCluster
+from holdfast.harness.cli import app
+from holdfast.harness.top.logs import EventTail
+from holdfast.harness.top.screen import render
+from holdfast.harness.top.state import Fault, JobState, Row
+
+
+def look(directory: Path) -> dict[str, Any]:
+    """What `holdfast top --json` says."""
+    done = CliRunner().invoke(app, ["top", str(directory), "--json"])
+    assert done.exit_code == 0, done.output
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def until(directory: Path, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first look of which something is true."""
+    deadline = time.monotonic() + 20
+    while not true(said := look(directory)):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+    return said
+
+
+def _train(session: Any, gate: str) -> None:
+    """20 steps; rank 1 of the first epoch waits in step 5 for a file to appear (or its end)."""
+    victim = False
+    for attempt in session.steps(20):
+        victim = victim or (attempt.step == 0 and attempt.rank == 1)
+        with attempt:
+            while victim and attempt.step == 5 and not Path(gate).exists():
+                time.sleep(0.01)
+            attempt.comm.all_reduce(torch.ones(8))
+
+
+def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(tmp_path: Path) -> None:
+    options = {"min_size": 3}
+    with (
+        LocalCluster(3, "shm", spares=1, session=options) as cluster,
+        cluster.start(_train, str(tmp_path / "never")) as job,
+    ):
+        job.wait_for("spare")
+        hung = until(job.directory, lambda said: any(r["waits_for"] == [1] and r["inside"] for r in said["rows"]))
+        assert (hung["phase"], hung["members"], hung["backend"], hung["last_fault"]) == ("running", 3, "shm", None)
+        assert [row["rank"] for row in hung["rows"]] == [0, 1, 2, None]
+        assert [row["state"] for row in hung["rows"]] == ["running", "running", "running", "spare"]
+        assert [row["pid"] for row in hung["rows"]][:3] == [job.pid(rank) for rank in range(3)]
+        assert hung["rows"][1]["step"] == 5
+        assert not hung["rows"][1]["inside"]
+
+        job.kill(1)
+        job.results(timeout=60.0)
+        done = until(job.directory, lambda said: all(row["state"] == "done" for row in said["rows"]))
+        assert (done["phase"], done["step"], done["faults"]) == ("finished", 19, 1)
+        fault = done["last_fault"]
+        assert fault["epoch"] == hung["epoch"]
+        assert 0 < fault["recovery"] < fault["resume"] < 30
+        assert len(done["rows"]) == 3
+
+        shown = CliRunner().invoke(app, ["top", str(job.directory), "--once"], env={"COLUMNS": "120"}).output
+        assert "finished" in shown
+        assert "last fault" in shown
+
+
+def test_it_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined","address":"x"}\n')
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-m", "holdfast.harness.cli", "top", str(tmp_path), "--every", "0.05"]
+    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
+    os.close(inside)
+    try:
+        shown = b""
+        while b"holdfast top" not in shown:
+            shown += os.read(terminal, 4096)
+        process.send_signal(2)
+        while True:  # the terminal closes when the process has
+            try:
+                os.read(terminal, 4096)
+            except OSError:
+                break
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_written_to_what_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined"}\nhalf a li')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert look(tmp_path)["phase"] == "unknown"
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
+    log = tmp_path / "p1.jsonl"
+    tail = EventTail(tmp_path)
+    log.write_bytes(b'{"time":2,"kind":"b"}\n{"time":1,"kind":"a"}\n{"time":3,')
+    assert [event["kind"] for event in tail.new()] == ["a", "b"]
+    assert tail.new() == []
+    with log.open("ab") as file:
+        file.write(b'"kind":"c"}\nrubbish\n[]\n{"kind":"no time"}\n')
+    assert [event["kind"] for event in tail.new()] == ["c"]
+
+
+def test_the_screen_says_what_matters() -> None:
+    from rich.console import Console
+
+    rows = (
+        Row(0, "p0", 10, "running", 7, 12.5, "all_reduce(float32, [4], sum)", True, 2.5, (1,)),
+        Row(1, "p1", 11, "stopped", 7, 0.0, "barrier()", False, 2.6),
+    )
+    fault = Fault(61.0, 3, "rank 2 (p9) is gone: its process ended", 0.0042, None)
+    console = Console(width=110, record=True)
+    with console.capture() as shown:
+        console.print(render(JobState("job", "running", 4, 2, "shm", 7, 12.5, 1, fault, rows)))
+    for words in ("epoch 4", "12.5 steps/s", "all_reduce", "2.5 s", "stopped", "rank 2 (p9) is gone", "in 4.2 ms"):
+        assert words in shown.get()
+
+
+def test_a_job_that_is_not_there_is_an_error() -> None:
+    done = CliRunner().invoke(app, ["top", "no-such-job"])
+    assert done.exit_code == 1
+    assert "no job of that name" in done.output

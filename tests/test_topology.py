@@ -1,0 +1,157 @@
+"""Large jobs: who knows whom, what evidence adds up to, and how a view travels as what changed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport import Peer
+from holdfast.ft.change import Change, applied, between
+from holdfast.ft.composition import next_size, successors
+from holdfast.ft.evidence import Evidence
+from holdfast.ft.topology import Shape, heads, host_mates, observers
+from holdfast.ft.view import Job, Member, View
+from holdfast.ft.vocabulary import Cleared, Death, Suspicion
+
+SPARSE = Shape(mesh=1)
+
+
+def view_of(hosts: list[int], epoch: int = 1, size: int | None = None) -> View:
+    """A view with so many members on each host."""
+    members = []
+    for host, count in enumerate(hosts):
+        for _ in range(count):
+            number = len(members)
+            members.append(Member(f"p{number}", f"h{host}:{number}", Peer(f"h{host}", number, 1)))
+    job = Job("job", size or len(members), 1, len(members), ("gloo",), "gloo")
+    return View(epoch, "running", tuple(members), job, "test")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=40))
+def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> None:
+    view = view_of(hosts)
+    for member in view.members:
+        around = observers(view, member, SPARSE)
+        assert around
+        assert all(other.peer.host != member.peer.host for other in around)
+        assert all(member in observers(view, other, SPARSE) for other in around)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
+def test_news_from_anywhere_reaches_everybody(hosts: list[int]) -> None:
+    view = view_of(hosts)
+    seen, todo = {"p0"}, deque([view.members[0]])
+    while todo:
+        member = todo.popleft()
+        for other in (*observers(view, member, SPARSE), *host_mates(view, member)):
+            if other.id not in seen:
+                seen.add(other.id)
+                todo.append(other)
+    assert len(seen) == len(view.members)
+
+
+def test_the_number_of_neighbours_does_not_grow_and_the_way_to_anybody_grows_slowly() -> None:
+    steps = {}
+    for hosts in (50, 800):
+        view = view_of([8] * hosts)
+        assert max(len(observers(view, m, Shape())) for m in view.members) <= 8
+        distance = {"p0": 0}
+        todo = deque([view.members[0]])
+        while todo:
+            member = todo.popleft()
+            for other in observers(view, member, Shape()):
+                if other.id not in distance:
+                    distance[other.id] = distance[member.id] + 1
+                    todo.append(other)
+        assert len(distance) == len(view.members)
+        steps[hosts] = max(distance.values())
+    assert steps[800] <= steps[50] + 5
+
+
+def test_in_a_small_job_everybody_watches_everybody_on_other_hosts() -> None:
+    view = view_of([2, 2, 1])
+    assert [m.id for m in observers(view, view.members[0], Shape())] == ["p2", "p3", "p4"]
+    assert [m.id for m in host_mates(view, view.members[0])] == ["p1"]
+
+
+def test_evidence_is_told_to_the_first_that_live_and_then_to_those_after_them() -> None:
+    view = view_of([1] * 10)
+    assert [m.id for m in heads(view, {"p0"}, SPARSE)] == ["p1", "p2", "p3"]
+    assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=1)] == ["p4", "p5", "p6"]
+    assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=3)] == ["p1", "p2", "p3"]
+
+
+@given(
+    hosts=st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    dead=st.sets(st.integers(0, 23), max_size=6),
+    spares=st.integers(0, 4),
+    more=st.integers(0, 3),
+)
+def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], spares: int, more: int) -> None:
+    old = view_of(hosts, size=sum(hosts) + more)
+    gone = {f"p{n}": "gone" for n in dead if n < len(old.members)}
+    waiting = [Member(f"s{n}", f"h0:{900 + n}", Peer("h0", 900 + n, 1)) for n in range(spares)]
+    next_up = successors(old, gone, waiting)
+    assert len(next_up.members) == next_size(old, len(gone), spares)
+    new = View(2, "running", next_up.members, old.job, next_up.reason)
+    change = between(old, new)
+    assert change is not None
+    assert Change.decode(change.encode()) == change
+    again = applied(structs.replace(old), change)
+    assert again == new
+
+
+def test_a_change_of_another_view_is_refused() -> None:
+    old = view_of([2, 2])
+    with pytest.raises(CorruptData, match="does not follow"):
+        applied(old, Change(4, "running", (0,), (), (), "why"))
+    for rank in (-1, 4):
+        with pytest.raises(CorruptData, match="makes no view"):
+            applied(old, Change(2, "running", (rank,), (), (), "why"))
+    swapped = structs.replace(old, epoch=2, members=old.members[::-1])
+    assert between(old, swapped) is None
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_what_evidence_adds_up_to_does_not_depend_on_its_order(data: st.DataObject) -> None:
+    view = view_of([2, 2, 2, 1])
+    ids = [m.id for m in view.members]
+    pairs = data.draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(ids)), max_size=20, unique=True))
+    dead = data.draw(st.lists(st.sampled_from(ids), max_size=2, unique=True))
+    words: list[Suspicion | Death] = [Suspicion(m, o, "silent", 1) for m, o in pairs if m != o]
+    words += [Death(who, "ended") for who in dead]
+
+    def heard(order: list[Suspicion | Death]) -> Evidence:
+        evidence = Evidence()
+        for word in order:
+            if isinstance(word, Death):
+                evidence = evidence.buried([word], view, Shape())
+            else:
+                evidence = evidence.suspecting(word, view, Shape())
+        return evidence
+
+    lost = heard(words).lost.keys()
+    assert heard(data.draw(st.permutations(words))).lost.keys() == lost
+
+
+def test_a_word_that_comes_late_does_not_count() -> None:
+    view = view_of([1, 1, 1, 1])
+    evidence = Evidence().suspecting(Suspicion("p0", "p1", "silent", 1), view, Shape())
+    evidence = evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape())
+    assert evidence.lost.keys() == {"p0"}
+    evidence = evidence.cleared(Cleared("p0", "p2", 2), view, Shape())
+    assert not evidence.lost
+    assert evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
+
+
+def test_a_shape_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Shape(rings=0)

@@ -1,0 +1,117 @@
+"""`holdfast tune`: the two constants of the cost model, measured once, kept, checked, and the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from holdfast.comms import Communicator, CorruptData
+from holdfast.comms.algorithms import cost, tuning
+from holdfast.harness import LocalCluster, tune
+from holdfast.harness.cli import app
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own; ranks inherit it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["tune", *arguments])
+    return result.exit_code, result.output
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
+def test_the_fit_finds_the_constants_it_was_made_of(latency: float, bandwidth: float) -> None:
+    link = cost.Link(latency, bandwidth)
+    found, rate, error = tune.fit({nbytes: link.seconds(1, nbytes) for nbytes in tune.SIZES})
+    again = cost.Link(found, rate)
+    assert error < 0.2
+    for nbytes in tune.SIZES:
+        assert again.seconds(1, nbytes) == pytest.approx(link.seconds(1, nbytes), rel=0.2)
+
+
+def test_measured_once_kept_shown_and_forgotten(cache: Path) -> None:
+    assert tuning.load() == tuning.Tuning()
+    status, said = command("--backend", "ucx,shm")
+    assert status == 0 and "shm has nothing to choose" in said
+    found = tuning.load().links["ucx/shm"]
+    assert 1e-8 < found.latency < 0.1 and 1e6 < found.bandwidth < 1e13
+    status, said = command("--show", "--json")
+    shown = json.loads(said)
+    assert status == 0 and shown["file"] == str(tuning.path())
+    assert shown["links"]["ucx/shm"]["latency"] == found.latency and shown["links"]["mpi"]["measured"] is None
+    choice = next(c for c in shown["links"]["ucx/shm"]["choices"] if c["op"] == "all_reduce" and c["ranks"] == 4)
+    assert choice["algorithm"] == min(choice["seconds"], key=choice["seconds"].__getitem__)
+    assert "all_reduce   2 ranks: doubling" in command("--show")[1]
+    assert command("--forget")[0] == 0 and not tuning.path().exists()
+    assert list(cache.rglob("tune-*")) == []
+
+
+def test_all_ranks_use_what_rank_0_measured(cache: Path) -> None:
+    """Rank 1 has a cache of its own here, as it would on another machine."""
+    tuning.save(tuning.Tuning(links={"ucx/shm": tuning.Measured(1.5, 2.5, "2026-01-01", 0.1)}))
+
+    def body(comm: Communicator) -> cost.Link:
+        import os
+
+        os.environ["XDG_CACHE_HOME"] = str(cache / "elsewhere") if comm.rank else str(cache)
+        with comm.split([0, 1]) as again:
+            link: cost.Link = again._transport._link  # type: ignore[attr-defined]
+        return link
+
+    with LocalCluster(2, "ucx") as cluster:
+        first, second = cluster.run(body)
+    assert first == second == cost.Link(1.5, 2.5, "ucx/shm")
+
+
+def test_defaults_hold_where_nothing_was_measured_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast.comms"):
+        assert cost.here(cost.DEFAULTS["mpi"]) == cost.DEFAULTS["mpi"]
+    assert "defaults" in caplog.text and "holdfast tune" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 2, "links": {}}',
+        b'{"version": 1, "links": {"mpi": {"latency": -1, "bandwidth": 1, "measured": "", "worst_error": 0}}}',
+        b'{"version": 1, "links": {"mpi": {"latency": 1}}}',
+        b'{"version": 1, "links": {}, "more": 1}',
+    ],
+)
+def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None:
+    file = tuning.path()
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    with pytest.raises(CorruptData, match="holdfast tune --forget"):
+        cost.here(cost.DEFAULTS["mpi"])
+    status, said = command("--show")
+    assert status == 1 and str(file.name) in said.replace("\n", "")
+    assert command("--forget")[0] == 0 and tuning.load() == tuning.Tuning()
+
+
+def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank() -> None:
+    tuning.path().parent.mkdir(parents=True)
+    tuning.path().write_text("{")
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        outcomes = cluster.outcomes(lambda comm: None)
+    assert all(isinstance(outcome.error, CorruptData) for outcome in outcomes)
+
+
+def test_show_goes_with_nothing_else() -> None:
+    assert command("--show", "--forget")[0] == 2
+    assert command("--show", "--backend", "ucx")[0] == 2
+    status, said = command("--backend", "nonsense")
+    assert status == 1 and "unknown" in said
