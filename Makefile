@@ -5,17 +5,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 JOBS ?= auto
+PEERS := $(VENV)/peers
+PROFILE ?= quick
+BASE ?= HEAD~1
+HEAD ?= HEAD
 
-.PHONY: help setup test lint types unit torch-suite demo bench wheel constraints clean
+# asv builds each commit in an environment of its own, with the dependencies of this one.
+ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
+      HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
+
+.PHONY: help setup test lint types unit torch-suite demo bench peers asv-run asv-continuous asv-publish gate figures \
+        wheel constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
 	touch $(STAMP)
 
 test: lint types unit  ## ruff, mypy --strict, and all tests
@@ -27,7 +37,7 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
 
-unit: $(STAMP)  ## the tests, on all cores (JOBS=n for n)
+unit: $(STAMP) peers  ## the tests, on all cores (JOBS=n for n)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
@@ -38,6 +48,51 @@ demo: $(STAMP)  ## the reference workload: train, break it three times, see it r
 
 bench: $(STAMP)  ## all_reduce over shm beside gloo and Open MPI, interleaved
 	$(BIN)/holdfast bench all_reduce --backends shm,gloo -n 2 --sizes 8:64M --peers
+
+peers: $(PEERS)/mpich/bin/mpiexec  ## libraries to compare with that cannot be installed beside the others: MPICH
+
+$(PEERS)/mpich/bin/mpiexec: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix $(PEERS)/mpich mpich==5.0.2
+
+asv-run: $(STAMP) peers  ## all benchmarks on the last commit (PROFILE=quick|full, BENCH=pattern)
+	$(ASV) machine --yes
+	$(ASV) run --show-stderr $(if $(BENCH),--bench "$(BENCH)") "$$(git rev-parse HEAD)^!"
+
+asv-continuous: $(STAMP) peers  ## benchmarks on two commits, and what differs (BASE=HEAD~1 HEAD=HEAD)
+	$(ASV) machine --yes
+	$(ASV) continuous --interleave-rounds --factor 1.1 --show-stderr $(if $(BENCH),--bench "$(BENCH)") $(BASE) $(HEAD)
+
+asv-publish: $(STAMP)  ## the history of all benchmarks as pages in .asv/html, which need no network
+	$(ASV) publish
+	$(BIN)/python -m holdfast.harness.asv_pages .asv/html
+
+gate: $(STAMP)  ## is HEAD slower than BASE? (BASE=HEAD~1 HEAD=HEAD; HEAD=. for the files as they are)
+	$(BIN)/holdfast gate $(BASE) $(HEAD)
+
+FIGURES := docs/figures
+BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
+
+figures: $(STAMP)  ## draw the pictures of docs/figures.md from the data that is committed there
+	$(BIN)/python -m holdfast.harness.figures $(FIGURES)
+
+figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate  ## measure it anew
+
+.PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate
+figures-bench:
+	mkdir -p $(FIGURES)/bench
+	for op in $(BENCH_FIGURES); do $(BIN)/holdfast bench $$op --backends shm -n 2,4 --sizes 4K:64M:4 \
+	  --peer torch-gloo,openmpi,mpich --bound --json > $(FIGURES)/bench/$$op.json || exit 1; done
+	$(BIN)/holdfast bench all_reduce --backends shm -n 2,4 --sizes 8:4K:4 --peer torch-gloo,openmpi,mpich \
+	  --json > $(FIGURES)/bench/small.json
+figures-recovery:
+	$(BIN)/holdfast bench recovery -n 4 --kills 50 --peers --json > $(FIGURES)/recovery.json
+figures-chaos:
+	$(BIN)/holdfast chaos run kill-rank --seed 7 --report $(FIGURES)/chaos
+	rm -f $(FIGURES)/chaos/run.json
+figures-growth:
+	$(BIN)/holdfast simulate --figures $(FIGURES)/simulate
+figures-gate:
+	$(BIN)/holdfast gate HEAD --calibrate 104 --markdown $(FIGURES)/gate.md
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
