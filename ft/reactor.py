@@ -156,6 +156,10 @@ class Reactor:
             self._depth -= 1
             if self._depth == 0:  # what others wait for comes before what wakes up this process's own threads
                 self._tenure.end_ops()
+        if self._core.spares is not before.spares:
+            for spare in self._core.spares:
+                if spare not in before.spares:
+                    self._events.emit("welcomed", spare=spare.id)
         if self._core.view is not before.view or self._core.spares is not before.spares:
             self._follow_soon()
         self._set_timer(self._core.wake_at)
@@ -220,7 +224,7 @@ class Reactor:
             case v.AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
-                    self._events.emit("spare", epoch=view.epoch)
+                    self._events.emit("spare", epoch=view.epoch, to=[member.id for member in to])
                 self._introduced_to = {member.id: member for member in to}
                 for member in to:
                     self._introduce(member)

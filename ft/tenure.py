@@ -24,6 +24,7 @@ class Tenure:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._over: HoldfastError | None = None
+        self._why_before: tuple[int, HoldfastError] | None = None
         self._comm: Communicator | None = None
         self._revoked: list[tuple[Communicator, HoldfastError]] = []
         self._ended: HoldfastError | None = None
@@ -43,6 +44,8 @@ class Tenure:
     def install(self, view: View) -> None:
         """`view` holds from now on."""
         with self._changed:
+            replaced, why = self._view, self._over
+            self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
             self._changed.notify_all()
         self._on_over(view.epoch - 1)
@@ -142,6 +145,8 @@ class Tenure:
         if self._ended is not None:
             raise self._ended.again()
         if self._view is None or self._view.epoch != epoch:
+            if self._why_before is not None and self._why_before[0] == epoch:
+                raise self._why_before[1].again()
             raise Revoked(epoch, "a later epoch has begun")
         if self._over is not None:
             raise self._over.again()

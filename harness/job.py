@@ -22,12 +22,14 @@ from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.invariants.events import event_of
 from holdfast.harness.launching import Launch, launch
 from holdfast.harness.outcomes import Outcome, values
 from holdfast.harness.output import Echo, last_stack
 from holdfast.harness.processes import Process, zygote
 from holdfast.harness.ranks import Settings
 from holdfast.harness.session_worker import WHERE_ARE_YOU, Ended, session_target
+from holdfast.harness.standby import standing_by
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.links.client import Links
@@ -53,7 +55,7 @@ class Job:
         links: Links | None = None,
     ) -> None:
         """Start the processes. Each calls `prepare` before its session."""
-        self._settings = settings
+        self._settings, self._count = settings, count
         self.directory = directory
         self._contract = LocalContract.create(
             directory.name, directory, settings.backend, settings.size, options.get("register")
@@ -121,6 +123,18 @@ class Job:
                     return event
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no event {kind!r} with {fields} within {timeout:.3g} s")
+            self._collect(0.01)
+
+    def wait_for_spares(self, timeout: float = 30.0) -> None:
+        """Until the spares that were started with the job stand by: a rank that dies after this is replaced.
+
+        Raises `TimeoutError`.
+        """
+        wanted = self._count - self._settings.size
+        deadline = time.monotonic() + timeout
+        while (found := len(standing_by(map(event_of, self.events())))) < wanted:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{found} of {wanted} spares stand by after {timeout:.3g} s\n" + self._where())
             self._collect(0.01)
 
     def results(self, timeout: float = 60.0) -> list[Any]:

@@ -259,8 +259,7 @@ def run(size: int, spares: int = 0, fault: str = "", **train_args: Any) -> tuple
     with cluster(size, spares, fault) as ranks:
         gate = ranks.logs / "gate"
         job = ranks.start(train, **{"kills": {}, "gate": str(gate), **train_args})
-        for _ in range(spares):
-            job.wait_for("spare")
+        job.wait_for_spares()
         gate.touch()
         results = job.results()
         return job, results, job.events()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ STEPS = 40
 TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 
 
-def add_up(session: Session) -> tuple[int, list[int]]:
-    """All ranks sum up their shards, step by step."""
+def add_up(session: Session, gate: Path) -> tuple[int, list[int]]:
+    """All ranks sum up their shards, step by step; from step 3 on once `gate` is there."""
     sums: list[int] = []
     for attempt in session.steps(STEPS):
+        while attempt.step == 3 and not gate.exists():
+            time.sleep(0.01)
         with attempt:
             part = torch.tensor([sum(attempt.shards)])
             attempt.comm.all_reduce(part)
@@ -32,7 +36,10 @@ def test_the_first_rank_dies_and_the_others_learn_of_the_next_view(spares: int) 
     options: dict[str, Any] = {"timeouts": TIMES, "shards": 12}
     environ = {"HOLDFAST_MESH": "2", "HOLDFAST_FAULT": "commit.before_barrier:9:0:5"}
     with LocalCluster(5, "shm", spares=spares, session=options, environ=environ) as ranks:
-        job = ranks.start(add_up)
+        gate = ranks.logs / "gate"
+        job = ranks.start(add_up, gate)
+        job.wait_for_spares()
+        gate.touch()
         results = job.results(60)
         events = job.events()
     assert [rank for rank, _ in results] == list(range(4 + spares))

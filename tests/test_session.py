@@ -92,10 +92,7 @@ def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.
     """Start the job, and let it go past step 3 once all spares are there."""
     gate = ranks.logs / "gate"
     job = ranks.start(tally_up, steps, pause, str(gate))
-    deadline = time.monotonic() + 30.0
-    while sum(event["kind"] == "spare" for event in job.events()) < ranks.spares:
-        assert time.monotonic() < deadline, "the spares do not come"
-        time.sleep(0.01)
+    job.wait_for_spares()
     gate.touch()
     return job
 
@@ -333,7 +330,6 @@ def test_below_min_size_the_job_waits_and_then_says_why_it_ends() -> None:
 def test_a_spare_that_is_left_alone_is_told() -> None:
     with cluster(2, spares=1) as ranks:
         job = start_with_spares(ranks)
-        job.wait_for("spare")
         job.wait_for("committed", step=5)
         pids = {job.pid(0), job.pid(1)}
         spare = next(process for process in job.processes if process.pid not in pids)

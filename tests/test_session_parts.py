@@ -315,10 +315,14 @@ def test_nothing_can_be_done_in_an_epoch_that_is_over() -> None:
     with pytest.raises(PeerFailed, match="rank 1 failed: it died"), tenure.held(1):
         pass
     tenure.install(view(2))
-    with pytest.raises(Revoked), tenure.held(1):
+    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), tenure.held(1):
         pass
     with tenure.held(2):
         pass
+    tenure.install(view(3))
+    for replaced in (1, 2):
+        with pytest.raises(Revoked, match="a later epoch has begun"), tenure.held(replaced):
+            pass
 
 
 def test_a_revoked_epoch_is_not_the_next_one() -> None:

@@ -57,7 +57,7 @@ def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(
         LocalCluster(3, "shm", spares=1, session=options) as cluster,
         cluster.start(_train, str(tmp_path / "never")) as job,
     ):
-        job.wait_for("spare")
+        job.wait_for_spares()
         hung = until(job.directory, lambda said: any(r["waits_for"] == [1] and r["inside"] for r in said["rows"]))
         assert (hung["phase"], hung["members"], hung["backend"], hung["last_fault"]) == ("running", 3, "shm", None)
         assert [row["rank"] for row in hung["rows"]] == [0, 1, 2, None]

@@ -25,6 +25,7 @@ from holdfast.harness.chaos.workload import Ddp, Store
 from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.invariants import Event, merge, read_directory
 from holdfast.harness.processes import zygote
+from holdfast.harness.standby import standing_by
 
 LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
@@ -99,7 +100,8 @@ class Performance:
         self._raw = Raw(time.monotonic(), struck=[Struck(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
-        self._spares: set[int] = set()
+        self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
+        self._standby: list[Event] = []
         self._waiting: list[Waiting] = []
 
     def run(self) -> Raw:
@@ -175,8 +177,8 @@ class Performance:
                 self._newest_step = max(self._newest_step, event.integer("step"))
             elif event.kind == "joined":
                 self._addresses.add(event.text("address"))
-            elif event.kind == "spare":
-                self._spares.add(event.pid)
+            elif event.kind in ("spare", "welcomed") and not self._complete:
+                self._standby.append(event)
             if not self._raw.started and event.kind in ("attempt", "committed"):
                 self._raw.started = event.time
         if self._links is not None:
@@ -185,8 +187,10 @@ class Performance:
             self._watch(self._newest_step + 1, self._steps)
 
     def _ready(self) -> bool:
-        """Whether all spares are there: before that nothing is broken, so that equal seeds meet equal jobs."""
-        return len(self._spares) >= self._scenario.job.spares or self._scenario.workload.family != "session"
+        """Whether all spares stood by once: before that nothing is broken, so that equal seeds meet equal jobs."""
+        if not self._complete:
+            self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
+        return self._complete
 
     def _arrived(self, waiting: Waiting, cast: RunningCast) -> None:
         """A process is at a point: strike what waits for that, and let it go on."""

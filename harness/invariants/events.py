@@ -5,6 +5,8 @@ Each process writes JSON lines to a file of its own in the log directory. A line
 look at:
 
     installed(epoch, members, rank)     this process is in the view of the epoch; members in rank order
+    spare(epoch, to)                    it waits outside for a place, and tells the members `to`
+    welcomed(spare)                     it knows of one that waits
     proposed(epoch)                     it asks the register to begin the epoch
     revoked(epoch)                      it ends what it does in the epoch
     attempt(step, epoch)                it begins a step
