@@ -87,7 +87,8 @@ def test_what_a_job_prints_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_killed_rank_is_replaced_by_a_spare() -> None:
     with LocalCluster(3, spares=1, session=QUICK) as cluster:
-        job = cluster.start(train, 200, 0.005)
+        job = cluster.start(train, 200, 0.01)
+        job.wait_for_spares()
         job.wait_for("committed", step=5)
         before = [job.pid(rank) for rank in range(3)]
         killed = job.kill(1)

@@ -202,6 +202,7 @@ def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
 
     with LocalCluster(2, "mpi", spares=1, timeout=60.0) as cluster:
         job = cluster.start(train)
+        job.wait_for_spares()
         job.wait_for("committed", step=3)
         killed = job.kill(1)
         assert job.results(timeout=40.0)[0] == 30.0

@@ -211,6 +211,7 @@ def run(
     with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
         while len(done) < kills:
             with cluster.start(reduce_for_ever, max(1, nbytes // 4)) as job:
+                job.wait_for_spares()
                 view = job.view()
                 _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
                 for _ in range(min(max(1, spares), kills - len(done))):
