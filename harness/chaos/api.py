@@ -155,7 +155,9 @@ def flap(who: Any = None, *, off: float = 0.2, on: float = 0.3, lasts: float | N
 
 
 def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> Fault:
-    """The job's register cannot be written ("locked") or found ("gone")."""
+    """The job's register cannot be written ("locked") or found ("gone"); with `register="tcp"` or "etcd" its server is
+    "stopped", with "etcd" and `register_nodes=3` its leader is killed ("leader-killed").
+    """
     return fault("register-away", how=how, lasts=lasts, **when)
 
 

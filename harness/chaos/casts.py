@@ -145,6 +145,7 @@ class SessionCast(RunningCast):
         args: Sequence[Any],
         prelude: Sequence[Step],
         hosts: Hosts | None = None,
+        register: str | None = None,
     ) -> None:
         super().__init__()
         spec = scenario.job
@@ -152,6 +153,9 @@ class SessionCast(RunningCast):
         if spec.hosts == "many":
             steps.append(HostOfItsOwn())
         timeouts = Timeouts(**{name: getattr(spec.timeouts, name) for name in spec.timeouts.__struct_fields__})
+        options = {"min_size": spec.min_size, "shards": spec.shards or spec.ranks, "timeouts": timeouts}
+        if register is not None:
+            options["register"] = register
         self._replace = spec.replace
         self._view: View | None = None
         self._undo = contextlib.ExitStack()
@@ -164,7 +168,7 @@ class SessionCast(RunningCast):
                     threads=1,
                     echo=False,
                     environ={"OMP_NUM_THREADS": "1", **spec.environ},
-                    session={"min_size": spec.min_size, "shards": spec.shards or spec.ranks, "timeouts": timeouts},
+                    session=options,
                     prepare=Prelude(tuple(steps)) if steps else None,
                 )
             )
@@ -257,10 +261,10 @@ class SessionCast(RunningCast):
 class StoreCast(RunningCast):
     """A publisher, holders and readers around one store. Whoever dies is started anew."""
 
-    def __init__(self, scenario: Scenario, spec: Store, directory: Path) -> None:
+    def __init__(self, scenario: Scenario, spec: Store, directory: Path, register: str | None = None) -> None:
         super().__init__()
         self._spec = spec
-        self._contract = LocalContract.create("store", directory, scenario.job.backend, 1)
+        self._contract = LocalContract.create("store", directory, scenario.job.backend, 1, register)
         self.directory, self.events_directory = directory, self._contract.events_directory
         self._count: dict[str, int] = {}
         self._values: dict[str, Any] = {}

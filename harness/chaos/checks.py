@@ -79,6 +79,32 @@ class OnlyTheStruckLeave(Checker):
             self._epoch, self._members = event.integer("epoch"), members
 
 
+class RegisterAwayBreaksNothing(Checker):
+    """An epoch that runs needs no register: while that is away, and nothing else is broken, no epoch ends."""
+
+    name: ClassVar[str] = "a register away breaks no epoch"
+    meaning: ClassVar[str] = "While the register is away, and nothing else has been broken, no epoch ends."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._away: set[int] = set()
+        self._struck = False
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "fault" and event.text("what") == "register-away":
+            self._away.add(event.integer("number"))
+        elif event.kind == "fault":
+            self._struck = True
+        elif event.kind == "healed":
+            self._away.discard(event.integer("number"))
+        elif not self._away or self._struck:
+            return
+        elif event.kind == "committed":
+            self.looked += 1
+        elif event.kind == "revoked":
+            self.violated(event, f"epoch {event.integer('epoch')} ended while the register was away")
+
+
 class RightBytes(Checker):
     """Readers of a store got, for each version, the bytes that were published as that version."""
 
@@ -142,7 +168,12 @@ def examine(events: list[Event], bounds: Bounds) -> list[Finding]:
     """What the checkers of this file find, as far as they looked at anything."""
     samples = EverySampleOnce(bounds)
     samples.torn = any(event.kind == "fault" and event.text("what") == "disk-full" for event in events)
-    checkers: list[Checker] = [samples, OnlyTheStruckLeave(bounds), RightBytes(bounds)]
+    checkers: list[Checker] = [
+        samples,
+        OnlyTheStruckLeave(bounds),
+        RegisterAwayBreaksNothing(bounds),
+        RightBytes(bounds),
+    ]
     for event in events:
         for checker in checkers:
             checker.observe(event)

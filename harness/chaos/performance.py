@@ -19,6 +19,7 @@ from holdfast.harness.chaos.links.client import Links
 from holdfast.harness.chaos.links.policy import Traffic
 from holdfast.harness.chaos.planning import Planned
 from holdfast.harness.chaos.points import Gate, Waiting
+from holdfast.harness.chaos.registers import serve
 from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.chaos.stage import Noted, Stage
 from holdfast.harness.chaos.workload import Ddp, Store
@@ -112,11 +113,13 @@ class Performance:
             gate = undo.enter_context(Gate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
             hosts = undo.enter_context(self._hosts()) if scenario.job.hosts == "namespaces" else None
+            server = serve(scenario.job, self._directory)
+            register = undo.enter_context(server).url if server is not None else None
             raw.began = time.monotonic()
-            cast = self._cast(gate, links, hosts)
+            cast = self._cast(gate, links, hosts, register)
             undo.callback(cast.close)
             log = undo.enter_context(contextlib.closing(EventLog("chaos", cast.events_directory)))
-            self._links, self._stage = links, Stage(cast, links, hosts, log, time.monotonic)
+            self._links, self._stage = links, Stage(cast, links, hosts, log, time.monotonic, server)
             self._log, self._tail = log, LogTail(cast.events_directory)
             try:
                 self._loop(cast, gate)
@@ -137,17 +140,17 @@ class Performance:
         (self._directory / "hosts").mkdir(mode=0o700)
         return Hosts(self._scenario.job.ranks + self._scenario.job.spares, self._directory / "hosts")
 
-    def _cast(self, gate: Gate, links: Links | None, hosts: Hosts | None) -> RunningCast:
+    def _cast(self, gate: Gate, links: Links | None, hosts: Hosts | None, register: str | None) -> RunningCast:
         scenario = self._scenario
         if isinstance(scenario.workload, Store):
             (self._directory / "store").mkdir(mode=0o700)
-            return StoreCast(scenario, scenario.workload, self._directory / "store")
+            return StoreCast(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
         triggers = tuple(each.planned.when for each in self._raw.struck if each.planned.when.point is not None)
         prelude: list[Step] = [Arm(gate.path, triggers)] if triggers else []
         if links is not None:
             prelude.append(links.prepare())
-        return SessionCast(scenario, self._body, self._args, prelude, hosts)
+        return SessionCast(scenario, self._body, self._args, prelude, hosts, register)
 
     def _loop(self, cast: RunningCast, gate: Gate) -> None:
         deadline = time.monotonic() + self._scenario.limit

@@ -54,7 +54,8 @@ class JobSpec(_Strict, frozen=True, kw_only=True):
     `hosts` "many": every process takes itself to be on a host of its own, and knows of others by the network alone;
     "namespaces": it has a network namespace of its own, with a cable that can be pulled (as root).
     `shards`: parts of a step; by default as many as ranks. `disk`: the job's files lie on a file system of their own,
-    of so many megabytes (as root).
+    of so many megabytes (as root). `register`: where the job's views are kept: a file, torch's TCPStore served by a
+    process, or a real etcd of `register_nodes` nodes; what serves it is started for the run.
     """
 
     backend: Annotated[str, Meta(min_length=1)] = "shm"
@@ -68,6 +69,14 @@ class JobSpec(_Strict, frozen=True, kw_only=True):
     disk: Annotated[float, Meta(ge=1, le=1024)] | None = None
     timeouts: Patience = Patience()
     environ: dict[str, str] = {}
+    register: Literal["sqlite", "tcp", "etcd"] = "sqlite"
+    register_nodes: Literal[1, 3] = 1
+
+    def __post_init__(self) -> None:
+        if self.register_nodes != 1 and self.register != "etcd":
+            raise ValueError(f'register_nodes = {self.register_nodes}: only register = "etcd" has more nodes than one')
+        if self.register != "sqlite" and self.hosts == "namespaces":
+            raise ValueError(f'register = "{self.register}" listens on this host, and hosts = "namespaces" are others')
 
 
 class At(_Strict, frozen=True, kw_only=True):
@@ -195,6 +204,9 @@ def parse(text: str, name: str, source: str) -> Scenario:
         limit=document.limit,
         minutes=document.minutes,
     )
+    if scenario.workload.family == "demo" and scenario.job.register != "sqlite":
+        reason = f'job.register = "{scenario.job.register}": the demo brings a register of its own; leave it out'
+        raise BadScenario(source, line_of(text, ("job", "register")), reason)
     for number, fault in enumerate(faults):
         try:
             check_fits(scenario, fault)

@@ -13,6 +13,7 @@ from holdfast.ft.events import EventLog
 from holdfast.harness.chaos.hosts import Hosts
 from holdfast.harness.chaos.links.client import Links
 from holdfast.harness.chaos.links.policy import Rule
+from holdfast.harness.chaos.registers import RegisterServer
 from holdfast.harness.processes import Process
 
 
@@ -76,9 +77,16 @@ class Stage:
     """Given to a fault that strikes. `directory` holds the job's files."""
 
     def __init__(
-        self, cast: Cast, links: Links | None, hosts: Hosts | None, log: EventLog, clock: Callable[[], float]
+        self,
+        cast: Cast,
+        links: Links | None,
+        hosts: Hosts | None,
+        log: EventLog,
+        clock: Callable[[], float],
+        register: RegisterServer | None = None,
     ) -> None:
         self._cast, self._links, self._hosts, self._log, self._clock = cast, links, hosts, log, clock
+        self._register = register
         self.directory = cast.directory
         self.number = 0
         self.reached: Victim | None = None
@@ -139,6 +147,12 @@ class Stage:
         if not url.startswith("sqlite://"):
             raise HoldfastError(f"the register {url} is no file")
         return Path(url.removeprefix("sqlite://"))
+
+    def register_server(self) -> RegisterServer:
+        """What serves the job's register. Raises `HoldfastError` for a file."""
+        if self._register is None:
+            raise HoldfastError(f"nobody serves the register {self._cast.register_url}: it is a file")
+        return self._register
 
     def join(self) -> None:
         """Start one more process."""

@@ -1,4 +1,4 @@
-"""Faults of the register: nobody can change it, or nobody can find it."""
+"""Faults of the register: nobody can change it, nobody can find it, nobody answers, or who leads it is gone."""
 
 from __future__ import annotations
 
@@ -13,23 +13,40 @@ if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario import Scenario
     from holdfast.harness.chaos.stage import Stage
 
+WAYS = {"sqlite": ("locked", "gone"), "tcp": ("stopped",), "etcd": ("stopped", "leader-killed")}
+"""How the register of each kind can be away."""
+
 
 class RegisterAway(FaultType, frozen=True, kw_only=True):
-    """The job's register cannot be used: `how` "locked": another process holds its write lock; "gone": its file is not
-    where it was.
+    """The job's register cannot be used. `how`, for a file: "locked": another process holds its write lock; "gone": it
+    is not where it was. For a server: "stopped": none of its processes runs. For etcd: "leader-killed": the node that
+    leads is killed, the others elect another; it is started again after `lasts`.
     """
 
     summary: ClassVar[str] = "register away"
-    how: Literal["locked", "gone"] = "locked"
+    how: Literal["locked", "gone", "stopped", "leader-killed"] = "locked"
 
     def check(self, scenario: Scenario) -> None:
         if scenario.workload.family == "demo":
             raise ValueError("the demo's register cannot be broken from here")
+        register = scenario.job.register
+        if self.how not in WAYS[register]:
+            ways = " or ".join(f'"{way}"' for way in WAYS[register])
+            raise ValueError(f'how = "{self.how}" cannot happen to job.register = "{register}", only {ways}')
+        if self.how == "leader-killed" and scenario.job.register_nodes < 3:
+            raise ValueError('how = "leader-killed" needs nodes that elect another: job.register_nodes = 3')
 
     def strike(self, stage: Stage) -> Undo | None:
-        path = stage.register_file()
+        if self.how in WAYS["sqlite"]:
+            path = stage.register_file()
+            stage.note("register-away", [], how=self.how)
+            return _lock(path) if self.how == "locked" else _hide(path)
+        server = stage.register_server()
         stage.note("register-away", [], how=self.how)
-        return _lock(path) if self.how == "locked" else _hide(path)
+        if self.how == "leader-killed":
+            return server.kill_leader()
+        server.pause()
+        return server.resume
 
     def words(self) -> str:
         return f"{self.summary}: {self.how}"

