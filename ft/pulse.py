@@ -22,13 +22,14 @@ _MAGIC = b"HFPULSE1"
 _VERSION = struct.Struct("<Q")
 _AT = 8
 _TRIES = 8
+_NAME = "holdfast-pulse"
 
 
 class Pulse:
     """This process's page. `fd` is what others need to open it."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("holdfast-pulse", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self.fd, _BYTES)
         self._page = mmap.mmap(self.fd, _BYTES)
         self._version = 0
@@ -51,12 +52,11 @@ class PulseReader:
     def __init__(self, peer: Peer, fd: int) -> None:
         """Raises OSError if there is no such page, or this process may not look at it."""
         path = f"/proc/{peer.pid}/fd/{fd}"
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        _check_name(path)  # to open what else the number may stand for could wait for ever: a FIFO that nobody writes
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if (
-                "holdfast-pulse" not in str(Path(f"/proc/self/fd/{opened}").readlink())
-                or started(peer.pid) != peer.started
-            ):
+            _check_name(f"/proc/self/fd/{opened}")
+            if started(peer.pid) != peer.started:
                 raise FileNotFoundError(path)
             self._page = mmap.mmap(opened, _BYTES, prot=mmap.PROT_READ)
         except (ValueError, ProcessLookupError) as error:
@@ -75,3 +75,9 @@ class PulseReader:
     def close(self) -> None:
         with contextlib.suppress(BufferError):
             self._page.close()
+
+
+def _check_name(path: str) -> None:
+    """Raises OSError for what is no page of a heartbeat."""
+    if str(Path(path).readlink()) != f"/memfd:{_NAME} (deleted)":
+        raise FileNotFoundError(path)

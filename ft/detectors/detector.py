@@ -87,7 +87,9 @@ class Detector:
         """Another process has said that it lives, over the control channel."""
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
-        """The detector of the same name in another process says something. May raise `msgspec.DecodeError`."""
+        """The detector of the same name in another process says something. May raise `msgspec.DecodeError`
+        or UnicodeDecodeError, having changed nothing.
+        """
 
     def testified(self, observer: str, member: str, evidence: str | None, now: float) -> None:
         """Another process suspects a member, or (None) does so no more."""

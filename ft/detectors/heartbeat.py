@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -20,7 +21,7 @@ from holdfast.ft.view import Member, View
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
-_words = msgspec.msgpack.Decoder(int | list[str])
+_words = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0)] | list[str])
 
 
 class Heartbeat(Detector):

@@ -7,6 +7,8 @@ or suspected if it is on another host: so one rank that hangs costs the others a
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, OpTimeout
@@ -17,7 +19,8 @@ from holdfast.ft.progress import Place, Progress
 from holdfast.ft.view import Member, View
 
 _encode = msgspec.msgpack.Encoder().encode
-_words = msgspec.msgpack.Decoder(tuple[bool, int, int, bool])
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_words = msgspec.msgpack.Decoder(tuple[bool, _Count, _Count, bool])
 
 
 class Progressing(Detector):

@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.plugins import Available, DetectorInfo
 from holdfast.ft.detectors.detector import Detector, Surroundings
 from holdfast.ft.progress import Place
@@ -23,7 +24,7 @@ LOOKS_A_HEARTBEAT = 4
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
-_accusation = msgspec.msgpack.Decoder(tuple[int, str, str])
+_accusation = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
 _ALL = ""  # the name under which accusations travel, which are for every detector
 
 
@@ -96,7 +97,13 @@ class Detectors:
             detector.heard(member_id, now)
 
     def received(self, member_id: str, body: bytes) -> None:
-        """Detectors of another process say something. Raises `msgspec.DecodeError` for what nobody says."""
+        """Detectors of another process say something. Raises `CorruptData` for what nobody says."""
+        try:
+            self._received(member_id, body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"what the detectors of {member_id} say cannot be read: {error}") from error
+
+    def _received(self, member_id: str, body: bytes) -> None:
         name, words = _routed.decode(body)
         now = time.monotonic()
         if name == _ALL:
