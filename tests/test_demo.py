@@ -100,8 +100,8 @@ def test_nothing_is_lost_and_no_invariant_broken(verified: tuple[dict[str, Any],
     assert summary["passed"]
     assert (summary["steps"], summary["steps_lost"], summary["versions_lost"]) == (12, 0, 0)
     assert summary["violations"] == []
-    unlooked = {name for name, looked in summary["looked"].items() if not looked}
-    assert unlooked <= {"nobody healthy is evicted", "a healed job ends"}, "these two look at simulations alone"
+    assert len(summary["looked"]) > 5
+    assert all(summary["looked"].values()), "what only a simulation can be looked at for is left out"
     assert summary["too_short_to_judge"]
 
 

@@ -91,6 +91,12 @@ def test_every_checker_has_looked_at_something_in_a_good_run() -> None:
     assert len({finding.invariant for finding in findings}) == len(findings)
 
 
+def test_the_log_of_a_real_run_says_nothing_of_what_needs_a_simulation() -> None:
+    real = [event for event in good_run().events if event.kind not in ("simulated", "horizon")]
+    assert len(examine(real)) == len(CHECKERS) - 2
+    assert all(finding.looked for finding in examine(real))
+
+
 def test_nothing_looked_at_is_told_apart_from_nothing_broken() -> None:
     assert all(finding.looked == 0 and not finding.violations for finding in examine([]))
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from demo_sample import STRUCK, sample_run
 
+from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.report import Curve, Fault, Lane, Report, Span, Stage, render, write
 from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.demo import report_of
@@ -88,6 +89,12 @@ def test_a_run_that_failed_says_why() -> None:
     assert "✗ did not hold" in page
     assert "committed steps are kept&#34; was broken once" in page
     assert "committed step 7 again" in page
+
+
+def test_what_needs_a_simulation_is_not_on_the_page(page: str) -> None:
+    assert sum(checker.needs_simulation for checker in CHECKERS) == 2
+    for checker in CHECKERS:
+        assert (checker.name in page) != checker.needs_simulation
 
 
 def test_a_run_without_faults_has_no_section_of_faults() -> None:

@@ -50,10 +50,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Checker(ABC):
-    """One invariant. `name` is a word, `meaning` a sentence."""
+    """One invariant. `name` is a word, `meaning` a sentence. `needs_simulation`: the logs of real processes never say
+    enough to look at it.
+    """
 
     name: ClassVar[str]
     meaning: ClassVar[str]
+    needs_simulation: ClassVar[bool] = False
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
