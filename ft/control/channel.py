@@ -6,8 +6,6 @@ Addresses are "host:port". A listener binds to one interface (loopback unless sa
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 import os
 import random
@@ -20,6 +18,7 @@ from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Connection
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped
 from holdfast.ft.control.forks import guard
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, ListenerHandshake, refusal
+from holdfast.ft.control.interface import check_interface
 
 _log = logging.getLogger(__name__)
 
@@ -150,10 +149,10 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Bind and listen. Raises ValueError for a host that means all interfaces, OSError if it cannot be
-        bound.
+        """Bind and listen. Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot
+        be bound.
         """
-        _check_interface(host)
+        check_interface(host)
         self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
         guard(self)
         bound = self._server.sockets[0].getsockname()
@@ -204,14 +203,6 @@ class Listener:
             await asyncio.wait(closing, timeout=0.5)
 
 
-def _check_interface(host: str) -> None:
-    unspecified = not host
-    with contextlib.suppress(ValueError):
-        unspecified = unspecified or ipaddress.ip_address(host).is_unspecified
-    if unspecified:
-        raise ValueError(f"host {host!r} means every interface; name the one to listen on")
-
-
 async def listen(
     on_connection: Callable[[Connection], None],
     *,
@@ -227,8 +218,8 @@ async def listen(
     """Listen on one interface; port 0 takes a free one. `on_connection` gets each authenticated connection.
 
     Who fails the handshake, or is slower than `handshake_timeout` seconds, is turned away without a trace but
-    in `Listener.refused`. Raises ValueError for a host that means all interfaces, OSError if it cannot be
-    bound.
+    in `Listener.refused`. Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot
+    be bound.
     """
     listener = Listener(
         on_connection,
