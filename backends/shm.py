@@ -1,24 +1,26 @@
 """`shm`: ranks as processes of one host. Flags in shared memory, payloads copied straight between processes.
 
-The board lies in a memfd of rank 0, which the others open through /proc: it never has a name, so nothing is left
-behind however a process dies. Large payloads are read with process_vm_readv from the tensor where they are.
+The board lies on a `Ground`, memory that rank 0 made or all have kept from the epoch before. Large payloads of messages
+are read with process_vm_readv from the tensor where they are.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
+import time
 
 import torch
 
 from holdfast.backends.process_memory import PeerMemory, permit_peers
 from holdfast.backends.process_memory import probe as probe_copies
+from holdfast.backends.shm_ground import Ground, Place, place_of
 from holdfast.backends.shm_window import make_window
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
-from holdfast.comms.algorithms.board import Board, Layout
+from holdfast.comms.algorithms.board import Board
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.comms.algorithms.mapped_window import MappedWindow
-from holdfast.comms.errors import PeerFailed, Unsupported
+from holdfast.comms.errors import OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.plugins import (
     API_VERSION,
@@ -32,16 +34,34 @@ from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context
 
+PATIENCE = 0.005
+"""Seconds after which a rank on kept ground looks whether the others are there at all."""
+
+LOOK_SECONDS = 0.001
+
+_BOARD = "board"
+
 
 class ShmTransport(DirectTransport):
     """Ranks as processes of one host."""
 
-    def __init__(self, context: Context, board_memory: mmap.mmap, liveness: Liveness) -> None:
+    def __init__(self, context: Context, ground: Ground) -> None:
+        """Begins a board on `ground`, which goes with the last of its boards."""
+        self.ground = ground
+        self._epoch = context.epoch
+        self._plot = ground.take(context.epoch, context.peers)
+        self._liveness = Liveness(context.peers, context.rank, context.over)
         super().__init__(
-            Board(board_memory, context.rank, context.size, context.epoch, liveness.dead, journal=context.journal)
+            Board(
+                self._plot,
+                context.rank,
+                context.size,
+                context.epoch,
+                self._liveness.dead,
+                journal=context.journal,
+                rows=ground.place.rows,
+            )
         )
-        self._memory = board_memory
-        self._liveness = liveness
         self._processes = context.peers
         self._peers = [PeerMemory(peer.pid) for peer in context.peers]
 
@@ -56,49 +76,93 @@ class ShmTransport(DirectTransport):
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
         return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
 
+    def withdraw(self) -> None:
+        """Undo `enter`, and close: the ranks of this epoch meet elsewhere."""
+        self._board.withdraw()
+        self.close()
+
     def _release(self) -> None:
         self._liveness.close()
-        self._memory.close()
+        self._plot.release()
+        self.ground.give_back(self._epoch)
 
 
 def connect(context: Context) -> ShmTransport:
-    """Map the board and wait until all ranks have."""
+    """Begin a board where that of the epoch before was, or on ground that rank 0 makes; wait until all ranks have.
+
+    Rank 0 decides. It tells those who cannot know; who has kept the same ground goes ahead, and asks whether that was
+    right only if the others do not come.
+    """
     if context.device.type != "cpu":
         raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
     permit_peers()
-    liveness = Liveness(context.peers, context.rank, context.over)
-    descriptor = -1
-    try:
-        if context.rank == 0:
-            descriptor = os.memfd_create(f"holdfast-{context.name[:100]}", os.MFD_CLOEXEC)
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, Layout(context.size).nbytes)
-            context.store.set("board", str(descriptor))
-        else:
-            descriptor = _open_board(context, liveness)
-        memory = mmap.mmap(descriptor, Layout(context.size).nbytes)
-    except BaseException:
-        liveness.close()
-        raise
-    else:
-        transport = ShmTransport(context, memory, liveness)
-        transport.start(context.deadline)
+    kept = _kept(context)
+    if context.rank == 0:
+        return _decide(context, kept)
+    if kept is not None and (transport := _go_ahead(context, kept)) is not None:
         return transport
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
+        said = fetch(context.store, _BOARD, context.deadline, liveness)
+    transport = ShmTransport(context, Ground.open(said, context.peers))
+    transport.start(context.deadline, context.greeting)
+    return transport
 
 
-def _open_board(context: Context, liveness: Liveness) -> int:
-    number = int(fetch(context.store, "board", context.deadline, liveness))
+def _kept(context: Context) -> Ground | None:
+    """The ground of the epoch before, if this one's board can begin there."""
+    previous = context.previous
+    if isinstance(previous, ShmTransport) and previous.ground.has_room(context.epoch, context.size):
+        return previous.ground
+    return None
+
+
+def _decide(context: Context, kept: Ground | None) -> ShmTransport:
+    """Rank 0: on kept ground, or on new."""
+    all_know = kept is not None and kept.peers.issuperset(context.peers)
+    ground = kept or Ground.make(context.name, context.peers)
+    if not all_know:
+        context.store.set(_BOARD, ground.place.encode())
+    transport = ShmTransport(context, ground)
     try:
-        descriptor = os.open(f"/proc/{context.peers[0].pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise PeerFailed((0,), f"its shared memory cannot be opened: {error}") from error
-    if os.fstat(descriptor).st_size != Layout(context.size).nbytes:
-        os.close(descriptor)
-        raise PeerFailed((0,), "what it shares is not the board of this communicator")
-    return descriptor
+        transport.enter(context.greeting)
+        if all_know:
+            with contextlib.suppress(OpTimeout):
+                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                return transport
+            context.store.set(_BOARD, ground.place.encode())
+        transport.meet(context.deadline)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _go_ahead(context: Context, kept: Ground) -> ShmTransport | None:
+    """Another rank, on kept ground; None if rank 0 says that it is on another."""
+    transport = ShmTransport(context, kept)
+    try:
+        transport.enter(context.greeting)
+        while True:
+            with contextlib.suppress(OpTimeout):
+                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                return transport
+            said = _said(context)
+            if said is not None and said.inode != kept.place.inode:
+                transport.withdraw()
+                return None
+            if said is not None or time.monotonic() >= context.deadline:
+                transport.meet(context.deadline)
+                return transport
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _said(context: Context) -> Place | None:
+    """What rank 0 has said of where the board is; None as long as it has said nothing."""
+    with contextlib.suppress(TimeoutError):
+        return place_of(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
+    return None
 
 
 def probe() -> Available | Unavailable:

@@ -68,6 +68,16 @@ class Communicator(Collectives):
         )
 
     @property
+    def transport(self) -> Transport:
+        """For the backend that builds the next epoch's communicator. Ops that go past this one break its order."""
+        return self._transport
+
+    @property
+    def greetings(self) -> Sequence[tuple[int, ...]] | None:
+        """What each rank had to say when it connected; None if the backend does not carry that."""
+        return self._transport.greetings
+
+    @property
     def over(self) -> HoldfastError | None:
         """Why no more ops can run here; None while they can. From any thread."""
         return self._executor.over

@@ -125,12 +125,16 @@ def connect_members(
     op_timeout: float | None = None,
     over: Callable[[], HoldfastError | None] = lambda: None,
     recorder: Recorder | None = None,
+    previous: Communicator | None = None,
+    greeting: Sequence[int] = (),
 ) -> Communicator:
     """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
 
     `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
     `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call ends with what
     `over()` gives once that is not None. `recorder` is told of every op, and of those of communicators split off.
+    `previous` is the communicator of the epoch before, aborted and not closed; the backend may keep what is good of it.
+    `greeting` may come along with the connection (`Communicator.greetings`).
     """
     info = registry().backend(backend).info
     context = Context(
@@ -144,6 +148,8 @@ def connect_members(
         deadline=time.monotonic() + timeout,
         over=over,
         journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
+        previous=None if previous is None or previous.backend != backend else previous.transport,
+        greeting=tuple(greeting),
     )
     return _build(
         info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder

@@ -39,6 +39,9 @@ class Context:
     `store` is private to this communicator (nobody else's keys are in it). `peers` is in rank order. `deadline` is
     on `time.monotonic()`. `over()` says why there is no point in connecting any more; None while there is. A `journal`,
     if there is one, is to be told of long waits (`Journal.waits`).
+
+    `previous` is the transport of the epoch before, whose ops have ended; what is good of it may be kept. `greeting` is
+    up to four whole numbers for the others, which a transport may carry (`Transport.greetings`).
     """
 
     rank: int
@@ -51,6 +54,8 @@ class Context:
     deadline: float
     over: Callable[[], HoldfastError | None] = lambda: None
     journal: Journal | None = None
+    previous: Transport | None = None
+    greeting: tuple[int, ...] = ()
 
 
 class Transport(ABC):
@@ -67,6 +72,8 @@ class Transport(ABC):
     rank: int
     size: int
     streams: ClassVar[bool] = False
+    greetings: Sequence[tuple[int, ...]] | None = None
+    """Each rank's `Context.greeting`, if connecting has carried them."""
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         """Run `op()`, which calls ops of this transport, beside the current stream: an asynchronous op, if `streams`.

@@ -3,6 +3,9 @@
 The kernel tells of a process's end only once it has taken its memory apart: 5 to 50 ms for one that uses torch. The
 end of a single thread is told at once. So a few threads of each process are followed too, and when one of them ends
 while the process is exiting, that is proof enough: nothing stops an exit that has begun.
+
+Taking that memory apart keeps a processor busy just when the survivors need it, so a process that is found exiting is
+made to give way to all others for a moment.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ PIDFD_THREAD = os.O_EXCL
 """The flag of pidfd_open that takes a thread's number; since Linux 6.9."""
 _EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
 _KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
+_GIVES_WAY_SECONDS = 0.05
 _SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
 
 
@@ -96,7 +100,10 @@ class ProcessWatch:
             if member_id is None or member_id in ended:
                 continue
             followed = self._followed[member_id]
-            if fd == followed.process or is_exiting(followed.member.peer.pid):
+            if fd == followed.process:
+                ended[member_id] = followed.member
+            elif is_exiting(followed.member.peer.pid):
+                self._hold_back(followed.member.peer.pid)
                 ended[member_id] = followed.member
             else:
                 self._ignore(fd)
@@ -117,6 +124,18 @@ class ProcessWatch:
                 self._look_again(followed, delays[1:])
 
         self._loop.call_later(delays[0], look)
+
+    def _hold_back(self, pid: int) -> None:
+        """Let an exiting process run only where nobody else would, for a while."""
+        threads = [(number, _reschedule(number, _WHEN_IDLE)) for number in _threads(pid)]
+
+        def let_go() -> None:
+            if is_exiting(pid):
+                for number, before in threads:
+                    if before is not None:
+                        _reschedule(number, before)
+
+        self._loop.call_later(_GIVES_WAY_SECONDS, let_go)
 
     def _tell(self, ended: dict[str, Member]) -> None:
         for member_id in ended:
@@ -194,11 +213,32 @@ def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
 
     None of a process that has only one: its memory is taken apart before that one is said to have ended.
     """
-    try:
-        numbers = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return ()
+    numbers = _threads(pid)
     return _open_threads(pid, numbers[:most]) if len(numbers) > 1 else ()
+
+
+def _threads(pid: int) -> list[int]:
+    """The kernel's numbers of a process's threads; none of one that is gone."""
+    try:
+        return sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+
+
+Scheduling = tuple[int, "os.sched_param"]
+_WHEN_IDLE: Scheduling = (os.SCHED_IDLE, os.sched_param(0))
+
+
+def _reschedule(thread: int, wanted: Scheduling) -> Scheduling | None:
+    """How the kernel scheduled a thread until now; None if that is as wanted, or it is gone or not ours to change."""
+    try:
+        before = os.sched_getscheduler(thread), os.sched_getparam(thread)
+        if before[0] == wanted[0]:
+            return None
+        os.sched_setscheduler(thread, *wanted)
+    except OSError:
+        return None
+    return before
 
 
 def fatal_signal(pid: int) -> int:

@@ -37,7 +37,10 @@ from holdfast.ft.tenure import Tenure
 from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
 
-FOLLOW_SECONDS = 0.002
+FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
+"""How long after a new view to look whom to watch: later if nobody is new."""
+DEFER_SECONDS = 0.002
+"""How long a death is left to the member that will propose what follows: processors are few while all recover."""
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,6 +91,7 @@ class Reactor:
         self._depth = 0
         self._following = self._asking = False
         self._introduced_to: dict[str, Member] = {}
+        self._deferred: tuple[v.Death, ...] = ()
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -161,14 +165,19 @@ class Reactor:
                 if spare not in before.spares:
                     self._events.emit("welcomed", spare=spare.id)
         if self._core.view is not before.view or self._core.spares is not before.spares:
-            self._follow_soon()
+            self._follow_soon(before)
         self._set_timer(self._core.wake_at)
 
-    def _follow_soon(self) -> None:
+    def _follow_soon(self, before: Membership) -> None:
         """Whom to watch may have changed: look a moment later, when what is urgent is done."""
         if not self._following:
+            assert self._core is not None
+            known = {member.id for member in before.watched()} | {self._identity}
+            view = self._core.view
+            is_known = view is not None and self._core.shape.is_mesh(view)
+            is_known = is_known and all(member.id in known for member in self._core.watched())
             self._following = True
-            self._loop.call_later(FOLLOW_SECONDS, self._follow)
+            self._loop.call_later(FOLLOW_FEWER_SECONDS if is_known else FOLLOW_SECONDS, self._follow)
 
     def _follow(self) -> None:
         self._following = False
@@ -351,6 +360,9 @@ class Reactor:
     # What is heard --------------------------------------------------------------------------------------------
 
     def _buried(self, deaths: tuple[v.Death, ...]) -> None:
+        deaths, self._deferred = (*self._deferred, *deaths), ()
+        if not deaths:
+            return
         silent = None if self._detectors is None else [self._detectors.silent_for(death.id) for death in deaths]
         self._events.emit(
             "detected",
@@ -390,10 +402,20 @@ class Reactor:
 
     def _tell_core(self, event: v.Event) -> None:
         """What a detector says."""
-        if isinstance(event, v.Proof):
+        if not isinstance(event, v.Proof):
+            self.feed(event)
+        elif self._acts_first({death.id for death in (*self._deferred, *event.deaths)}):
             self._buried(event.deaths)
         else:
-            self.feed(event)
+            self._deferred += event.deaths
+            self._loop.call_later(DEFER_SECONDS, self._buried, ())
+
+    def _acts_first(self, gone: set[str]) -> bool:
+        """Whether nobody comes before this process in proposing what follows from the loss of `gone`."""
+        core = self._core
+        if core is None or core.view is None or (rank := core.rank()) is None:
+            return True
+        return all(member.id in gone or self._is_lost(member.id) for member in core.view.members[:rank])
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""
@@ -432,7 +454,7 @@ class Reactor:
             def handler(peer: str, body: bytes) -> bytes:
                 try:
                     act(peer, body)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise CorruptData(f"a notice of {peer} cannot be read: {error}") from error
                 return b""
 
@@ -452,10 +474,10 @@ class Reactor:
         }
 
     def _hear_beat(self, peer: str, body: bytes) -> None:
+        epoch = _epoch.decode(body)
         if self._detectors is None:
             return
         self._detectors.heard(peer)
-        epoch = _epoch.decode(body)
         view = self._core.view if self._core is not None else None
         rank = view.rank_of(peer) if view is not None else None
         if view is not None and rank is not None and epoch not in (0, view.epoch):

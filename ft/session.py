@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft import faultpoints, joining, telemetry, transfer
 from holdfast.ft.attempt import FAILURES, Attempt
+from holdfast.ft.control.interface import check_ours
 from holdfast.ft.copies.checkpoints import Checkpoints
 from holdfast.ft.copies.keeper import Keeper
 from holdfast.ft.copies.sharded import Build, Sharded
@@ -41,6 +42,9 @@ from holdfast.ft.view import View
 
 if TYPE_CHECKING:
     from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+
+EVIDENT_SECONDS = 0.002
+"""How long after an op failed the next epoch, or a better reason, is likely to come by itself."""
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -75,7 +79,7 @@ class Session:
         host: str = "127.0.0.1",
         metrics: str | int | None = None,
     ) -> None:
-        self._metrics = telemetry.asked_for(metrics)
+        self._metrics, self._host = telemetry.asked_for(metrics), check_ours(host)
         self._settings = joining.settle(
             backend=backend,
             size=size,
@@ -96,7 +100,6 @@ class Session:
             self._register.close()
             raise
         faultpoints.arm_from_environment()
-        self._host = host
         self._identity = new_identity()
         self._events = EventLog(self._identity)
         self._tenure = Tenure()
@@ -362,7 +365,7 @@ class Session:
     def _await_end(self, epoch: int, failure: HoldfastError) -> None:
         """Wait until `epoch` is over. Raises `failure` if nobody is found to be to blame for it meanwhile."""
         timeouts = self._settings.timeouts
-        if self._runtime is not None and not self._tenure.is_over(epoch):
+        if self._runtime is not None and not self._tenure.wait_over(epoch, EVIDENT_SECONDS):
             self._runtime.failed(failure)
         if not self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
             raise failure
@@ -398,6 +401,8 @@ class Session:
         timeouts = self._settings.timeouts
         patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
         self._reach("rebuild.before_connect", view)
+        self._close_retired(keep=1)
+        mine = self._ledger.vote().numbers()
         comm = connect_members(
             view.job.backend,
             rank=rank,
@@ -411,14 +416,18 @@ class Session:
             op_timeout=timeouts.operation,
             over=lambda: self._tenure.why_over(view.epoch),
             recorder=None if self._telemetry is None else self._telemetry.recorder,
+            previous=self._retired[-1] if self._retired else None,
+            greeting=mine,
         )
         self._comm, self._view = comm, view
         self._tenure.carry(comm)
         self._reach("rebuild.before_votes")
-        mine = self._ledger.vote()
-        votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
-        comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=patience)
-        verdict = judge([Vote.of(row) for row in votes.tolist()], rank)
+        said: Sequence[Sequence[int]] | None = comm.greetings
+        if said is None:
+            votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
+            comm.all_gather_single(votes, torch.tensor([mine], device=comm.device), timeout=patience)
+            said = votes.tolist()
+        verdict = judge([Vote.of(numbers) for numbers in said], rank)
         self._reach("rebuild.after_votes")
         return verdict
 
@@ -450,10 +459,9 @@ class Session:
         if gap is not None:
             self._events.emit("gap", step=self._ledger.done - 1, epoch=epoch, **gap)
 
-    def _close_retired(self) -> None:
-        for comm in self._retired:
-            self._close(comm)
-        self._retired.clear()
+    def _close_retired(self, keep: int = 0) -> None:
+        while len(self._retired) > keep:
+            self._close(self._retired.pop(0))
 
     def _close(self, comm: Communicator) -> None:
         try:

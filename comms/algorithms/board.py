@@ -13,6 +13,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED or ABORTED
     25  note        length of the text that says why
+    26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
+    27  greeting    4 numbers that this rank has for the others, from the start
     32  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
@@ -35,8 +37,9 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 
 LINE = 8
-FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE = 0, 1, 2, 3, 8, 16, 24, 25
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE, EPOCH, GREETING = 0, 1, 2, 3, 8, 16, 24, 25, 26, 27
 TABLE = 32
+GREETING_WORDS = 4
 ALIVE, CLOSED, ABORTED = 0, 1, 2
 NOTE_BYTES = 1024
 SLOT_BYTES = 64 * 1024
@@ -49,6 +52,8 @@ INLINE_BYTES = 1024
 ENTRY_WORDS = 8 + INLINE_BYTES // 8
 SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
 
+_NOT_READY = 1
+_ALL_BITS = (1 << 64) - 1
 _SLEEP_NANOSECONDS = 1_000_000
 _LIVENESS_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
@@ -101,7 +106,8 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Board:
-    """One rank's hands on the board that lies in `memory` (a writable buffer of `Layout(size).nbytes` bytes).
+    """One rank's hands on the board that lies in `memory` (a writable buffer of `Layout(rows).nbytes` bytes, of which
+    `size` rows are used; default: all).
 
     `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
     long waits.
@@ -115,8 +121,9 @@ class Board:
         epoch: int,
         dead: Callable[[], Sequence[int]],
         journal: Journal | None = None,
+        rows: int | None = None,
     ) -> None:
-        self.layout = Layout(size)
+        self.layout = Layout(size if rows is None else rows)
         self._journal = journal
         self.rank, self.size, self.epoch = rank, size, epoch
         self.bytes = memoryview(memory).cast("B")
@@ -145,11 +152,49 @@ class Board:
 
     # -- what this rank says
 
+    def enter(self, flag: int, greeting: Sequence[int]) -> None:
+        """Make this rank's row ready, with its first flag at `flag`, and tell the others.
+
+        `greeting` is up to `GREETING_WORDS` whole numbers.
+        """
+        words, mine = self.words, self._mine
+        if words[mine + EPOCH]:
+            ready = words[mine + EPOCH]
+            self.bytes[8 * mine : 8 * (mine + self.layout.slots)] = bytes(8 * self.layout.slots)
+            words[mine + EPOCH] = ready
+        words[mine + FLAG] = flag
+        for place, number in enumerate(greeting, mine + GREETING):
+            words[place] = number & _ALL_BITS
+        self.native.raise_flag(self.epoch + 1, EPOCH)
+
+    def withdraw(self) -> None:
+        """Take back `enter`: the others are on another board. Those who are here by mistake, too, do not mind."""
+        self.words[self._mine + EPOCH] = _NOT_READY
+
+    def wait_entered(self, deadline: float) -> None:
+        """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch."""
+        words, ready = self.words, self.epoch + 1
+        if any(words[row + EPOCH] < ready for row in self.rows):  # sleep at once: others need the processor to come
+            self._sleep_until(
+                lambda: all(words[row + EPOCH] >= ready for row in self.rows),
+                lambda: [r for r, row in enumerate(self.rows) if words[row + EPOCH] < ready],
+                deadline,
+                "connect",
+                0,
+            )
+        if any(self.words[row + EPOCH] != self.epoch + 1 for row in self.rows):
+            raise Revoked(self.epoch, "a later epoch has begun")
+
+    def greeting(self, rank: int) -> tuple[int, ...]:
+        """The numbers that `rank` had for the others; zeros after them."""
+        start = self.rows[rank] + GREETING
+        return tuple(word - (word >> 63 << 64) for word in self.words[start : start + GREETING_WORDS])
+
     def leave(self, state: int, note: str) -> None:
         """Tell the others that this rank has closed or aborted, and why."""
         text = note.encode()[: NOTE_BYTES - 8]
         start = 8 * (self._mine + self.layout.note_text)
-        if self.words[self._mine + STATE] == ALIVE:
+        if self.words[self._mine + STATE] == ALIVE and self.words[self._mine + EPOCH] == self.epoch + 1:
             self.bytes[start : start + len(text)] = text
             self.words[self._mine + NOTE] = len(text)
             self.words[self._mine + STATE] = state
@@ -210,7 +255,7 @@ class Board:
         seq: int,
     ) -> None:
         began = time.monotonic()
-        native, look_at_peers = self.native, 0.0
+        native, look_at_peers = self.native, began + _LIVENESS_SECONDS
         while True:
             bell = native.lie_down()
             if not ready() and self._error is None:
@@ -235,7 +280,7 @@ class Board:
 
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
-        left = [r for r in range(self.size) if r != self.rank and self.words[self.rows[r] + STATE] != ALIVE]
+        left = [r for r, row in enumerate(self.rows) if r != self.rank and self._has_left(row)]
         gone = tuple(r for r in self._dead() if r not in left)
         if ready():
             return
@@ -248,6 +293,10 @@ class Board:
                 if aborted:
                     raise Revoked(self.epoch, f"rank {r} aborted: {why}")
                 raise PeerFailed((r,), f"it left the communicator: {why}")
+
+    def _has_left(self, row: int) -> bool:
+        """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""
+        return self.words[row + STATE] != ALIVE and self.words[row + EPOCH] == self.epoch + 1
 
     def _note(self, rank: int) -> str:
         start = 8 * (self.rows[rank] + self.layout.note_text)

@@ -18,7 +18,7 @@ from holdfast.comms._native import copy, pieces
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import ABORTED, CLOSED, Board
 from holdfast.comms.algorithms.channels import Channels
-from holdfast.comms.algorithms.publication import Publications, Spans
+from holdfast.comms.algorithms.publication import STARTED, Publications, Spans
 from holdfast.comms.algorithms.staging import Staging
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.comms.ops import ReduceOp
@@ -36,13 +36,23 @@ class DirectTransport(Transport):
         self._channels = Channels(board, self._read_memory)
         self._staging = Staging(board)
 
-    def start(self, deadline: float) -> None:
-        """Return once every rank has the board mapped. On failure everything is released."""
+    def start(self, deadline: float, greeting: Sequence[int] = ()) -> None:
+        """`enter` and `meet`. On failure everything is released."""
         try:
-            self._ops.start(deadline)
+            self.enter(greeting)
+            self.meet(deadline)
         except BaseException:
             self.close()
             raise
+
+    def enter(self, greeting: Sequence[int]) -> None:
+        """Tell the others that this rank's part of the board is ready, and up to four numbers."""
+        self._board.enter(STARTED, greeting)
+
+    def meet(self, deadline: float) -> None:
+        """Return once every rank has entered. May be called again after `OpTimeout`."""
+        self._board.wait_entered(deadline)
+        self.greetings = [self._board.greeting(rank) for rank in range(self.size)]
 
     @abstractmethod
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:

@@ -19,7 +19,9 @@ from holdfast.comms.errors import Mismatch
 Spans = tuple[int, ...]
 """Memory of this process: address and size in bytes of one piece after the other, flat."""
 
-_MAPPED = 3
+STARTED = 3
+"""The phase in which a rank has done op 0, to connect."""
+
 _LATE, _ALIKE, _DONE = -2, -1, -1
 
 
@@ -31,11 +33,6 @@ class Publications:
         self.number = 0
         self._board, self._native = board, board.native
         self._signatures: dict[tuple[str, torch.dtype | None, int, str, int], int] = {}
-
-    def start(self, deadline: float) -> None:
-        """Op 0: return once every rank has the board mapped."""
-        self._native.raise_flag(_MAPPED, FLAG)
-        self._board.wait_all(_MAPPED, deadline, "connect", 0)
 
     def publish(
         self,

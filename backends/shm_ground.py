@@ -1,0 +1,113 @@
+"""The shared memory under the boards of one job on one host, which outlives each of them.
+
+It has room for a few boards, the plots. Each epoch takes the next plot, so survivors of a death begin their next board
+where they stand: no memory is made, mapped or found out about. Whoever is new opens it through /proc. It lies in a
+memfd and never has a name, so nothing is left behind however a process dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.comms.algorithms.board import Layout
+from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.transport import Peer
+
+PLOTS = 4
+"""How many epochs in a row have boards that do not touch."""
+
+MOST_RANKS = 4096
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a ground is: a descriptor of the process that says so, and the file behind it. `rows` is how many ranks a
+    board on it can have.
+    """
+
+    descriptor: int
+    inode: int
+    rows: int
+
+    def encode(self) -> str:
+        """For `place_of`."""
+        return msgspec.json.encode(self).decode()
+
+
+class Ground:
+    """One process's hands on a ground. Goes with the last of its plots."""
+
+    def __init__(self, descriptor: int, rows: int, peers: Sequence[Peer]) -> None:
+        """Takes over `descriptor`."""
+        self._descriptor = descriptor
+        self._board_bytes = Layout(rows).nbytes
+        self._held: set[int] = set()
+        self.peers = frozenset(peers)
+        self.place = Place(descriptor, os.fstat(descriptor).st_ino, rows)
+        try:
+            self._memory = mmap.mmap(descriptor, PLOTS * self._board_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @staticmethod
+    def make(name: str, peers: Sequence[Peer]) -> Ground:
+        """New ground for as many ranks as there are peers."""
+        descriptor = os.memfd_create(f"holdfast-{name[:100]}", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, PLOTS * Layout(len(peers)).nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return Ground(descriptor, len(peers), peers)
+
+    @staticmethod
+    def open(said: bytes, peers: Sequence[Peer]) -> Ground:
+        """The ground that rank 0 of `peers` said it has.
+
+        Raises `PeerFailed` if it cannot be opened or is another thing, `CorruptData` if what was said makes no sense.
+        """
+        place = place_of(said)
+        if not len(peers) <= place.rows <= MOST_RANKS:
+            raise CorruptData(f"rank 0 offers a board for {place.rows} ranks to {len(peers)}")
+        try:
+            descriptor = os.open(f"/proc/{peers[0].pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerFailed((0,), f"its shared memory cannot be opened: {error}") from error
+        found = os.fstat(descriptor)
+        if (found.st_ino, found.st_size) != (place.inode, PLOTS * Layout(place.rows).nbytes):
+            os.close(descriptor)
+            raise PeerFailed((0,), "what it shares is not the memory of this job")
+        return Ground(descriptor, place.rows, peers)
+
+    def has_room(self, epoch: int, size: int) -> bool:
+        """Whether a board of `size` ranks may begin here in `epoch`."""
+        return bool(self._held) and size <= self.place.rows and epoch % PLOTS not in self._held
+
+    def take(self, epoch: int, peers: Sequence[Peer]) -> memoryview:
+        """The plot of `epoch`, which holds what an epoch long ago left on it."""
+        plot = epoch % PLOTS
+        if plot in self._held:
+            raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
+        self._held.add(plot)
+        self.peers = frozenset(peers)
+        return memoryview(self._memory)[plot * self._board_bytes : (plot + 1) * self._board_bytes]
+
+    def give_back(self, epoch: int) -> None:
+        """Nothing on the plot of `epoch` is used here any more."""
+        self._held.discard(epoch % PLOTS)
+        if not self._held and not self._memory.closed:
+            self._memory.close()
+            os.close(self._descriptor)
+
+
+def place_of(said: bytes) -> Place:
+    """Raises `CorruptData` if what was said makes no sense."""
+    try:
+        return msgspec.json.decode(said, type=Place)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"where the board of rank 0 is cannot be read: {error}") from error

@@ -1,0 +1,256 @@
+"""Communicators of shm, one after another on the same memory: who meets where; nothing of one is in the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.backends.shm import ShmTransport
+from holdfast.backends.shm_ground import PLOTS, Ground, place_of
+from holdfast.comms import Communicator
+from holdfast.comms.connect import connect_members
+from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.liveness import this_process
+from holdfast.harness import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalCluster]:
+    with LocalCluster(4, "shm", timeout=60.0) as cluster:
+        yield cluster
+
+
+class Epochs:
+    """One rank's communicators, each after the one before it; as a session makes them."""
+
+    def __init__(self, outer: Communicator, path: Path) -> None:
+        self._outer = outer
+        self._peers = [outer._context.peers[rank] for rank in range(outer.size)]
+        self._store = dist.FileStore(str(path / "store"), -1)
+
+    def next(
+        self, epoch: int, ranks: Sequence[int], previous: Communicator | None, greeting: Sequence[int] = ()
+    ) -> Communicator:
+        """The communicator of `ranks` (of the outer one) in `epoch`; what comes before is aborted."""
+        if previous is not None:
+            previous.abort("replaced")
+        return connect_members(
+            "shm",
+            rank=list(ranks).index(self._outer.rank),
+            size=len(ranks),
+            store=dist.PrefixStore(str(epoch), self._store),
+            peers=[self._peers[rank] for rank in ranks],
+            epoch=epoch,
+            timeout=20.0,
+            previous=previous,
+            greeting=greeting,
+        )
+
+    def everybody(self) -> None:
+        """All ranks of the outer communicator are here."""
+        self._outer.barrier()
+
+
+def ground_of(comm: Communicator) -> Ground:
+    assert isinstance(comm.transport, ShmTransport)
+    return comm.transport.ground
+
+
+def total(comm: Communicator, count: int = 50_000) -> float:
+    tensor = torch.full((count,), comm.rank + 1.0)
+    comm.all_reduce(tensor)
+    assert len(set(tensor.tolist())) == 1
+    return float(tensor[0])
+
+
+def sum_of(size: int) -> float:
+    return size * (size + 1) / 2
+
+
+def test_survivors_go_on_where_they_are(four: LocalCluster, tmp_path: Path) -> None:
+    def run(outer: Communicator) -> tuple[list[bool], list[float]]:
+        epochs = Epochs(outer, tmp_path)
+        comm = epochs.next(1, [0, 1, 2, 3], None)
+        kept, sums = [], [total(comm)]
+        for epoch, ranks in ((2, [0, 2, 3]), (3, [2, 3])):
+            if outer.rank in ranks:
+                before = comm
+                comm = epochs.next(epoch, ranks, before)
+                kept.append(ground_of(comm) is ground_of(before))
+                before.close()
+                sums.append(total(comm))
+        comm.close()
+        epochs.everybody()
+        return kept, sums
+
+    results = four.run(run)
+    assert results[0] == ([True], [10.0, 6.0])
+    assert results[1] == ([], [10.0])
+    assert results[2] == results[3] == ([True, True], [10.0, 6.0, 3.0])
+
+
+def test_whoever_is_new_finds_the_memory_of_the_others_whoever_is_first(four: LocalCluster, tmp_path: Path) -> None:
+    def run(outer: Communicator) -> list[float]:
+        epochs, sums = Epochs(outer, tmp_path), []
+        comm = epochs.next(1, [0, 1, 2], None) if outer.rank < 3 else None
+        for epoch, ranks in ((2, [0, 3, 2]), (3, [1, 3, 2])):
+            if outer.rank in ranks:
+                before, comm = comm, epochs.next(epoch, ranks, comm)
+                sums.append(total(comm))
+                if before is not None:
+                    before.close()
+        if comm is not None:
+            comm.close()
+        epochs.everybody()
+        return sums
+
+    assert four.run(run) == [[6.0], [6.0], [6.0, 6.0], [6.0, 6.0]]
+
+
+def test_those_who_were_wrong_about_where_to_meet_come_to_rank_0(four: LocalCluster, tmp_path: Path) -> None:
+    """Ranks 1 to 3 have kept memory together; rank 0 has not, and makes new."""
+
+    def run(outer: Communicator) -> tuple[bool, float]:
+        epochs = Epochs(outer, tmp_path)
+        before = epochs.next(1, [1, 2, 3], None) if outer.rank else None
+        comm = epochs.next(2, [0, 1, 2, 3], None if before is None else before)
+        moved = before is None or ground_of(comm) is not ground_of(before)
+        result = total(comm)
+        for each in (before, comm):
+            if each is not None:
+                each.close()
+        epochs.everybody()
+        return moved, result
+
+    assert four.run(run) == [(True, 10.0)] * 4
+
+
+def test_a_rank_that_has_lost_touch_is_told_by_rank_0(four: LocalCluster, tmp_path: Path) -> None:
+    """All know each other from before, so rank 0 sees no reason to say where it is; rank 3 has nothing of it left."""
+
+    def run(outer: Communicator) -> tuple[bool, float]:
+        epochs = Epochs(outer, tmp_path)
+        before = epochs.next(1, [0, 1, 2, 3], None)
+        comm = epochs.next(2, [0, 1, 2, 3], None if outer.rank == 3 else before)
+        same = ground_of(comm).place.inode == ground_of(before).place.inode
+        result = total(comm)
+        before.close()
+        after = total(comm)
+        comm.close()
+        epochs.everybody()
+        return same, result + after
+
+    assert four.run(run) == [(True, 20.0)] * 4
+
+
+def test_a_hundred_epochs_leave_nothing_to_each_other_and_no_descriptor(four: LocalCluster, tmp_path: Path) -> None:
+    def run(outer: Communicator) -> tuple[int, list[tuple[int, ...]]]:
+        epochs = Epochs(outer, tmp_path)
+        comm = epochs.next(1, [0, 1, 2, 3], None)
+        before, counts = comm, []
+        for epoch in range(2, 102):
+            ranks = [rank for rank in range(4) if (epoch + rank) % 5]
+            everybody = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
+            comm = epochs.next(epoch, everybody, before, (epoch, -comm.rank))
+            assert comm.greetings is not None
+            assert all(said[0] == epoch for said in comm.greetings)
+            assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
+            before.close()
+            before = comm
+            if epoch % 20 == 0:
+                counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        comm.close()
+        epochs.everybody()
+        return max(counts) - min(counts), [tuple(said) for said in comm.greetings or ()]
+
+    for spread, _ in four.run(run):
+        assert spread <= 3, "but for the pidfds of one communicator's peers, if it has had to look at them"
+
+
+def test_an_epoch_that_never_came_about_is_stepped_over(four: LocalCluster, tmp_path: Path) -> None:
+    """Epoch 2 waits for a rank that does not come, and is given up; epoch 6 has the plot of 2."""
+
+    def run(outer: Communicator) -> float:
+        epochs = Epochs(outer, tmp_path)
+        first = epochs.next(1, [0, 1, 2, 3], None)
+        if outer.rank:
+            with pytest.raises(Exception, match=r"rank\(s\) 0|connect"):
+                connect_members(
+                    "shm",
+                    rank=outer.rank,
+                    size=4,
+                    store=dist.PrefixStore("2", epochs._store),
+                    peers=epochs._peers,
+                    epoch=2,
+                    timeout=0.3,
+                    previous=first,
+                )
+        epochs.everybody()
+        comm = epochs.next(6, [0, 1, 2, 3], first)
+        result = total(comm)
+        first.close()
+        comm.close()
+        epochs.everybody()
+        return result
+
+    assert four.run(run) == [10.0] * 4
+
+
+# What a ground is ---------------------------------------------------------------------------------------------------
+
+
+def a_ground(rows: int = 2) -> tuple[Ground, Any]:
+    peers = [this_process()] * rows
+    return Ground.make("test", peers), peers
+
+
+def test_it_goes_with_the_last_of_its_plots() -> None:
+    ground, peers = a_ground()
+    descriptor = ground.place.descriptor
+    first, second = ground.take(1, peers), ground.take(2, peers)
+    assert not ground.has_room(1 + PLOTS, 2)
+    assert not ground.has_room(3, 3)
+    assert ground.has_room(3, 2)
+    first.release()
+    ground.give_back(1)
+    assert ground.has_room(1 + PLOTS, 2)
+    second.release()
+    ground.give_back(2)
+    assert not ground.has_room(3, 2)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_two_boards_never_lie_on_one_plot() -> None:
+    ground, peers = a_ground()
+    plot = ground.take(1, peers)
+    with pytest.raises(ValueError, match="earlier epoch"):
+        ground.take(1 + PLOTS, peers)
+    plot.release()
+    ground.give_back(1)
+
+
+@pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
+def test_a_place_that_makes_no_sense_is_corrupt(said: bytes) -> None:
+    with pytest.raises(CorruptData, match="cannot be read"):
+        place_of(said)
+
+
+def test_what_is_not_the_memory_of_the_job_is_not_mapped(tmp_path: Path) -> None:
+    me = this_process()
+    other = (tmp_path / "file").open("w+b")
+    with other:
+        inode = os.fstat(other.fileno()).st_ino
+        with pytest.raises(PeerFailed, match="not the memory of this job"):
+            Ground.open(f"[{other.fileno()},{inode},2]".encode(), [me, me])
+    with pytest.raises(PeerFailed, match="cannot be opened"):
+        Ground.open(b"[1000000,1,2]", [me, me])
+    for rows in (1, 1_000_000):
+        with pytest.raises(CorruptData, match="offers a board for"):
+            Ground.open(f"[0,1,{rows}]".encode(), [me, me])
