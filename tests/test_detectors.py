@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +24,7 @@ from holdfast.comms.transport import Peer
 from holdfast.ft import Session
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
-from holdfast.ft.processes import cpu_ticks, is_stopped
+from holdfast.ft.processes import ProcessWatch, cpu_ticks, is_stopped
 from holdfast.ft.progress import Place, Progress
 from holdfast.ft.pulse import Pulse, PulseReader
 from holdfast.ft.timeouts import Timeouts
@@ -224,6 +228,36 @@ def test_processor_time_moves_while_a_process_computes() -> None:
     while cpu_ticks(os.getpid()) == before:
         assert time.monotonic() < deadline
     assert not is_stopped(os.getpid())
+
+
+def test_a_dying_process_gives_way_while_its_memory_is_taken_apart() -> None:
+    def body(pipe: Connection) -> None:
+        kept = bytearray(b"x") * (256 << 20)
+        threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
+        pipe.send((this_process(), [thread.native_id for thread in threading.enumerate()]))
+        pipe.recv()
+        del kept
+
+    async def policy_when_told(peer: Peer, threads: tuple[int, ...], kill: Callable[[], None]) -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        watched = ProcessWatch(lambda deaths: told.set_result(os.sched_getscheduler(peer.pid)))
+        watched.follow([Member("victim", "x:1", peer, threads)])
+        kill()
+        async with asyncio.timeout(10.0):
+            policy = await told
+        watched.close()
+        return policy
+
+    policies: list[int] = []
+    with children() as start:
+        while os.SCHED_IDLE not in policies and len(policies) < 5:  # on a busy machine it may be gone before we look
+            child = start(body)
+            peer, threads = child.hear()
+            assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
+            kill = functools.partial(os.kill, child.pid, signal.SIGKILL)
+            policies.append(asyncio.run(policy_when_told(peer, tuple(threads), kill)))
+            child.kill()
+    assert os.SCHED_IDLE in policies
 
 
 # -- a death that nobody on its host can tell of
