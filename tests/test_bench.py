@@ -381,7 +381,16 @@ def test_recovery_is_measured_on_real_kills(spares: int) -> None:
     show.show_recovery(bench, show.console())
 
 
+@pytest.mark.parametrize("proposer", [False, True])
+def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
+    bench = recovery.run("shm", ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer)
+    (kill,) = bench.kills
+    assert 0 < kill.detect <= kill.total
+
+
 def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
+    assert CliRunner().invoke(app, ["recovery", "--together", "4"]).exit_code == 2
+    assert CliRunner().invoke(app, ["recovery", "--proposer", "--spares", "2"]).exit_code == 2
     assert CliRunner().invoke(app, ["recovery", "--size", "big"]).exit_code == 2
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1

@@ -171,9 +171,13 @@ def imports(
 @app.command("recovery")
 def recovery(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4,
-    kills: Annotated[int, typer.Option(min=1, help="How many to kill, one at a time.")] = 50,
+    kills: Annotated[int, typer.Option(min=1, help="How often to kill.")] = 50,
     backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm",
     spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0,
+    together: Annotated[int, typer.Option(min=1, help="How many ranks to kill at once.")] = 1,
+    proposer: Annotated[
+        bool, typer.Option("--proposer", help="Then kill the rank that proposes the next epoch, too, before it tells.")
+    ] = False,
     size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K",
     seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0,
     peers: Annotated[
@@ -199,8 +203,20 @@ def recovery(
     notes = show.console(stderr=True)
     try:
         with notes.status("starting") as status:
-            bench = run(backend, ranks, kills, spares, nbytes, seed, lambda text: status.update(text))
+            bench = run(
+                backend,
+                ranks,
+                kills,
+                spares,
+                nbytes,
+                seed,
+                lambda text: status.update(text),
+                together=together,
+                proposer=proposer,
+            )
             peer = recovery_peer.run(ranks, kills, nbytes, seed, lambda text: status.update(text)) if peers else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
         notes.print(f"[bold red]{type(error).__name__}[/]: {error}")
         raise typer.Exit(1) from error

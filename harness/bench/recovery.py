@@ -13,7 +13,7 @@ import select
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,7 +43,9 @@ class NotRecovered(HoldfastError):
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """One kill. All in milliseconds since just before the signal was sent, each when the last survivor got there.
+    """One kill, of one rank or several at once, of which `rank` is the first.
+
+    All in milliseconds since just before the signal was sent, each when the last survivor got there.
 
     `gone`: the kernel has taken the process apart, and tells the killer so. `detect`: the first survivor knows.
     `agree`: the next epoch is installed. `rebuild`: its communicator is connected. `total`: its first all_reduce is
@@ -76,7 +78,8 @@ class Spread(msgspec.Struct, frozen=True):
 class RecoveryBench(msgspec.Struct, frozen=True):
     """A whole run. The parts are differences: `agree` is from detection to installation, and so on.
 
-    `others` is how many CPUs other processes used meanwhile, on average.
+    `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
+    `proposer` also the one that had just put the next epoch into the register.
     """
 
     backend: str
@@ -91,10 +94,19 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     agree: Spread
     rebuild: Spread
     first_op: Spread
+    together: int = 1
+    proposer: bool = False
 
     @staticmethod
     def of(
-        backend: str, ranks: int, spares: int, nbytes: int, others: float, kills: tuple[Recovery, ...]
+        backend: str,
+        ranks: int,
+        spares: int,
+        nbytes: int,
+        together: int,
+        proposer: bool,
+        others: float,
+        kills: tuple[Recovery, ...],
     ) -> RecoveryBench:
         return RecoveryBench(
             backend,
@@ -109,6 +121,8 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             agree=Spread.of(kill.agree - kill.detect for kill in kills),
             rebuild=Spread.of(kill.rebuild - kill.agree for kill in kills),
             first_op=Spread.of(kill.total - kill.rebuild for kill in kills),
+            together=together,
+            proposer=proposer,
         )
 
 
@@ -174,15 +188,17 @@ def analyse(
     )
 
 
-def _kill_one(job: Job, rank: int) -> Recovery:
+def _kill(job: Job, ranks: Sequence[int], proposer: bool) -> Recovery:
+    """SIGKILL these ranks at once; with `proposer` rank 0 will end itself."""
     view = job.view()
     members = [member.peer.pid for member in view.members]
-    victim = next(process for process in job.processes if process.pid == members[rank])
-    survivors = set(members) - {victim.pid}
-    end = select.poll()
-    end.register(victim.pidfd, select.POLLIN)
+    victims = [next(process for process in job.processes if process.pid == members[rank]) for rank in ranks]
+    survivors = set(members) - {victim.pid for victim in victims} - ({members[0]} if proposer else set())
+    end, rank = select.poll(), ranks[0]
+    end.register(victims[0].pidfd, select.POLLIN)
     killed = time.monotonic()
-    victim.signal(signal.SIGKILL)
+    for victim in victims:
+        victim.signal(signal.SIGKILL)
     end.poll(1e3 * LIMIT)
     gone = time.monotonic()
     time.sleep(SETTLE)
@@ -197,28 +213,38 @@ def run(
     nbytes: int = 64 * 1024,
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    together: int = 1,
+    proposer: bool = False,
 ) -> RecoveryBench:
-    """Kill `kills` ranks, chosen at random.
+    """Kill ranks, chosen at random, `kills` times: `together` of them at once, and with `proposer` also the one that
+    proposes the next epoch, as soon as the register has it. ValueError if nobody would be left.
 
     With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
     which goes on with one rank less.
     """
+    lost = together + proposer
+    if not 0 < together <= lost < ranks:
+        raise ValueError(f"{lost} of {ranks} ranks cannot die and somebody recover")
+    if proposer and spares:
+        raise ValueError("a job whose proposer dies is used once: ask for no spares")
     choose = random.Random(seed)
     done: list[Recovery] = []
     noise = Noise(zygote_pid)
-    options = {"min_size": ranks - 1}
-    quiet = {"HOLDFAST_CHECK": "0"}
+    options = {"min_size": ranks - lost}
+    quiet = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if proposer else {})}
     with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
         while len(done) < kills:
             with cluster.start(reduce_for_ever, max(1, nbytes // 4)) as job:
                 job.wait_for_spares()
                 view = job.view()
                 _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
-                for _ in range(min(max(1, spares), kills - len(done))):
+                for _ in range(min(max(1, spares // together), kills - len(done))):
                     time.sleep(SETTLE + choose.random() * SETTLE)
-                    done.append(_kill_one(job, choose.randrange(ranks)))
+                    victims = choose.sample(range(1 if proposer else 0, ranks), together)
+                    done.append(_kill(job, victims, proposer))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-    return RecoveryBench.of(backend, ranks, spares, nbytes, noise.cpus(), tuple(done))
+    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, noise.cpus(), tuple(done))
 
 
 def _median(done: list[Recovery]) -> float:
