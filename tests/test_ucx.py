@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from children import Child, children
 
 from holdfast import comms
-from holdfast.backends.ucx import far_window, memory, near_window, plugin
+from holdfast.backends.ucx import far_window, memory, near_window, plugin, standby
 from holdfast.backends.ucx.regions import Address
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import Handle
 from holdfast.comms.plugins import Available
 from holdfast.harness import LocalCluster
@@ -335,6 +338,31 @@ def _try_to_read(pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize("tls", [TCP])
+def test_a_worker_waits_for_the_next_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
+    def body(pipe: Connection) -> None:
+        def one(epoch: int, previous: Communicator | None) -> Communicator:
+            return connect_members(
+                "ucx", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=epoch, previous=previous
+            )
+
+        def waiting() -> bool:
+            return os.getpid() in standby._waiting
+
+        first = one(1, None)
+        found = [waiting()]
+        second = one(2, first)
+        found.append(waiting())
+        first.close()
+        found.append(waiting())
+        second.all_reduce(torch.ones(3))
+        second.close()
+        pipe.send([*found, waiting()])
+
+    child = start(body)
+    assert child.hear() == [True, False, True, False]
+    child.end()
+
+
 def test_a_fork_of_a_process_that_uses_tcp_is_told_that_it_cannot(start: Callable[..., Child]) -> None:
     with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
         child = start(_try_to_read)

@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 
-from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx import libucp, standby
 from holdfast.backends.ucx.far_window import FarWindow
 from holdfast.backends.ucx.farewell import ABORTED, CLOSED, RANK_SHIFT, Farewells
 from holdfast.backends.ucx.libucp import UcxError
@@ -340,6 +340,7 @@ class UcxTransport(MessageTransport):
             self._pending.clear()
         self._liveness.close()
         os.close(self._wake)
+        standby.left(self._worker.over)
 
 
 def connect(context: Context) -> UcxTransport:
@@ -353,11 +354,13 @@ def connect(context: Context) -> UcxTransport:
         for transport in made:
             transport.note_failure(rank, why)
 
-    transport = UcxTransport(context, Worker(libucp.FEATURE_TAG, over, failed))
+    transport = UcxTransport(context, standby.take(over, failed))
     made.append(transport)
     try:
         transport.meet(context.deadline)
     except BaseException:
         transport.close()
         raise
+    if context.previous is None:
+        standby.make(over)
     return transport

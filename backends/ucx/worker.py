@@ -80,7 +80,7 @@ def _close_those_put_aside() -> None:
 class Worker:
     """A context and its worker. `address` is what peers connect to.
 
-    `reports_failures` says whether broken connections are reported: no transport over shared memory can.
+    `reports_failures` says whether broken connections are reported, to `failed`: no transport over shared memory can.
     """
 
     def __init__(self, features: int, over: Transports, failed: Failed | None = None) -> None:
@@ -89,7 +89,7 @@ class Worker:
         _check_fork(over)
         self.over = over
         self.reports_failures = failed is not None and not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
-        self._failed = failed
+        self.failed = failed
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
         self._bounce: Any = None
@@ -169,8 +169,8 @@ class Worker:
         return endpoint[0]
 
     def _endpoint_failed(self, key: Any, _endpoint: Any, status: int) -> None:
-        if self._failed is not None:
-            self._failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
+        if self.failed is not None:
+            self.failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
 
     def progress(self) -> int:
         """Move what can be moved; 0 if nothing could."""
