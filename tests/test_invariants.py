@@ -395,7 +395,7 @@ def _reduce(session: Any, steps: int) -> int:
 
 def test_a_real_job_whose_ranks_are_killed_breaks_nothing() -> None:
     with LocalCluster(3, "shm", spares=1, session={"min_size": 2}, echo=False) as cluster:
-        job = cluster.start(_reduce, 120)
+        job = cluster.start(_reduce, 400)
         job.wait_for_spares()
         for step in (20, 60):
             job.wait_for("committed", step=step)

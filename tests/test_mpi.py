@@ -191,7 +191,7 @@ def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
 
     def train(session: Session) -> float:
         done = 0.0
-        for attempt in session.steps(30):
+        for attempt in session.steps(100):
             with attempt:
                 shards = torch.tensor(float(len(attempt.shards)))
                 attempt.comm.all_reduce(shards)
@@ -205,7 +205,7 @@ def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
         job.wait_for_spares()
         job.wait_for("committed", step=3)
         killed = job.kill(1)
-        assert job.results(timeout=40.0)[0] == 30.0
+        assert job.results(timeout=40.0)[0] == 100.0
         assert killed not in [process.pid for process in job.processes if process.alive()]
 
 

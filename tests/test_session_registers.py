@@ -47,19 +47,22 @@ def test_etcd_loses_its_leader_twice_while_a_job_runs(tmp_path: Path) -> None:
         EtcdCluster(3, tmp_path / "etcd") as etcd,
         cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks,
     ):
-        job = ranks.start(tally_up, 250, 0.01)
+        hurry = tmp_path / "hurry"
+        job = ranks.start(tally_up, 250, 0.1, hurry=str(hurry))
         job.wait_for("committed", step=5)
         first = etcd.leader()
         etcd.kill(first)
         goes_on(job)
+        epoch = job_epoch(job)
         job.kill(2)
-        job.wait_for("rebuilt", epoch=job_epoch(job) + 1)
+        job.wait_for("rebuilt", epoch=epoch + 1)
         etcd.start(first)
         second = etcd.leader()
         etcd.pause(second)
         goes_on(job)
         job.kill(1)
         job.wait_for("rebuilt", size=1)
+        hurry.touch()
         etcd.resume(second)
         assert_exact(job, job.results(), 1, 250)
 

@@ -337,7 +337,6 @@ def _try_to_read(pipe: Connection) -> None:
             pipe.send(str(error))
 
 
-@pytest.mark.parametrize("tls", [TCP])
 def test_a_worker_waits_for_the_next_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         def one(epoch: int, previous: Communicator | None) -> Communicator:
@@ -363,6 +362,7 @@ def test_a_worker_waits_for_the_next_communicator_and_goes_with_the_last(start: 
     child.end()
 
 
+@pytest.mark.parametrize("tls", [TCP])
 def test_a_fork_of_a_process_that_uses_tcp_is_told_that_it_cannot(start: Callable[..., Child]) -> None:
     with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
         child = start(_try_to_read)
