@@ -16,7 +16,7 @@ import torch.distributed as dist
 from children import Child, children
 
 from holdfast import comms
-from holdfast.backends.ucx import far_window, memory, near_window, plugin, standby
+from holdfast.backends.ucx import far_window, memory, near_window, plugin, standby, worker
 from holdfast.backends.ucx.regions import Address
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
@@ -46,6 +46,17 @@ def over(comm: Communicator, tls: str) -> Communicator:
 
 def entries(folder: str) -> int:
     return len(list(Path(folder).iterdir()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_put_aside() -> Iterator[None]:
+    """A worker that waited for a stopped peer goes once that is dead, which the children of a test are by now."""
+    yield
+    deadline = time.monotonic() + 5.0
+    while worker._put_aside and time.monotonic() < deadline:
+        worker._close_those_put_aside()
+        time.sleep(0.01)
+    assert not worker._put_aside
 
 
 def test_ucx_says_which_version_it_is() -> None:
