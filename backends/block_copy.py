@@ -1,4 +1,4 @@
-"""What the memory planes of one host have in common: checking tensors and ranges, and copying in blocks.
+"""What memory planes have in common: regions, checking tensors and ranges, and copying in blocks.
 
 A copy goes block by block, so that a deadline, a closed plane and a closed region are noticed within a
 fraction of a millisecond. It is done in the calling thread: the work that comes back is complete.
@@ -7,13 +7,17 @@ fraction of a millisecond. It is done in the calling thread: the work that comes
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.plane import Handle, MemoryPlane
+from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.work import Work
 
 BLOCK_BYTES = 2 << 20
@@ -41,16 +45,12 @@ class Reach(ABC):
         """The copy is over; `unharmed` if it ended without an error."""
 
 
-class BlockCopyPlane(MemoryPlane):
-    """A memory plane that reaches memory through `_reach`."""
+class CheckedPlane(MemoryPlane):
+    """A memory plane that checks what it is asked for before it moves a byte."""
 
     def __init__(self) -> None:
         self._closed = False
         self._count = itertools.count(1)
-
-    @abstractmethod
-    def _reach(self, handle: Handle, writing: bool) -> Reach:
-        """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
         address = contiguous_address(into, "into", self.name)
@@ -59,6 +59,38 @@ class BlockCopyPlane(MemoryPlane):
     def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
         address = contiguous_address(source, "source", self.name)
         return self._copy("memory write", handle, address, source, offset, timeout, writing=True)
+
+    @abstractmethod
+    def _copy(
+        self,
+        op: str,
+        handle: Handle,
+        address: int,
+        tensor: torch.Tensor,
+        offset: int,
+        timeout: float,
+        writing: bool,
+    ) -> Work:
+        """Copy all of `tensor`, which lies at `address`, from the region of a handle or to it."""
+
+    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
+        """Raise ValueError or `Unsupported` unless these bytes are within a region of this kind of plane."""
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+
+class BlockCopyPlane(CheckedPlane):
+    """A memory plane that reaches memory through `_reach`."""
+
+    @abstractmethod
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
+        """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
     def _copy(
         self,
@@ -72,10 +104,7 @@ class BlockCopyPlane(MemoryPlane):
     ) -> Work:
         self._check_open()
         began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
-        if offset < 0 or offset + nbytes > handle.nbytes:
-            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
-        if handle.plane != self.name:
-            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+        self._check(op, handle, offset, nbytes)
 
         def body() -> None:
             region = self._reach(handle, writing)
@@ -94,16 +123,77 @@ class BlockCopyPlane(MemoryPlane):
                 unharmed = True
             finally:
                 region.release(unharmed)
-            if not writing and nbytes and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+            _changed(tensor, writing)
 
         work = Work(op)
         work.run(body)
         return work
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+class LockedCopyPlane(CheckedPlane):
+    """A memory plane over a library that takes one call at a time: `_move` is called with `_lock` held."""
+
+    _lock: threading.RLock
+    _block: int
+    """Bytes between two looks at deadline and generation."""
+
+    @abstractmethod
+    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """Copy one block. Raises `RegionGone`, `CorruptData`, `Unsupported`, `OpTimeout`."""
+
+    @abstractmethod
+    def _notice_fork(self) -> None:
+        """Begin anew in a forked child."""
+
+    def _copy(
+        self,
+        op: str,
+        handle: Handle,
+        address: int,
+        tensor: torch.Tensor,
+        offset: int,
+        timeout: float,
+        writing: bool,
+    ) -> Work:
+        self._check_open()
+        self._notice_fork()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        self._check(op, handle, offset, nbytes)
+        deadline = began + timeout
+
+        def body() -> None:
+            most = self._block
+            for start in range(0, nbytes, most) or (0,):
+                with self._lock:
+                    self._check_open()
+                    if time.monotonic() > deadline:
+                        raise OpTimeout(op, seq, time.monotonic() - began)
+                    self._move(handle, address + start, offset + start, min(most, nbytes - start), deadline, writing)
+            _changed(tensor, writing)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+
+def _changed(tensor: torch.Tensor, writing: bool) -> None:
+    """Tell autograd of what was read into a tensor."""
+    if not writing and tensor.nbytes and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+class TableRegion(Region):
+    """A row in the table of this process, and the tensor whose memory it names. `strike_out(self)` is called once."""
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor, strike_out: Callable[[Any], None]) -> None:
+        self.handle = handle
+        self._tensor, self._strike_out, self._pid = tensor, strike_out, os.getpid()
+        self._open = True
+
+    def close(self) -> None:
+        if self._open and os.getpid() == self._pid:
+            self._open = False
+            self._strike_out(self)
 
 
 def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:

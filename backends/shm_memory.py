@@ -21,12 +21,12 @@ from contextlib import ExitStack
 
 import torch
 
-from holdfast.backends.block_copy import BlockCopyPlane, Reach, contiguous_address
+from holdfast.backends.block_copy import BlockCopyPlane, Reach, TableRegion, contiguous_address
 from holdfast.backends.process_memory import HINT, PreparedRead, permit_peers, read_process, write_process
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
-from holdfast.comms.plane import Handle, Region
+from holdfast.comms.plane import Handle
 
 HUGE_PAGE = 2 << 20
 LOCK_SECONDS = 5.0
@@ -42,19 +42,12 @@ def open_plane() -> ShmPlane:
     return ShmPlane()
 
 
-class ShmRegion(Region):
-    """A row in the table of this process, and the tensor whose memory it names."""
+class ShmRegion(TableRegion):
+    """See `TableRegion`."""
 
     def __init__(self, plane: ShmPlane, address: Address, tensor: torch.Tensor) -> None:
-        self.handle = Handle(plane.name, address.encode(), tensor.nbytes)
+        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
         self.slot = address.slot
-        self._plane, self._tensor, self._pid = plane, tensor, os.getpid()
-        self._open = True
-
-    def close(self) -> None:
-        if self._open and os.getpid() == self._pid:
-            self._open = False
-            self._plane.strike_out(self)
 
 
 class ShmPlane(BlockCopyPlane):

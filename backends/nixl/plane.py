@@ -13,25 +13,22 @@ has no atomics to do so from another host: writing there is `Unsupported`.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import select
 import threading
-import time
 from contextlib import ExitStack
 
 import torch
 
 from holdfast.backends import region_table
-from holdfast.backends.block_copy import contiguous_address
+from holdfast.backends.block_copy import LockedCopyPlane, TableRegion, contiguous_address
 from holdfast.backends.nixl.address import Address, packed
 from holdfast.backends.nixl.agent import Agent, Registered, Transfer, keep
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.region_table import RegionTable, held_open, open_table, slot_address
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
-from holdfast.comms.plane import Handle, MemoryPlane, Region
-from holdfast.comms.work import Work
+from holdfast.comms.plane import Handle
 
 BLOCK_BYTES = 4 << 20
 """Bytes between two looks at deadline and generation."""
@@ -46,19 +43,12 @@ def open_plane() -> NixlPlane:
     return NixlPlane()
 
 
-class NixlRegion(Region):
-    """A row in the table of this process, and the tensor whose memory it names."""
+class NixlRegion(TableRegion):
+    """See `TableRegion`."""
 
     def __init__(self, plane: NixlPlane, tensor: torch.Tensor, memory: Registered | None, address: Address) -> None:
-        self.handle = Handle(plane.name, address.encode(), tensor.nbytes)
+        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
         self.memory, self.slot = memory, region_table.Address.decode(address.place).slot
-        self._plane, self._tensor, self._pid = plane, tensor, os.getpid()
-        self._open = True
-
-    def close(self) -> None:
-        if self._open and os.getpid() == self._pid:
-            self._open = False
-            self._plane.strike_out(self)
 
 
 class _Way:
@@ -112,19 +102,18 @@ class _Way:
             self._pidfd = None
 
 
-class NixlPlane(MemoryPlane):
+class NixlPlane(LockedCopyPlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "nixl"
 
     def __init__(self) -> None:
-        self._closed = False
-        self._count = itertools.count(1)
+        super().__init__()
         self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock, self._block = threading.RLock(), BLOCK_BYTES
         self._agent: Agent | None = None
         self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
@@ -193,40 +182,6 @@ class NixlPlane(MemoryPlane):
             self._regions.discard(region)
 
     # -- reading and writing
-
-    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        return self._copy("memory read", handle, into, "into", offset, timeout, writing=False)
-
-    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        return self._copy("memory write", handle, source, "source", offset, timeout, writing=True)
-
-    def _copy(
-        self, op: str, handle: Handle, tensor: torch.Tensor, what: str, offset: int, timeout: float, writing: bool
-    ) -> Work:
-        address = contiguous_address(tensor, what, self.name)
-        self._check_open()
-        self._notice_fork()
-        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
-        if offset < 0 or offset + nbytes > handle.nbytes:
-            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
-        if handle.plane != self.name:
-            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
-        deadline = began + timeout
-
-        def body() -> None:
-            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-                with self._lock:
-                    self._check_open()
-                    if time.monotonic() > deadline:
-                        raise OpTimeout(op, seq, time.monotonic() - began)
-                    block = min(BLOCK_BYTES, nbytes - start)
-                    self._move(handle, address + start, offset + start, block, deadline, writing)
-            if not writing and nbytes and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
-
-        work = Work(op)
-        work.run(body)
-        return work
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """One block. The lock is held."""
@@ -322,10 +277,6 @@ class NixlPlane(MemoryPlane):
             agent.forget(way.address.agent)
 
     # -- the end
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
 
     def close(self) -> None:
         self._notice_fork()

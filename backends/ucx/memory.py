@@ -7,15 +7,13 @@ example "tcp,self", the owner's progress thread answers.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-import time
 from contextlib import ExitStack
 
 import torch
 
-from holdfast.backends.block_copy import contiguous_address
+from holdfast.backends.block_copy import LockedCopyPlane, TableRegion, contiguous_address
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
@@ -24,8 +22,7 @@ from holdfast.backends.ucx.remote import ConnectionLost, Owner, RemoteRegion
 from holdfast.backends.ucx.worker import Transports, Worker
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
-from holdfast.comms.plane import Handle, MemoryPlane, Region
-from holdfast.comms.work import Work
+from holdfast.comms.plane import Handle
 
 BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
 """Bytes between two looks at the generation, by the kernel's copies and over a network."""
@@ -40,29 +37,21 @@ def open_plane() -> UcxPlane:
     return UcxPlane()
 
 
-class UcxRegion(Region):
-    """A row in the table of this process, and the tensor whose memory it names."""
+class UcxRegion(TableRegion):
+    """See `TableRegion`."""
 
     def __init__(self, plane: UcxPlane, tensor: torch.Tensor, mapping: Mapping, address: Address) -> None:
-        self.handle = Handle(plane.name, address.encode(), tensor.nbytes)
+        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
         self.mapping, self.address = mapping, address
-        self._plane, self._tensor, self._pid = plane, tensor, os.getpid()
-        self._open = True
-
-    def close(self) -> None:
-        if self._open and os.getpid() == self._pid:
-            self._open = False
-            self._plane.strike_out(self)
 
 
-class UcxPlane(MemoryPlane):
+class UcxPlane(LockedCopyPlane):
     """See `MemoryPlane`. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "ucx"
 
     def __init__(self) -> None:
-        self._closed = False
-        self._count = itertools.count(1)
+        super().__init__()
         self._begin()
 
     def _begin(self) -> None:
@@ -126,41 +115,6 @@ class UcxPlane(MemoryPlane):
 
     # -- reading and writing
 
-    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        return self._copy("memory read", handle, into, "into", offset, timeout, writing=False)
-
-    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        return self._copy("memory write", handle, source, "source", offset, timeout, writing=True)
-
-    def _copy(
-        self, op: str, handle: Handle, tensor: torch.Tensor, what: str, offset: int, timeout: float, writing: bool
-    ) -> Work:
-        address = contiguous_address(tensor, what, self.name)
-        self._check_open()
-        self._notice_fork()
-        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
-        if offset < 0 or offset + nbytes > handle.nbytes:
-            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
-        if handle.plane != self.name:
-            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
-        deadline = began + timeout
-
-        def body() -> None:
-            most = self._block
-            for start in range(0, nbytes, most) or (0,):
-                with self._lock:
-                    self._check_open()
-                    if time.monotonic() > deadline:
-                        raise OpTimeout(op, seq, time.monotonic() - began)
-                    block = min(most, nbytes - start)
-                    self._move(handle, address + start, offset + start, block, deadline, writing)
-            if not writing and nbytes and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
-
-        work = Work(op)
-        work.run(body)
-        return work
-
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """One block, over a new connection if the one that is there is broken."""
         for attempt in range(1, ATTEMPTS + 1):
@@ -216,10 +170,6 @@ class UcxPlane(MemoryPlane):
             self._remote.pop(name).close()
 
     # -- the end
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
 
     def close(self) -> None:
         self._notice_fork()
