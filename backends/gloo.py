@@ -261,9 +261,6 @@ class GlooTransport(TorchGroup):
 
         self._collective("all_gather", AllgatherOptions, start, deadline)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        self._exchange("all_to_all", outputs, inputs, deadline)
-
     def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         share = [tensor.nbytes // self.size] * self.size
 
@@ -271,16 +268,6 @@ class GlooTransport(TorchGroup):
             return self._group.alltoall_base(bytes_of(output), bytes_of(tensor), share, share, given)
 
         self._collective("all_to_all", dist.AllToAllOptions, start, deadline)
-
-    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        nothing = tensor.view(-1)[:0]
-        given = [tensor if r == dst else nothing for r in range(self.size)]
-        self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
-
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        nothing = tensor.view(-1)[:0]
-        taken = [tensor if r == src else nothing for r in range(self.size)]
-        self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""

@@ -217,19 +217,6 @@ class NcclTransport(TorchGroup):
         for output, there in zip(outputs, taken, strict=True):
             output.copy_(there)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        self._exchange("all_to_all", outputs, inputs, deadline)
-
-    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        nothing = tensor.view(-1)[:0]
-        given = [tensor if rank == dst else nothing for rank in range(self.size)]
-        self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
-
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        nothing = tensor.view(-1)[:0]
-        taken = [tensor if rank == src else nothing for rank in range(self.size)]
-        self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
-
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Every rank's `inputs[j]` to rank j: NCCL's all-to-all is a group of sends and receives without empty ones."""
         limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)

@@ -1,4 +1,4 @@
-"""What the transports over torch's own process groups (gloo, nccl, rccl) share: their end, and how options are said.
+"""What the transports over torch's own process groups (gloo, nccl, rccl) share: their end, and what is made of one op.
 
 torch's group does the work. What it lacks is an end: this watches the processes of the peers, and ends the group the
 moment the kernel says that one is gone, or somebody calls `abort`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -43,6 +44,25 @@ class TorchGroup(Transport):
     @abstractmethod
     def _release_group(self) -> None:
         """Let go of the group, with no op running."""
+
+    @abstractmethod
+    def _exchange(
+        self, op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
+    ) -> None:
+        """Every rank's `inputs[j]` to rank j; any of them may be empty."""
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
+        self._exchange("all_to_all", outputs, inputs, deadline)
+
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
+        nothing = tensor.view(-1)[:0]
+        given = [tensor if rank == dst else nothing for rank in range(self.size)]
+        self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
+        nothing = tensor.view(-1)[:0]
+        taken = [tensor if rank == src else nothing for rank in range(self.size)]
+        self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
 
     def _own_failure(self) -> HoldfastError | None:
         """What the group itself has found out; None while all is well."""
