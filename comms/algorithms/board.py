@@ -175,14 +175,8 @@ class Board:
         """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch."""
         words, ready = self.words, self.epoch + 1
         if any(words[row + EPOCH] < ready for row in self.rows):  # sleep at once: others need the processor to come
-            self._sleep_until(
-                lambda: all(words[row + EPOCH] >= ready for row in self.rows),
-                lambda: [r for r, row in enumerate(self.rows) if words[row + EPOCH] < ready],
-                deadline,
-                "connect",
-                0,
-            )
-        if any(self.words[row + EPOCH] != self.epoch + 1 for row in self.rows):
+            self._sleep_for_all(EPOCH, ready, deadline, "connect", 0)
+        if any(words[row + EPOCH] != ready for row in self.rows):
             raise Revoked(self.epoch, "a later epoch has begun")
 
     def greeting(self, rank: int) -> tuple[int, ...]:
@@ -212,14 +206,7 @@ class Board:
     def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
         """Return once every rank has reached `phase`."""
         if not self.native.wait_all(phase):
-            words = self.words
-            self._sleep_until(
-                lambda: all(words[row + FLAG] >= phase for row in self.rows if row != self._mine),
-                lambda: [r for r, row in enumerate(self.rows) if r != self.rank and words[row + FLAG] < phase],
-                deadline,
-                op,
-                seq,
-            )
+            self._sleep_for_all(FLAG, phase, deadline, op, seq)
 
     def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
         """Return once `rank` has reached a phase (or, of another flag, a block)."""
@@ -245,6 +232,17 @@ class Board:
             self.check()
             self.native.give_way()
         self._sleep_until(ready, missing, deadline, op, seq)
+
+    def _sleep_for_all(self, flag: int, value: int, deadline: float, op: str, seq: int) -> None:
+        """Return once every other rank has raised a flag to `value`."""
+        words, others = self.words, [(r, row + flag) for r, row in enumerate(self.rows) if r != self.rank]
+        self._sleep_until(
+            lambda: all(words[at] >= value for _, at in others),
+            lambda: [r for r, at in others if words[at] < value],
+            deadline,
+            op,
+            seq,
+        )
 
     def _sleep_until(
         self,
