@@ -20,6 +20,7 @@ from holdfast.comms.algorithms.exchange import Exchange
 from holdfast.comms.algorithms.messages import MessageTransport
 from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Context
+from holdfast.harness.threads import in_threads
 
 Tensor = torch.Tensor
 
@@ -72,26 +73,15 @@ class QueueTransport(MessageTransport):
 def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link = QUICK_TO_SEND) -> list[Any]:
     """`body(transport)` on every rank, in threads; results by rank."""
     mail = Mail()
-    store, results = dist.HashStore(), [None] * size
-    errors: list[BaseException] = []
+    store = dist.HashStore()
 
-    def run(rank: int) -> None:
-        try:
-            context = Context(
-                rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, time.monotonic() + 20
-            )
-            results[rank] = body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
-        except BaseException as error:
-            errors.append(error)
+    def run(rank: int) -> Any:
+        context = Context(
+            rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, time.monotonic() + 20
+        )
+        return body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return in_threads(size, run, 60.0)
 
 
 def soon() -> float:

@@ -33,6 +33,7 @@ from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.plugins import Unavailable
 from holdfast.comms.transport import Context
 from holdfast.harness import LocalCluster
+from holdfast.harness.threads import in_threads
 
 Tensor = torch.Tensor
 NAMES: tuple[Any, ...] = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
@@ -238,21 +239,8 @@ class OnTheHost(NcclTransport):
 
 
 def on_ranks(size: int, body: Callable[[OnTheHost], None]) -> None:
-    store, errors = dist.HashStore(), cast(list[BaseException], [])
-
-    def run(rank: int) -> None:
-        try:
-            body(OnTheHost(rank, size, store))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    store = dist.HashStore()
+    in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
 
 
 def soon() -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from holdfast.harness import threads
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -30,19 +31,10 @@ def in_threads(ranks: int, body: Callable[[Communicator], object]) -> None:
 
     from holdfast import comms
 
-    store, errors = dist.HashStore(), list[BaseException]()
+    store = dist.HashStore()
 
-    def rank(number: int) -> None:
-        try:
-            with comms.connect("inproc", rank=number, size=ranks, rendezvous=store, timeout=SECONDS) as comm:
-                body(comm)
-        except BaseException as error:
-            errors.append(error)
+    def connected(rank: int) -> None:
+        with comms.connect("inproc", rank=rank, size=ranks, rendezvous=store, timeout=SECONDS) as comm:
+            body(comm)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    threads.in_threads(ranks, connected, 2 * SECONDS)

@@ -17,6 +17,7 @@ from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import MessageTransport
 from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Context
+from holdfast.harness.threads import in_threads
 
 Tensor = torch.Tensor
 Address = tuple[int, int, int]
@@ -96,31 +97,21 @@ def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None
 
 def count_traffic(op: str, ranks: int, nbytes: int) -> list[Traffic]:
     """What each rank sends in one `op` whose size is `nbytes`, as the bench counts sizes. Raises the first error."""
-    mail, store, found, errors = Mail(), dist.HashStore(), [Traffic(0, 0)] * ranks, list[BaseException]()
+    mail, store = Mail(), dist.HashStore()
 
-    def rank(number: int) -> None:
-        try:
-            context = Context(
-                rank=number,
-                size=ranks,
-                name="count",
-                epoch=0,
-                device=torch.device("cpu"),
-                store=store,
-                peers=(this_process(),) * ranks,
-                deadline=time.monotonic() + SECONDS,
-            )
-            transport = CountingTransport(context, mail)
-            _run(transport, op, nbytes, ranks)
-            found[number] = Traffic(transport.messages, transport.nbytes)
-        except BaseException as error:
-            errors.append(error)
+    def counted(rank: int) -> Traffic:
+        context = Context(
+            rank=rank,
+            size=ranks,
+            name="count",
+            epoch=0,
+            device=torch.device("cpu"),
+            store=store,
+            peers=(this_process(),) * ranks,
+            deadline=time.monotonic() + SECONDS,
+        )
+        transport = CountingTransport(context, mail)
+        _run(transport, op, nbytes, ranks)
+        return Traffic(transport.messages, transport.nbytes)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    return in_threads(ranks, counted, 2 * SECONDS)
