@@ -8,6 +8,8 @@ import socket
 import threading
 from typing import Any
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 LOOKUP_SECONDS = 5.0
 """How long a name may take to be looked up."""
 LONGEST = 253
@@ -22,14 +24,13 @@ def check_interface(host: object) -> str:
         raise TypeError(f"host must be a name or an address as text, not {type(host).__name__}")
     if not host:
         raise ValueError("host '' means every interface; name the one to listen on")
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = _read(host)
+    if address is None:
         labels = host.removesuffix(".").split(".")
         if len(host) > LONGEST or not all(map(_LABEL.fullmatch, labels)) or _NUMBER.fullmatch(labels[-1]):
             raise ValueError(
                 f"host {host[:LONGEST]!r} is neither a name nor an address; name the interface to listen on"
-            ) from None
+            )
         return host
     _check_address(host, address)
     return host
@@ -50,7 +51,14 @@ def check_ours(host: object) -> str:
     raise ValueError(f"host {name!r} is none of this machine ({'; '.join(reasons)}); name the interface to listen on")
 
 
-def _check_address(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+def _read(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _check_address(host: str, address: Address) -> None:
     plain = getattr(address, "ipv4_mapped", None) or address
     if plain.is_unspecified:
         raise ValueError(f"host {host!r} means every interface; name the one to listen on")
@@ -59,17 +67,21 @@ def _check_address(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Add
 
 
 def _looked_up(name: str) -> list[Any]:
+    """An address needs nobody's answer; that to a name may not come, so a thread waits for it."""
     found: list[list[Any] | Exception] = []
 
-    def ask() -> None:
+    def ask(flags: int) -> None:
         try:
-            found.append(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+            found.append(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | flags))
         except (OSError, UnicodeError) as error:
             found.append(error)
 
-    thread = threading.Thread(target=ask, name="host-lookup", daemon=True)
-    thread.start()
-    thread.join(LOOKUP_SECONDS)
+    if _read(name) is not None:
+        ask(socket.AI_NUMERICHOST)
+    else:
+        thread = threading.Thread(target=ask, args=(0,), name="host-lookup", daemon=True)
+        thread.start()
+        thread.join(LOOKUP_SECONDS)
     answer = found[0] if found else TimeoutError(f"no answer within {LOOKUP_SECONDS:g} s")
     if isinstance(answer, Exception):
         raise ValueError(f"host {name!r} cannot be looked up: {answer}; name the interface to listen on")
