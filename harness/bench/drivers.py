@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,31 @@ class Driver(ABC):
     def partner(self) -> int | None:
         """With whom this rank plays ping-pong; None for the last of an odd number."""
         return self.rank ^ 1 if self.rank ^ 1 < self.ranks else None
+
+    def on_objects(
+        self,
+        operation: Operation,
+        source: Array,
+        target: Array,
+        broadcast: Callable[[bytes | None, int], Any],
+        all_gather: Callable[[bytes], list[Any]],
+    ) -> Call:
+        """A call of the library's `broadcast(object, root)` or `all_gather(object)`; the object is `source`'s bytes."""
+        mine, got, root = [b""], [b""], self.rank == 0
+
+        def prepare() -> None:
+            mine[0] = source.tobytes()
+
+        def settle() -> None:
+            target[:] = np.frombuffer(b"".join(got), dtype=target.dtype)
+
+        def run_broadcast() -> None:
+            got[:] = [broadcast(mine[0] if root else None, 0)]
+
+        def run_all_gather() -> None:
+            got[:] = all_gather(mine[0])
+
+        return Call(run_broadcast if operation.name == "broadcast_object" else run_all_gather, prepare, settle)
 
     def refuse(self, operation: Operation) -> Call:
         raise NotImplementedError(f"{operation.name} is not measured on {self.detail}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from holdfast.harness.bench.data import START, Array
 from holdfast.harness.bench.definitions import Operation
 from holdfast.harness.bench.drivers import Call, Driver
@@ -35,7 +33,8 @@ class HoldfastDriver(Driver):
             case "point to point":
                 return self._point_to_point(operation, given, out)
             case "object":
-                return self._object(operation, source, target)
+                comm = self._comm
+                return self.on_objects(operation, source, target, comm.broadcast_object, comm.all_gather_object)
             case "window":
                 return self._window(operation, given, target)
             case "memory plane":
@@ -110,23 +109,6 @@ class HoldfastDriver(Driver):
             comm.send(out, partner)
 
         return Call(serve if self.rank < partner else give_back)
-
-    def _object(self, operation: Operation, source: Array, target: Array) -> Call:
-        comm, mine, got = self._comm, [b""], [b""]
-
-        def prepare() -> None:
-            mine[0] = source.tobytes()
-
-        def settle() -> None:
-            target[:] = np.frombuffer(b"".join(got), dtype=target.dtype)
-
-        def broadcast() -> None:
-            got[:] = [comm.broadcast_object(mine[0] if self.rank == 0 else None, 0)]
-
-        def gather() -> None:
-            got[:] = comm.all_gather_object(mine[0])
-
-        return Call(broadcast if operation.name == "broadcast_object" else gather, prepare, settle)
 
     def _window(self, operation: Operation, given: torch.Tensor, target: Array) -> Call:
         import torch

@@ -38,7 +38,7 @@ class MpiDriver(Driver):
         if operation.kind == "window":
             return self._window(operation, source, target)
         if operation.kind == "object":
-            return self._object(operation, source, target)
+            return self.on_objects(operation, source, target, comm.bcast, comm.allgather)
         return Call(self._call(operation, source, target))
 
     def _call(self, operation: Operation, source: Array, target: Array) -> Callable[[], Any]:
@@ -89,23 +89,6 @@ class MpiDriver(Driver):
             comm.Send(out, partner)
 
         return serve if self.rank < partner else give_back
-
-    def _object(self, operation: Operation, source: Array, target: Array) -> Call:
-        comm, mine, got = self._comm, [b""], [b""]
-
-        def prepare() -> None:
-            mine[0] = source.tobytes()
-
-        def settle() -> None:
-            target[:] = np.frombuffer(b"".join(got), dtype=target.dtype)
-
-        def broadcast() -> None:
-            got[:] = [comm.bcast(mine[0] if self.rank == 0 else None, 0)]
-
-        def gather() -> None:
-            got[:] = comm.allgather(mine[0])
-
-        return Call(broadcast if operation.name == "broadcast_object" else gather, prepare, settle)
 
     def _window(self, operation: Operation, source: Array, target: Array) -> Call:
         kind, to, back = self._mpi._typedict[source.dtype.char], self.next, self.before
