@@ -493,8 +493,6 @@ class Membership(Struct, frozen=True):
         """How long this process leaves it to the members before it: a heartbeat for each of the first, and then ever
         less, so that in a job of any size somebody's turn comes soon.
         """
-        rank = view.ranks[self.me.id]
-        before = rank - sum(view.ranks.get(who, rank) < rank for who in self.evidence.lost)
-        first = self.shape.heads
+        before, first = view.before(self.me.id, self.evidence.lost.keys()), self.shape.heads
         beats = before if before <= first else first + math.log2(before / first)
         return beats * self.timeouts.heartbeat

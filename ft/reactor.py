@@ -413,9 +413,9 @@ class Reactor:
     def _acts_first(self, gone: set[str]) -> bool:
         """Whether nobody comes before this process in proposing what follows from the loss of `gone`."""
         core = self._core
-        if core is None or core.view is None or (rank := core.rank()) is None:
+        if core is None or core.view is None or core.rank() is None:
             return True
-        return all(member.id in gone or self._is_lost(member.id) for member in core.view.members[:rank])
+        return core.view.before(self._identity, gone | core.lost().keys()) == 0
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
@@ -101,6 +101,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
     def rank_of(self, member_id: str) -> int | None:
         """The rank of a member; None for one that is not in this view."""
         return self.ranks.get(member_id)
+
+    def before(self, member_id: str, gone: Set[str]) -> int:
+        """How many members come before this one, which is in the view, when those in `gone` do not count."""
+        rank = self.ranks[member_id]
+        return rank - sum(self.ranks.get(who, rank) < rank for who in gone)
 
     def left_since(self, old: View) -> tuple[Member, ...]:
         """The members of `old` that are not in this view, in rank order."""
