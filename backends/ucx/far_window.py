@@ -1,22 +1,23 @@
-"""Windows over a network: the target's progress thread answers.
+"""Windows over a network that reads and writes memory in hardware; the target's progress thread does what it cannot.
 
-It may compute or sleep, but a stopped one holds up gets, atomics and flushes until they time out. Puts and signals
-return when they have left; `flush` says when they have arrived. A rank that closes its window says so to all, and they
-look at what they were told; the bytes of a get come behind that word, so nobody takes later ones for good.
+The target may compute or sleep, but a stopped one may hold up gets, atomics and flushes until they time out. Puts and
+signals return when they have left; `flush` says when they have arrived. A rank that closes its window says so to all,
+and they look at what they were told; the bytes of a get come behind that word, so nobody takes later ones for good.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided import ATOMIC, OneSided
-from holdfast.backends.ucx.window import Part, UcxWindow
-from holdfast.comms.errors import HoldfastError
+from holdfast.backends.ucx.mapped_window import MappedWindow, Part
+from holdfast.backends.ucx.onesided import OneSided
+from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.transport import Transport
 
 BOUNCE_BYTES = 1 << 20
@@ -24,7 +25,7 @@ BOUNCE_BYTES = 1 << 20
 was given up never reach the user's."""
 
 
-class FarWindow(UcxWindow):
+class FarWindow(MappedWindow):
     """See the module."""
 
     def __init__(self, side: OneSided, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
@@ -98,17 +99,28 @@ class FarWindow(UcxWindow):
     def _amo(
         self, rank: int, offset: int, dtype: torch.dtype, code: int, values: Sequence[int], deadline: float
     ) -> int:
-        """An atomic of UCX itself. Its buffers are its own: it may be carried out after it was given up."""
-        part = self._live(rank)
+        """An atomic of UCX itself. Its buffers are its own: it may be carried out after it was given up.
+
+        It begins when nothing waits to be sent to `rank`, so that it leaves at once: UCX ends the process if it has to
+        call off one that did not, as when the peer dies.
+        """
         ffi, size = self._worker.lib.ffi, dtype.itemsize
         words = ffi.new("int32_t[2]" if size == 4 else "int64_t[2]", list(values))
         parameters = libucp.atomic_parameters(self._worker.lib, size, words)
-        self._settle(rank, deadline, ATOMIC)
-        with self._side.lock:
-            request = self._call.ucp_atomic_op_nbx(
-                part.endpoint, code, int(ffi.cast("uintptr_t", words)), 1, part.memory + offset, part.key, parameters
-            )
-        self._side.wait(request, rank, deadline, ATOMIC, (words, parameters))
+        address = int(ffi.cast("uintptr_t", words))
+        while True:
+            part = self._live(rank)
+            with self._side.lock:
+                flush = self._call.ucp_ep_flush_nbx(part.endpoint, self._plain)
+                if not flush:
+                    request = self._call.ucp_atomic_op_nbx(
+                        part.endpoint, code, address, 1, part.memory + offset, part.key, parameters
+                    )
+                    break
+            self._side.wait(flush, rank, deadline, "atomic")
+            if time.monotonic() > deadline:
+                raise OpTimeout("atomic", 0, 0.0, (rank,))
+        self._side.wait(request, rank, deadline, "atomic", (words, parameters))
         return int(words[1])
 
     # -- signals, and the end
@@ -121,8 +133,7 @@ class FarWindow(UcxWindow):
     def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
         kept = self._worker.lib.ffi.new("uint64_t[1]", [value])
         address = int(self._worker.lib.ffi.cast("uintptr_t", kept))
-        if not self._worker.over.ordered:
-            self._settle(rank, deadline, op)
+        self._settle(rank, deadline, op)
         with self._side.lock:
             request = self._call.ucp_put_nbx(
                 part.endpoint, address, 8, part.header + 8 * word, part.header_key, self._plain

@@ -23,13 +23,16 @@ API = (1, 18)
 OK, IN_PROGRESS = 0, 1
 ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_CANCELED, ERR_LAST = -9, -15, -16, -100
 
-FEATURE_TAG, FEATURE_RMA, FEATURE_AMO32, FEATURE_AMO64, FEATURE_WAKEUP = (1 << bit for bit in range(5))
+FEATURE_TAG, FEATURE_RMA, FEATURE_AMO32, FEATURE_AMO64, FEATURE_WAKEUP, _, FEATURE_AM = (1 << bit for bit in range(7))
 THREADS_SERIALIZED = 1
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 CLOSE_FORCE = 1 << 0
 MEM_MAP_ALLOCATE = 1 << 1
 ATTR_DATATYPE, ATTR_FLAGS, ATTR_REPLY_BUFFER, ATTR_RECV_INFO = 1 << 3, 1 << 4, 1 << 5, 1 << 7
 ATOMIC_ADD, ATOMIC_CSWAP = 0, 2
+AM_WHOLE = 1 << 0
+AM_REPLY, AM_EAGER, AM_COPY_HEADER = 1 << 0, 1 << 1, 1 << 3
+AM_HAS_REPLY_ENDPOINT, AM_IS_RENDEZVOUS = 1 << 0, 1 << 17
 
 CDEF = """
 typedef int8_t ucs_status_t;
@@ -106,6 +109,19 @@ typedef struct {
 
 typedef struct { uint64_t field_mask; void *address; size_t length; int mem_type; } ucp_mem_attr_t;
 
+typedef struct { uint64_t recv_attr; ucp_ep_h reply_ep; } ucp_am_recv_param_t;
+
+typedef ucs_status_t (*ucp_am_recv_callback_t)(
+    void *arg, const void *header, size_t header_length, void *data, size_t length, const ucp_am_recv_param_t *param);
+
+typedef struct {
+    uint64_t field_mask;
+    unsigned id;
+    uint32_t flags;
+    ucp_am_recv_callback_t cb;
+    void *arg;
+} ucp_am_handler_param_t;
+
 void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release);
 ucs_status_t ucp_config_read(const char *prefix, const char *file, ucp_config_t **config);
 ucs_status_t ucp_config_modify(ucp_config_t *config, const char *name, const char *value);
@@ -150,6 +166,11 @@ ucs_status_ptr_t ucp_put_nbx(
     ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t address, ucp_rkey_h rkey, const ucp_request_param_t *param);
 ucs_status_ptr_t ucp_atomic_op_nbx(
     ucp_ep_h ep, int opcode, uintptr_t buffer, size_t count, uint64_t address, ucp_rkey_h rkey,
+    const ucp_request_param_t *param);
+
+ucs_status_t ucp_worker_set_am_recv_handler(ucp_worker_h worker, const ucp_am_handler_param_t *param);
+ucs_status_ptr_t ucp_am_send_nbx(
+    ucp_ep_h ep, unsigned id, const void *header, size_t header_length, uintptr_t buffer, size_t count,
     const ucp_request_param_t *param);
 
 const char *ucs_status_string(ucs_status_t status);

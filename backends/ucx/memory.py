@@ -2,7 +2,7 @@
 
 On one host (the default) the kernel copies, straight between the two tensors, and the table of regions is shared
 memory: the owner takes no part, it may be busy or stopped. With UCX_TLS set to something that crosses hosts, for
-example "tcp,self", the owner's progress thread answers.
+example "tcp,self", the owner's progress thread answers: see `active`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from holdfast.backends.block_copy import LockedCopyPlane, TableRegion, contiguous_address
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.active import ActiveMessages
+from holdfast.backends.ucx.active_region import ActiveTable, AskedRegion
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.regions import Address, Mapping, Table
+from holdfast.backends.ucx.regions import Address, Table
 from holdfast.backends.ucx.remote import ConnectionLost, Owner, RemoteRegion
 from holdfast.backends.ucx.worker import Transports, Worker
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
@@ -40,9 +42,9 @@ def open_plane() -> UcxPlane:
 class UcxRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: UcxPlane, tensor: torch.Tensor, mapping: Mapping, address: Address) -> None:
+    def __init__(self, plane: UcxPlane, tensor: torch.Tensor, address: Address) -> None:
         super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
-        self.mapping, self.address = mapping, address
+        self.address = address
 
 
 class UcxPlane(LockedCopyPlane):
@@ -60,10 +62,11 @@ class UcxPlane(LockedCopyPlane):
         self._block = BLOCK_BYTES
         self._worker: Worker | None = None
         self._progress: ProgressThread | None = None
-        self._table: Table | None = None
+        self._table: Table | ActiveTable | None = None
+        self._messages: ActiveMessages | None = None
         self._regions: set[UcxRegion] = set()
         self._owners: dict[bytes, Owner] = {}
-        self._remote: dict[bytes, RemoteRegion] = {}
+        self._remote: dict[bytes, RemoteRegion | AskedRegion] = {}
 
     def _notice_fork(self) -> None:
         if os.getpid() != self._pid:
@@ -74,7 +77,11 @@ class UcxPlane(LockedCopyPlane):
         if self._worker is None:
             over = Transports.choose(one_host=True)
             permit_peers()
-            self._worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
+            if over.emulated:
+                self._worker = Worker(libucp.FEATURE_AM, over, self._note_failure)
+                self._messages = ActiveMessages(self._worker)
+            else:
+                self._worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
             if not over.local:
                 self._block = FAR_BLOCK_BYTES
                 self._progress = ProgressThread(self._worker, self._lock, eager=len(os.sched_getaffinity(0)) > 1)
@@ -89,13 +96,11 @@ class UcxPlane(LockedCopyPlane):
         with self._lock:
             worker = self._started()
             if self._table is None:
-                self._table = Table(worker, this_process())
-            mapping = Mapping(worker, tensor.nbytes, memory) if tensor.nbytes else Mapping(worker, 8, None)
-            try:
-                region = UcxRegion(self, tensor, mapping, self._table.fill(mapping, tensor.nbytes, writable))
-            except BaseException:
-                mapping.close()
-                raise
+                messages = self._messages
+                self._table = (
+                    Table(worker, this_process()) if messages is None else ActiveTable(messages, worker, this_process())
+                )
+            region = UcxRegion(self, tensor, self._table.expose(memory, tensor.nbytes, writable))
             self._regions.add(region)
         return region
 
@@ -109,7 +114,6 @@ class UcxPlane(LockedCopyPlane):
         if region.address.writable:
             table.wait_for_writer(region.address)
         with self._lock:
-            region.mapping.close()
             table.free(region.address)
             self._regions.discard(region)
 
@@ -130,11 +134,15 @@ class UcxPlane(LockedCopyPlane):
             else:
                 return
 
-    def _find(self, handle: Handle, deadline: float) -> RemoteRegion:
+    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | AskedRegion:
         address = Address.decode(handle.address)
         if handle.nbytes != address.nbytes:
             raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
         worker = self._started()
+        if worker.over.emulated != address.asked:
+            raise Unsupported(
+                f"reaching process {address.owner.pid} over {worker.over.tls}", "set one UCX_TLS for both processes"
+            )
         if worker.over.local and address.owner.host != this_host():
             raise Unsupported(
                 f"reaching process {address.owner.pid} of another host over {worker.over.tls}",
@@ -146,7 +154,11 @@ class UcxPlane(LockedCopyPlane):
         if len(self._remote) >= REMEMBERED:
             self._drop_keys(list(self._remote))
         try:
-            region = RemoteRegion(owner, address)
+            region: RemoteRegion | AskedRegion
+            if self._messages is None:
+                region = RemoteRegion(owner, address)
+            else:
+                region = AskedRegion(owner, address, self._messages)
             region.check(deadline)
         except (RegionGone, OpTimeout):
             self._forget(owner)
@@ -164,6 +176,12 @@ class UcxPlane(LockedCopyPlane):
             if known is owner:
                 del self._owners[address]
                 owner.close()
+
+    def _note_failure(self, key: int, why: str) -> None:
+        """A connection broke; called by UCX while it makes progress."""
+        for owner in self._owners.values():
+            if owner.key == key:
+                owner.broken = why
 
     def _drop_keys(self, names: list[bytes]) -> None:
         for name in names:
@@ -193,4 +211,4 @@ class UcxPlane(LockedCopyPlane):
                 table.close()
             if self._worker is not None:
                 self._worker.close()
-                self._worker = None
+                self._worker = self._messages = None

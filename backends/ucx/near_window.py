@@ -17,9 +17,10 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.leftovers import leave_behind
-from holdfast.backends.ucx.onesided import ATOMIC, OneSided
+from holdfast.backends.ucx.mapped_window import MappedWindow, Part
+from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.regions import writer_lives, writer_token
-from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, Part, UcxWindow, closed, give_way
+from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, closed, give_way
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Peer, Transport
@@ -28,7 +29,7 @@ BLOCK_BYTES = 4 << 20
 """Bytes that are copied at once; between two looks at the deadline."""
 
 
-class NearWindow(UcxWindow):
+class NearWindow(MappedWindow):
     """See the module."""
 
     def __init__(self, side: OneSided, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
@@ -150,7 +151,7 @@ class NearWindow(UcxWindow):
         request = self._call.ucp_atomic_op_nbx(
             part.endpoint, libucp.ATOMIC_CSWAP, self._reply_at, 1, at, part.header_key, self._atomic
         )
-        self._side.wait(request, rank, deadline, ATOMIC)
+        self._side.wait(request, rank, deadline, "atomic")
         return int(reply[1])
 
     # -- signals, and the end

@@ -25,8 +25,6 @@ from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Peer, Transport
 
 FEATURES = libucp.FEATURE_RMA | libucp.FEATURE_AMO32 | libucp.FEATURE_AMO64
-ATOMIC = "atomic"
-"""What an atomic is called to `OneSided.wait`."""
 _CARD_BYTES = 4096
 _LOOK_SECONDS = 0.001
 _TURNS = 64
@@ -60,13 +58,17 @@ class OneSided:
         self._spins = _SPINS if transport.size <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._progress: ProgressThread | None = None
         permit_peers()
-        self.worker = Worker(FEATURES, over)
+        self._broken: set[int] = set()
+        self.worker = self._make_worker(over)
         self._liveness = Liveness(peers, transport.rank)
         try:
             self._connect(transport, deadline)
         except BaseException:
             self.close()
             raise
+
+    def _make_worker(self, over: Transports) -> Worker:
+        return Worker(FEATURES, over)
 
     def _connect(self, transport: Transport, deadline: float) -> None:
         """Return once every rank is connected to every other, and helps where it has to."""
@@ -85,9 +87,9 @@ class OneSided:
 
     # -- who is still there
 
-    def check(self, rank: int) -> None:
-        """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most)."""
-        if time.monotonic() >= self._look_at:
+    def check(self, rank: int, now: bool = False) -> None:
+        """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most, or now)."""
+        if now or time.monotonic() >= self._look_at:
             self.look()
         if rank in self._dead:
             raise gone(rank)
@@ -96,7 +98,7 @@ class OneSided:
         """The dead, as of now. Raises if the communicator has ended."""
         broken = self._judge()
         with self._looking:
-            self._dead = frozenset(self._liveness.dead()).union(broken)
+            self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
             self._look_at = time.monotonic() + _LOOK_SECONDS
         return self._dead
 
@@ -123,30 +125,37 @@ class OneSided:
             if call.ucp_request_check_status(request) == libucp.OK:
                 call.ucp_request_free(request)
                 return
-        began = time.monotonic()
-        rounds = 0
+        try:
+            self.until(lambda: call.ucp_request_check_status(request) != libucp.IN_PROGRESS, rank, deadline, op)
+        except HoldfastError:
+            with self.lock:
+                self.worker.give_up(request, keep)
+            raise
+        with self.lock:
+            status = call.ucp_request_check_status(request)
+            call.ucp_request_free(request)
+        if status != libucp.OK:
+            self._explain(status, rank, op)
+
+    def until(self, done: Callable[[], bool], rank: int, deadline: float, op: str) -> None:
+        """Progress until `done()`, which is called with the lock held. Raises `RegionGone` if `rank` is gone,
+        `OpTimeout`.
+        """
+        progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
+        began, rounds = time.monotonic(), 0
         while True:
             with self.lock:
                 for _ in range(_TURNS):
-                    status = call.ucp_request_check_status(request)
-                    if status != libucp.IN_PROGRESS:
-                        call.ucp_request_free(request)
-                        if status != libucp.OK:
-                            self._explain(status, rank, op)
+                    if done():
                         return
-                    call.ucp_worker_progress(handle)
+                    progress(handle)
             rounds += 1
-            try:
-                self.check(rank)
-                if time.monotonic() > deadline:
-                    raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
-            except HoldfastError:
-                with self.lock:
-                    self.worker.give_up(request, keep, atomic=op == ATOMIC)
-                raise
+            self.check(rank)
+            if time.monotonic() > deadline:
+                raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
             if rounds > self._spins + _YIELDS:
                 time.sleep(_NAP_SECONDS)
-            elif rounds > self._spins:
+            else:
                 _give_way()
 
     def flush(self, rank: int, deadline: float, op: str) -> None:
@@ -156,8 +165,7 @@ class OneSided:
         self.wait(request, rank, deadline, op)
 
     def _explain(self, status: int, rank: int, op: str) -> None:
-        self._look_at = 0.0
-        self.check(rank)
+        self.check(rank, now=True)
         raise RegionGone(f"{op}: the memory of rank {rank} cannot be reached: {self.worker.lib.text(status)}")
 
     # -- keys

@@ -1,4 +1,4 @@
-"""Memory that this process exposes through UCX, and the table that says which of it is still there.
+"""Memory that this process exposes for UCX to read and write, and the table that says which of it is still there.
 
 A row of the table is two words: the region's generation, which is never used twice and is 0 once the region is closed,
 and the process that is writing to it. The table is memory of UCX's own, so that processes of one host load from it
@@ -38,6 +38,11 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     memory: int
     nbytes: int
     writable: bool
+
+    @property
+    def asked(self) -> bool:
+        """Whether the owner is asked for the bytes, since UCX does not read them itself."""
+        return not self.key
 
     def encode(self) -> bytes:
         body = msgspec.msgpack.encode(self)
@@ -114,6 +119,7 @@ class Table:
 
     def __init__(self, worker: Worker, owner: Peer) -> None:
         self._worker, self._owner = worker, owner
+        self._exposed: dict[int, Mapping] = {}
         self._mapping = Mapping(worker, ROWS * ROW_BYTES, None)
         ffi = worker.lib.ffi
         self._words = ffi.cast("uint64_t *", self._mapping.address)
@@ -122,14 +128,16 @@ class Table:
         self._used = 0
         self._free: list[int] = []
 
-    def fill(self, mapping: Mapping, nbytes: int, writable: bool) -> Address:
-        """Write a region down. Raises `Unsupported` when too many are open already."""
+    def expose(self, memory: int, nbytes: int, writable: bool) -> Address:
+        """Register memory and write it down. Raises `Unsupported` when too many regions are open already."""
+        if not self._free and self._used == ROWS:
+            raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
+        mapping = Mapping(self._worker, nbytes, memory) if nbytes else Mapping(self._worker, 8, None)
         if self._free:
             row = self._free.pop()
-        elif self._used < ROWS:
-            row, self._used = self._used, self._used + 1
         else:
-            raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
+            row, self._used = self._used, self._used + 1
+        self._exposed[row] = mapping
         self._generation += 1
         self._words[2 * row] = self._generation
         return Address(
@@ -162,7 +170,10 @@ class Table:
             time.sleep(0.0002)
 
     def free(self, address: Address) -> None:
-        self._free.append(self._index(address) // 2)
+        """Let the memory go, and its row."""
+        row = self._index(address) // 2
+        self._exposed.pop(row).close()
+        self._free.append(row)
 
     def _index(self, address: Address) -> int:
         return (address.row - self._mapping.address) // 8

@@ -6,26 +6,25 @@ Each call is made with the plane's lock held, and moves one block at most.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.regions import Address, writer_lives, writer_token
 from holdfast.backends.ucx.worker import Worker
-from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
 
 PIECE_BYTES = 1 << 20
 """Bytes that go over a network at once."""
 _LOOK_SECONDS = 0.002
+give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 _LEAVE_SECONDS = 0.5
-
-
-ATOMIC = "taking a region to write to"
-"""What an atomic is called to `Owner.wait`."""
 
 
 class ConnectionLost(RegionGone):
@@ -35,10 +34,13 @@ class ConnectionLost(RegionGone):
 class Owner:
     """A connection to a process that exposes memory. `here` says whether it is on this host."""
 
+    _keys = itertools.count(1)
+
     def __init__(self, worker: Worker, address: Address) -> None:
-        self.worker = worker
+        self.worker, self.key, self.broken = worker, next(self._keys), ""
         self.pid, self.here = address.owner.pid, address.owner.host == this_host()
         self.token = writer_token(this_process())
+        self._answered = True
         self._pidfd: int | None = None
         self._poll = select.poll()
         if self.here:
@@ -49,7 +51,7 @@ class Owner:
         self.words = worker.lib.ffi.new("uint64_t[3]")
         self.words_at = int(worker.lib.ffi.cast("uintptr_t", self.words))
         try:
-            self.endpoint: Any = worker.connect(address.worker, self.pid)
+            self.endpoint: Any = worker.connect(address.worker, self.key)
         except libucp.UcxError as error:
             self._close_pidfd()
             raise RegionGone(f"process {self.pid} cannot be reached: {error}") from error
@@ -61,6 +63,8 @@ class Owner:
     def check(self) -> None:
         if not self.alive():
             raise RegionGone(f"process {self.pid}, which exposed this region, is gone")
+        if self.broken:
+            raise ConnectionLost(f"the connection to process {self.pid} broke: {self.broken}")
 
     def unpack(self, key: bytes) -> Any:
         """The key to a registered memory of this owner."""
@@ -68,6 +72,18 @@ class Owner:
         made = ffi.new("ucp_rkey_h *")
         lib.check(lib.call.ucp_ep_rkey_unpack(self.endpoint, ffi.from_buffer(key), made), "unpacking a key")
         return made[0]
+
+    def atomic(self, begin: Callable[[], int], deadline: float) -> None:
+        """Carry out an atomic, once nothing waits to be sent to this owner, so that it leaves at once: UCX ends the
+        process if it has to call off one that did not, as when the owner dies. Raises as `wait` does.
+        """
+        op = "taking a region to write to"
+        worker, flush = self.worker, self.worker.lib.call.ucp_ep_flush_nbx
+        while not worker.over.local and (request := flush(self.endpoint, worker.plain)):
+            self.wait(request, deadline, op)
+        self._answered = False
+        self.wait(begin(), deadline, op)
+        self._answered = True
 
     def wait(self, request: int, deadline: float, op: str) -> None:
         """Progress until `request` is done. Raises `RegionGone` if it failed, `OpTimeout`.
@@ -82,14 +98,13 @@ class Owner:
             if call.ucp_request_check_status(request) == libucp.OK:
                 call.ucp_request_free(request)
                 return
-        began = time.monotonic()
         if request > 0:
-            turn = 0
-            while (status := call.ucp_request_check_status(request)) == libucp.IN_PROGRESS:
-                call.ucp_worker_progress(self.worker.handle)
-                turn += 1
-                if turn & 255 == 0:
-                    self._look(request, deadline, op, began)
+            try:
+                self.until(lambda: call.ucp_request_check_status(request) != libucp.IN_PROGRESS, deadline, op)
+            except HoldfastError:
+                self.worker.give_up(request, self)
+                raise
+            status = call.ucp_request_check_status(request)
             call.ucp_request_free(request)
         else:
             status = request
@@ -97,18 +112,26 @@ class Owner:
             self.check()
             raise ConnectionLost(f"process {self.pid} has no such memory any more: {lib.text(status)}")
 
-    def _look(self, request: int, deadline: float, op: str, began: float) -> None:
-        now = time.monotonic()
-        if now < deadline and self.alive():
-            if now - began > _LOOK_SECONDS:
-                time.sleep(0.0001)
-            return
-        self.worker.give_up(request, self, atomic=op == ATOMIC)
-        self.check()
-        raise OpTimeout(op, 0, now - began)
+    def until(self, done: Callable[[], bool], deadline: float, op: str) -> None:
+        """Progress until `done()`. Raises `RegionGone` if the owner is gone, `OpTimeout`."""
+        progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
+        began, turn = time.monotonic(), 0
+        while not done():
+            progress(handle)
+            turn += 1
+            if turn & 15 == 0:
+                give_way()
+            if turn & 255 == 0:
+                self.check()
+                now = time.monotonic()
+                if now > deadline:
+                    raise OpTimeout(op, 0, now - began)
+                if now - began > _LOOK_SECONDS:
+                    time.sleep(0.0001)
 
     def close(self) -> None:
-        self.worker.disconnect(self.endpoint)
+        if self._answered:
+            self.worker.disconnect(self.endpoint)
         self._close_pidfd()
 
     def _close_pidfd(self) -> None:
@@ -177,19 +200,15 @@ class RemoteRegion:
         """Two pieces under way at a time, the generation behind the last."""
         width = min(PIECE_BYTES, nbytes)
         bounce = self._worker.bounce(2 * width)
-        asked: int | None = None
         pending: deque[tuple[int, int]] = deque()
         for number, start in enumerate(range(0, nbytes, width)):
             pending.append((self._get(bounce + number % 2 * width, offset + start, min(width, nbytes - start)), start))
             last = start + width >= nbytes
-            if last and self._worker.over.ordered:
-                asked = self._ask()
             while len(pending) == 2 or (last and pending):
                 request, done = pending.popleft()
                 self.owner.wait(request, deadline, "memory read")
                 ctypes.memmove(into + done, bounce + done // width % 2 * width, min(width, nbytes - done))
-        self.owner.wait(self._ask() if asked is None else asked, deadline, "memory access")
-        self._verify()
+        self.check(deadline)
 
     # -- writing
 
@@ -257,6 +276,13 @@ class RemoteRegion:
     def _compare_and_swap(self, expected: int, desired: int, deadline: float) -> int:
         """What the row's writer was; `desired` from now on if that was `expected`. From afar, the generation too."""
         self._words[0], self._words[1] = expected, desired
+        self.owner.atomic(self._swap, deadline)
+        if not self.direct:
+            self.owner.wait(self._ask(), deadline, "memory access")
+        return int(self._words[1])
+
+    def _swap(self) -> int:
+        """Begin a compare-and-swap of the row's writer; a request."""
         request: int = self._call.ucp_atomic_op_nbx(
             self.owner.endpoint,
             libucp.ATOMIC_CSWAP,
@@ -266,11 +292,7 @@ class RemoteRegion:
             self._table_key,
             self._atomic,
         )
-        asked = self._ask() if self._worker.over.ordered else None
-        self.owner.wait(request, deadline, ATOMIC)
-        if not self.direct:
-            self.owner.wait(self._ask() if asked is None else asked, deadline, "memory access")
-        return int(self._words[1])
+        return request
 
     def close(self) -> None:
         self._call.ucp_rkey_destroy(self._key)

@@ -18,13 +18,13 @@ from typing import cast
 import torch
 
 from holdfast.backends.ucx import libucp, standby
+from holdfast.backends.ucx.active_window import ActiveSide, ActiveWindow
 from holdfast.backends.ucx.far_window import FarWindow
 from holdfast.backends.ucx.farewell import ABORTED, CLOSED, RANK_SHIFT, Farewells
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.near_window import NearWindow
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.window import UcxWindow
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
 from holdfast.comms.algorithms.cost import DEFAULTS
 from holdfast.comms.algorithms.exchange import Posted
@@ -34,6 +34,7 @@ from holdfast.comms.journal import Journal
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport import Context
+from holdfast.comms.window import WindowMemory
 
 LINKS = {True: DEFAULTS["ucx/shm"], False: DEFAULTS["ucx/tcp"]}
 """What a message costs over shared memory, and over TCP."""
@@ -276,9 +277,12 @@ class UcxTransport(MessageTransport):
 
     # -- windows
 
-    def window(self, tensor: torch.Tensor, deadline: float) -> UcxWindow:
+    def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
         if self._side is None:
-            self._side = OneSided(self, self._peers, self._worker.over, self._judge, deadline)
+            side = ActiveSide if self._worker.over.emulated else OneSided
+            self._side = side(self, self._peers, self._worker.over, self._judge, deadline)
+        if isinstance(self._side, ActiveSide):
+            return ActiveWindow(self._side, self, tensor, deadline)
         kind = NearWindow if self._side.local else FarWindow
         return kind(self._side, self, tensor, deadline)
 

@@ -1,8 +1,6 @@
-"""Windows over UCX: every rank's tensor where it lies, registered; and a header in memory of UCX's own.
+"""Windows over UCX: what all kinds have in common. How bytes move, and how ranks tell each other, differs.
 
-A header holds what the others say to its rank: two words a peer (has it closed its window; how often it has signalled),
-a lock for atomics, and a word a peer that says "I am writing into your memory". How they are written, and how bytes
-move, differs: `near_window` over shared memory, `far_window` over a network.
+What the others say to a rank are two words a peer: has it closed its window; how often it has signalled.
 """
 
 from __future__ import annotations
@@ -11,15 +9,11 @@ import ctypes
 import threading
 import time
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
 import torch
 
-from holdfast.backends.ucx.leftovers import sweep
-from holdfast.backends.ucx.onesided import OneSided, exchange
-from holdfast.backends.ucx.regions import Mapping
+from holdfast.backends.ucx.onesided import OneSided
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.transport import Transport
 from holdfast.comms.window import WindowMemory
@@ -32,66 +26,35 @@ LEAVE_SECONDS = 0.3
 _LEAST_SECONDS = 0.02
 
 
-class _Card(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's header and memory are. `key` is empty for a window without elements."""
+class Sized(Protocol):
+    """A rank's part, as this rank reaches it."""
 
-    header: int
-    header_key: bytes
-    memory: int
-    key: bytes
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here."""
-
-    endpoint: Any
-    header: int
-    header_key: Any
-    words: Any
-    memory: int
-    key: Any
-    nbytes: int
+PartOf = TypeVar("PartOf", bound=Sized)
+SideOf = TypeVar("SideOf", bound=OneSided)
 
 
-class UcxWindow(WindowMemory):
+class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     """See the module. Calls may come from several threads."""
 
-    def __init__(self, side: OneSided, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
-        sweep()
-        side.sweep()
+    _mine: Any
+    """What the others say to this rank."""
+
+    def __init__(self, side: SideOf, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
         self._side, self._tensor = side, tensor
         self._worker, self._call = side.worker, side.worker.lib.call
         self._rank, self._size = side.rank, side.size
-        self._plain = side.worker.plain
         self._signalling = threading.Lock()
         self._closed = False
-        self._parts: list[Part] = []
+        self._parts: list[PartOf] = []
         self._waited = [0] * side.size
         self._signalled = [0] * side.size
-        self._memory: Mapping | None = None
-        words = 3 * side.size + 1
-        with side.lock:
-            self._header = Mapping(side.worker, 8 * words, None)
-        ffi = side.worker.lib.ffi
-        self._mine = ffi.cast("uint64_t *", self._header.address)
-        ffi.memmove(self._mine, bytes(8 * words), 8 * words)
+        self._prepare()
         try:
-            with side.lock:
-                if tensor.nbytes:
-                    self._memory = Mapping(side.worker, tensor.nbytes, tensor.data_ptr())
-            memory = self._memory
-            card = _Card(
-                self._header.address,
-                self._header.key,
-                memory.address if memory else 0,
-                memory.key if memory else b"",
-                tensor.nbytes,
-            )
-            cards = exchange(transport, msgspec.msgpack.encode(card), deadline)
-            for rank, text in enumerate(cards):
-                self._parts.append(self._reach(rank, msgspec.msgpack.decode(text, type=_Card)))
+            self._open(transport, deadline)
             self.sizes = [part.nbytes for part in self._parts]
             transport.barrier(deadline)
         except BaseException:
@@ -99,21 +62,17 @@ class UcxWindow(WindowMemory):
             self._let_go()
             raise
 
-    def _reach(self, rank: int, card: _Card) -> Part:
-        side = self._side
-        with side.lock:
-            header_key = side.unpack(rank, card.header_key)
-            key = side.unpack(rank, card.key) if card.key else None
-            words = self._mapped(header_key, card.header)
-        return Part(side.endpoints[rank], card.header, header_key, words, card.memory, key, card.nbytes)
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make room for what the others say, before they can."""
 
-    def _mapped(self, key: Any, header: int) -> Any:
-        """A rank's header, mapped into this process; None if it cannot be."""
-        return None
+    @abstractmethod
+    def _open(self, transport: Transport, deadline: float) -> None:
+        """Expose the tensor, and find the parts of all ranks; collective."""
 
     # -- what a call begins with
 
-    def _live(self, rank: int) -> Part:
+    def _live(self, rank: int) -> PartOf:
         if self._mine[2 * rank]:
             raise closed(rank)
         if self._closed:
@@ -130,7 +89,7 @@ class UcxWindow(WindowMemory):
             self._tell(rank, part, 2 * self._rank + 1, self._signalled[rank], deadline, "signal")
 
     @abstractmethod
-    def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
+    def _tell(self, rank: int, part: PartOf, word: int, value: int, deadline: float, op: str) -> None:
         """Set a word in a rank's header, after all that was issued to it before."""
 
     def _look(self) -> None:
@@ -187,24 +146,12 @@ class UcxWindow(WindowMemory):
         """Return when a rank has been told what it was told."""
 
     def _let_go(self) -> None:
-        with self._side.lock:
-            for part in self._parts:
-                for key in (part.header_key, part.key):
-                    if key is not None:
-                        self._call.ucp_rkey_destroy(key)
-            self._parts.clear()
+        self._parts.clear()
         self._withdraw()
 
     @abstractmethod
     def _withdraw(self) -> None:
         """Stop exposing the tensor's memory. Whatever may still come must find no memory that is used."""
-
-    def _unmap(self) -> None:
-        """Let the registered memories go."""
-        with self._side.lock:
-            for mapping in (self._memory, self._header):
-                if mapping is not None:
-                    mapping.close()
 
 
 def closed(rank: int) -> RegionGone:

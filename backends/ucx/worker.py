@@ -25,30 +25,35 @@ Failed = Callable[[int, str], None]
 """failed(key, why): the connection of an endpoint made with `key` broke."""
 
 _SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm"])
+_HERE = {"RNDV_SCHEME": "get_zcopy"}
+_AFAR = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+"""Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
 _CLOSE_SECONDS = 0.2
-_SETTLING_TURNS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """What UCX is told to use, as in UCX_TLS, and the options that go with it. `local`: shared memory alone, so that
-    nothing needs the target to make progress. `ordered`: two ops of one kind (puts; gets and atomics) to one peer take
-    effect in order, for they go through one stream. UCX promises no more, and its fence would wait for the peer, for
-    ever if need be.
+    """What UCX is told to use, as in UCX_TLS, and the options that go with it.
+
+    `local`: shared memory alone, so that nothing needs the target to make progress. `emulated`: TCP may be among them,
+    over which UCX would only emulate one-sided ops: see `active`.
     """
 
     tls: str
     options: Mapping[str, str]
     local: bool
-    ordered: bool
+    emulated: bool
 
     @staticmethod
     def choose(one_host: bool) -> Transports:
         """The user's, if UCX_TLS is set; else by whether all peers are on this host."""
         tls = os.environ.get("UCX_TLS") or (ONE_HOST if one_host else MANY_HOSTS)
-        local = set(tls.split(",")) <= _SHARED_MEMORY | {"self"}
-        reading = {"RNDV_SCHEME": "get_zcopy"} if local and "UCX_RNDV_SCHEME" not in os.environ else {}
-        return Transports(tls, reading, local, set(tls.split(",")) <= {"tcp", "self"})
+        names = set(tls.split(","))
+        local = names <= _SHARED_MEMORY | {"self"}
+        options = {
+            name: value for name, value in (_HERE if local else _AFAR).items() if f"UCX_{name}" not in os.environ
+        }
+        return Transports(tls, options, local, bool(names & {"tcp", "all"}) or tls.startswith("^"))
 
 
 _in_use: dict[int, int] = {}
@@ -63,18 +68,6 @@ def _check_fork(over: Transports) -> None:
             "this process was forked from one that was using UCX, whose threads it lacks",
             "fork before the first use of ucx, or start processes by spawn",
         )
-
-
-_put_aside: list[tuple[int, Worker, Callable[[], None]]] = []
-"""Workers that wait for a stopped peer to carry out an atomic, or to die: process id, worker, what to do at its end."""
-
-
-def _close_those_put_aside() -> None:
-    waiting = _put_aside[:]
-    _put_aside.clear()
-    for pid, worker, and_then in waiting:
-        if pid == os.getpid():
-            worker.close(and_then)
 
 
 class Worker:
@@ -94,9 +87,7 @@ class Worker:
         self._endpoints: list[Endpoint] = []
         self._bounce: Any = None
         self._kept: list[object] = []
-        self._atomics: list[int] = []
-        _close_those_put_aside()
-        resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_TAG else {}
+        resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_TAG or not over.local else {}
         self._context = self._make_context(
             features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
         )
@@ -211,32 +202,15 @@ class Worker:
         self._kept.append((keep, self._bounce))
         self._bounce = None
 
-    def give_up(self, request: int, keep: object, atomic: bool) -> None:
-        """Stop waiting for a request, which may still be carried out and use `keep`.
-
-        UCX ends the process if it has to end an atomic that a peer has yet to carry out: while there is one, neither
-        endpoints nor worker go.
-        """
-        if atomic:
-            self._atomics.append(request)
-        else:
-            self._call.ucp_request_free(request)
+    def give_up(self, request: int, keep: object) -> None:
+        """Stop waiting for a request, which may still be carried out and use `keep`."""
+        self._call.ucp_request_free(request)
         self.abandon(keep)
 
-    def settled(self) -> bool:
-        """Whether no atomic that was given up is still under way."""
-        for _ in range(_SETTLING_TURNS if self._atomics else 0):
-            self._progress(self.handle)
-        for request in self._atomics[:]:
-            if self._call.ucp_request_check_status(request) != libucp.IN_PROGRESS:
-                self._atomics.remove(request)
-                self._call.ucp_request_free(request)
-        return not self._atomics
-
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Let an endpoint go, whatever state it is in; keep it while that is not possible."""
-        if not self.settled():
-            return
+        """Let an endpoint go, whatever state it is in. None that an atomic was sent over may go before its answer came:
+        it goes with the worker.
+        """
         self._endpoints.remove(endpoint)
         params = self._ffi.new(
             "ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.CLOSE_FORCE}
@@ -246,12 +220,8 @@ class Worker:
     def close(self, and_then: Callable[[], None] = lambda: None) -> None:
         """Let everything go; what is under way ends here. Does not wait for peers.
 
-        `and_then` is called when nothing arrives any more, before the context goes: to let memory go. A worker that is
-        not `settled` is put aside until it is.
+        `and_then` is called when nothing arrives any more, before the context goes: to let memory go.
         """
-        if self.handle and not self.settled():
-            _put_aside.append((os.getpid(), self, and_then))
-            return
         if self.handle:
             if self.reports_failures:
                 for endpoint in list(self._endpoints):

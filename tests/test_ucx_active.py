@@ -1,0 +1,156 @@
+"""Active messages of the ucx backend: what an owner does for whoever asks, whatever the message says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.backends.ucx import active, libucp
+from holdfast.backends.ucx.active import ActiveMessages, Ask, Exposed
+from holdfast.backends.ucx.worker import Transports, Worker
+
+SIZE, REGION, READ_ONLY = 64, 7, 8
+
+
+class Itself:
+    """A worker that is connected to itself: it asks, and answers."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
+        self.messages = ActiveMessages(self.worker)
+        self.endpoint = self.worker.connect(self.worker.address, 1)
+        self.memory = torch.zeros(SIZE, dtype=torch.uint8)
+        self.notes: list[tuple[int, int, int, int]] = []
+        for region in (REGION, READ_ONLY):
+            self.messages.expose(
+                region, Exposed(self.memory.data_ptr(), SIZE, region == REGION, lambda sender: None, self._noted)
+            )
+
+    def _noted(self, *note: int) -> bool:
+        self.notes.append(note)  # type: ignore[arg-type]
+        return True
+
+    def until(self, done: Callable[[], bool], seconds: float = 5.0) -> bool:
+        limit = time.monotonic() + seconds
+        while not done() and time.monotonic() < limit:
+            self.worker.progress()
+            self.messages.sweep()
+        return done()
+
+    def finish(self, ask: Ask) -> int:
+        assert self.until(lambda: ask.status != active.WAITING)
+        return ask.status
+
+
+@pytest.fixture(scope="module")
+def itself() -> Iterator[Itself]:
+    made = Itself()
+    yield made
+    made.worker.close()
+
+
+offsets = st.one_of(st.integers(0, 2 * SIZE), st.integers(0, 2**64 - 1))
+regions = st.sampled_from([REGION, READ_ONLY, 9])
+
+
+def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
+    """What an owner says to a request for these bytes."""
+    if region == 9:
+        return active.GONE
+    if offset + nbytes > SIZE or (writing and region == READ_ONLY):
+        return active.REFUSED
+    return active.DONE
+
+
+@given(region=regions, offset=offsets, nbytes=st.integers(0, 2 * SIZE), writing=st.booleans())
+def test_bytes_within_a_region_are_moved_and_no_others(
+    itself: Itself, region: int, offset: int, nbytes: int, writing: bool
+) -> None:
+    itself.memory.copy_(torch.arange(SIZE))
+    before, mine = itself.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
+    if writing:
+        ask = itself.messages.write(itself.endpoint, region, offset, mine.data_ptr(), nbytes, mine)
+    else:
+        ask = itself.messages.read(itself.endpoint, region, offset, mine.data_ptr(), nbytes)
+    assert itself.finish(ask) == expected(region, offset, nbytes, writing)
+    if ask.status == active.DONE and writing:
+        before[offset : offset + nbytes] = 200
+    elif ask.status == active.DONE:
+        assert torch.equal(mine[:nbytes], before[offset : offset + nbytes])
+        assert (mine[nbytes:] == 200).all()
+    assert torch.equal(itself.memory, before)
+
+
+@given(
+    region=regions,
+    offset=offsets,
+    width=st.sampled_from([0, 1, 2, 4, 8, 255]),
+    kind=st.sampled_from([active.ADD, active.SWAP]),
+    values=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
+)
+def test_an_integer_is_added_to_and_swapped_as_in_a_model(
+    itself: Itself, region: int, offset: int, width: int, kind: int, values: tuple[int, int]
+) -> None:
+    itself.memory.zero_()
+    ask = itself.messages.update(itself.endpoint, kind, region, offset, width, values)
+    status = itself.finish(ask)
+    if width not in (4, 8) and region != 9:
+        assert status == active.REFUSED
+    else:
+        assert status == expected(region, offset, width, writing=True)
+    found = bytes(itself.memory.tolist())
+    if status == active.DONE:
+        becomes = values[0] if kind == active.ADD else values[1] if values[0] == 0 else 0
+        assert ask.value == 0
+        assert found[offset : offset + width] == (becomes % 2 ** (8 * width)).to_bytes(width, "little")
+        assert not any(found[:offset]) and not any(found[offset + width :])
+    else:
+        assert not any(found)
+
+
+@given(number=st.integers(0, 3), header=st.binary(max_size=96), payload=st.binary(max_size=300))
+def test_spoilt_messages_change_nothing(itself: Itself, number: int, header: bytes, payload: bytes) -> None:
+    itself.memory.copy_(torch.arange(SIZE))
+    ffi, call = itself.worker.lib.ffi, itself.worker.lib.call
+    source = ffi.from_buffer(payload)
+    params = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.AM_COPY_HEADER})
+    at = int(ffi.cast("uintptr_t", source))
+    request = call.ucp_am_send_nbx(itself.endpoint, number, header, len(header), at, len(payload), params)
+    itself.worker.finish(request, 5.0)
+    ask = itself.messages.read(itself.endpoint, REGION, 0, itself.memory.data_ptr(), 8)
+    assert itself.finish(ask) == active.DONE, "and who asks properly is answered"
+    assert torch.equal(itself.memory, torch.arange(SIZE, dtype=torch.uint8))
+
+
+def test_a_late_answer_goes_nowhere(itself: Itself) -> None:
+    into = torch.zeros(8, dtype=torch.uint8)
+    itself.memory.fill_(1)
+    forgotten = itself.messages.read(itself.endpoint, REGION, 0, into.data_ptr(), 8)
+    itself.messages.forget(forgotten)
+    other = torch.zeros(8, dtype=torch.uint8)
+    assert itself.finish(itself.messages.read(itself.endpoint, REGION, 0, other.data_ptr(), 8)) == active.DONE
+    assert (other == 1).all()
+    assert (into == 0).all()
+
+
+def test_what_was_withdrawn_is_touched_by_nobody(itself: Itself) -> None:
+    memory = torch.zeros(8, dtype=torch.uint8)
+    itself.messages.expose(11, Exposed(memory.data_ptr(), 8, True))
+    source = torch.ones(8, dtype=torch.uint8)
+    under_way = itself.messages.write(itself.endpoint, 11, 0, source.data_ptr(), 8, source)
+    arrived = under_way.status == active.DONE
+    itself.messages.withdraw(11)
+    assert itself.finish(under_way) == (active.DONE if arrived else active.GONE)
+    assert memory.any() == arrived
+
+
+def test_a_note_reaches_the_owner_as_it_was_sent(itself: Itself) -> None:
+    itself.notes.clear()
+    ask = itself.messages.note(itself.endpoint, REGION, sender=3, word=5, value=-9, after=2)
+    assert itself.finish(ask) == active.DONE
+    assert itself.notes == [(3, 5, -9, 2)]
