@@ -72,6 +72,7 @@ class Liveness:
         self._opening = threading.Lock()
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
+        self._waited_for = 0
         self._poll = select.poll()
 
     def _open(self) -> None:
@@ -98,12 +99,19 @@ class Liveness:
         return tuple(sorted(self._dead))
 
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
-        """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case."""
+        """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case.
+
+        A process that was gone before anybody looked ends the first wait.
+        """
         self._open()
+        if len(self._dead) > self._waited_for:
+            self._waited_for = len(self._dead)
+            return True
         self._poll.register(wake_fd, select.POLLIN)
         ready = self._poll.poll(None if seconds is None else seconds * 1000)
         self._poll.unregister(wake_fd)
         self._note([event for event in ready if event[0] != wake_fd])
+        self._waited_for = len(self._dead)
         return all(fd != wake_fd for fd, _ in ready)
 
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:

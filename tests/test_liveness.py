@@ -1,0 +1,78 @@
+"""Which processes are gone: whoever waits hears of every death, whenever it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.comms.liveness import Liveness, started, this_host, this_process
+from holdfast.comms.transport import Peer
+
+
+@pytest.fixture
+def wake() -> Iterator[int]:
+    fd = os.eventfd(0, os.EFD_CLOEXEC)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as each:
+        yield each
+        each.kill()
+
+
+def peer_of(process: subprocess.Popen[bytes]) -> Peer:
+    return Peer(this_host(), process.pid, started(process.pid))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("when", ["before it was made", "before the first wait", "while somebody waits"])
+def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: int, when: str) -> None:
+    peer = peer_of(process)
+    if when == "before it was made":
+        end(process)
+    liveness = Liveness([this_process(), peer], 0)
+    if when == "before the first wait":
+        end(process)
+    if when == "while somebody waits":
+        threading.Timer(0.05, process.kill).start()
+    alarm = threading.Timer(10.0, os.eventfd_write, (wake, 1))
+    alarm.start()
+    assert liveness.wait(wake), "the death ended it, and not the alarm"
+    alarm.cancel()
+    assert liveness.dead() == (1,)
+    assert liveness.wait(wake, 0.01), "and once only: what ends this one is its time"
+    liveness.close()
+
+
+def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: int) -> None:
+    liveness = Liveness([this_process(), peer_of(process)], 0)
+    os.eventfd_write(wake, 1)
+    assert not liveness.wait(wake)
+    assert liveness.dead() == ()
+    liveness.close()
+
+
+def test_another_process_under_the_same_number_is_a_death(process: subprocess.Popen[bytes], wake: int) -> None:
+    now = peer_of(process)
+    liveness = Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)
+    assert liveness.dead() == (1,)
+    assert liveness.wait(wake), "though it had been asked for before"
+    liveness.close()
+
+
+def test_processes_of_other_hosts_are_nobody_s_business_here(wake: int) -> None:
+    liveness = Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)
+    assert liveness.wait(wake, 0.01)
+    assert liveness.dead() == ()
+    liveness.close()
