@@ -6,7 +6,6 @@ process cannot be cancelled, and would hold its caller for as long as the proces
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.mailbox import Word, ended, mailbox
 from holdfast.backends.mpi.meeting import meet
@@ -40,7 +40,6 @@ _NAP_SECONDS = 5e-5
 _GRACE_SECONDS = 0.2
 """How long a failed call may wait for the word that explains it."""
 
-_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 _abandoned: list[tuple[MPI.Request, object]] = []
 """Requests of ops that were given up, with the memory that MPI may still look at."""
@@ -128,7 +127,7 @@ class MpiMessages(MessageTransport):
         next_look, said = began + _LOOK_SECONDS, False
         while True:
             for _ in range(16):
-                _give_way()
+                give_way()
                 if test():
                     return
             now = time.monotonic()

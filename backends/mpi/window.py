@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.window_server import (
     ADD,
@@ -50,8 +51,6 @@ _LOOK_SECONDS = 0.001
 _SPINS = 64
 _YIELDS = 2000
 _NAP_SECONDS = 0.0001
-
-_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 
 class Desk:
@@ -196,7 +195,7 @@ class MpiWindow(WindowMemory):
                 if time.monotonic() > deadline:
                     raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
                 if turns < _SPINS * _YIELDS:
-                    _give_way()
+                    give_way()
                 else:
                     time.sleep(_NAP_SECONDS)
         except MPI.Exception as error:
@@ -247,7 +246,7 @@ class MpiWindow(WindowMemory):
                 self._hear(reply, rank, deadline, "put")
                 while not sent.Test():  # it has arrived, and MPI is about to notice
                     self._desk.check(rank)
-                    _give_way()
+                    give_way()
             finally:
                 if sent != MPI.REQUEST_NULL:
                     self._desk.abandon(sent, source)
@@ -293,7 +292,7 @@ class MpiWindow(WindowMemory):
                 self._hear(reply, rank, deadline, "get")
                 while not coming.Test():
                     self._desk.check(rank)
-                    _give_way()
+                    give_way()
                 ctypes.memmove(address + at_byte, bounce.data_ptr(), bounce.nbytes)
                 reply.cancel()
                 pending.pop(0)
@@ -346,7 +345,7 @@ class MpiWindow(WindowMemory):
                 raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
             turns += 1
             if turns < _YIELDS:
-                _give_way()
+                give_way()
             else:
                 time.sleep(_NAP_SECONDS)
         self._waited[rank] = wanted

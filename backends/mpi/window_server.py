@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
+from holdfast.backends.local_cpu import change, give_way
+
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
 DONE, GO, GONE = range(3)
 REQUEST = struct.Struct("=QBIQqqqqq")
@@ -38,8 +40,6 @@ _AWAKE_SECONDS = 0.0005
 _NAP_SECONDS = 0.00005
 _PATIENT_SECONDS = 0.05
 _LONG_NAP_SECONDS = 0.001
-
-_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 
 def reply_tag(number: int) -> int:
@@ -64,13 +64,7 @@ class Exposed:
 
     def change(self, kind: int, offset: int, itemsize: int, first: int, second: int) -> int:
         """ADD `first`, or SWAP `first` for `second`; what was there before. The lock is held."""
-        place = (ctypes.c_int32 if itemsize == 4 else ctypes.c_int64).from_address(self.address + offset)
-        old = int(place.value)
-        if kind == ADD:
-            place.value = old + first
-        elif old == first:
-            place.value = second
-        return old
+        return change(self.address + offset, itemsize, kind == ADD, first, second)
 
 
 class _Job:
@@ -136,7 +130,7 @@ class Server:
             if worked:
                 active = now
             elif now - active < _AWAKE_SECONDS or self._jobs:
-                _give_way()
+                give_way()
             else:
                 time.sleep(_NAP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_NAP_SECONDS)
 

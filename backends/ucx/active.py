@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.backends.local_cpu import change
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Endpoint, Worker
 
@@ -221,18 +222,9 @@ class ActiveMessages:
             exposed.wrote(sender)
             status = DONE
         elif kind in (ADD, SWAP) and exposed.writable and width in (4, 8) and offset <= exposed.nbytes - width:
-            status, value = DONE, self._update(exposed.address + offset, width, kind, first, second)
+            status, value = DONE, change(exposed.address + offset, width, kind == ADD, first, second)
         answer = _ANSWER.pack(token, value, status)
         source = self._ffi.from_buffer(payload)
         at = int(self._ffi.cast("uintptr_t", source))
         self._send(param.reply_ep, _REPLY, answer, at, len(payload), self._answering, None, source)
         return libucp.OK
-
-    def _update(self, address: int, width: int, kind: int, first: int, second: int) -> int:
-        element = (ctypes.c_int32 if width == 4 else ctypes.c_int64).from_address(address)
-        old = int(element.value)
-        if kind == ADD:
-            element.value = old + first
-        elif old == first:
-            element.value = second
-        return old

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.leftovers import leave_behind
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.regions import writer_lives, writer_token
-from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, closed, give_way
+from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, closed
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Peer, Transport

@@ -7,7 +7,6 @@ may compute or sleep, but not be stopped.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
@@ -29,12 +29,9 @@ _CARD_BYTES = 4096
 _LOOK_SECONDS = 0.001
 _TURNS = 64
 """Progress calls between two looks at clock and peers, with the lock held."""
-_SPINS, _CROWDED_SPINS = 20, 0
-"""Such rounds before a wait begins to give way."""
-_YIELDS = 200
+_YIELDS, _CROWDED_YIELDS = 220, 200
+"""Such rounds before a wait begins to sleep; it gives way after each."""
 _NAP_SECONDS = 0.0001
-
-_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 
 Judge = Callable[[], Iterable[int]]
@@ -55,7 +52,7 @@ class OneSided:
         self._look_at = 0.0
         self._dead: frozenset[int] = frozenset()
         self._kept: list[Callable[[bool], bool]] = []
-        self._spins = _SPINS if transport.size <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
+        self._crowded = transport.size > len(os.sched_getaffinity(0))
         self._progress: ProgressThread | None = None
         permit_peers()
         self._broken: set[int] = set()
@@ -80,7 +77,7 @@ class OneSided:
         except libucp.UcxError as error:
             raise PeerFailed((), f"no one-sided connection: {error}") from error
         if not self.local:
-            self._progress = ProgressThread(self.worker, self.lock, eager=bool(self._spins))
+            self._progress = ProgressThread(self.worker, self.lock, eager=not self._crowded)
             for rank in range(self.size):
                 self.flush(rank, deadline, "window")
         transport.barrier(deadline)
@@ -143,6 +140,7 @@ class OneSided:
         """
         progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
         began, rounds = time.monotonic(), 0
+        yields = _CROWDED_YIELDS if self._crowded else _YIELDS
         while True:
             with self.lock:
                 for _ in range(_TURNS):
@@ -153,10 +151,10 @@ class OneSided:
             self.check(rank)
             if time.monotonic() > deadline:
                 raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
-            if rounds > self._spins + _YIELDS:
+            if rounds > yields:
                 time.sleep(_NAP_SECONDS)
             else:
-                _give_way()
+                give_way()
 
     def flush(self, rank: int, deadline: float, op: str) -> None:
         """Return when all that was issued to `rank` has taken effect there."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import threading
 import time
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx.worker import Worker
 
 _PAUSE_MILLISECONDS = 2
 _EAGER_SECONDS = 0.0003
-_give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 
 
 class ProgressThread:
@@ -59,7 +58,7 @@ class ProgressThread:
             finally:
                 lock.release()
             if until:
-                _give_way()
+                give_way()
 
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)

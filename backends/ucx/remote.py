@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.regions import Address, writer_lives, writer_token
 from holdfast.backends.ucx.worker import Worker
@@ -23,7 +24,6 @@ from holdfast.comms.liveness import open_pidfd, this_host, this_process
 PIECE_BYTES = 1 << 20
 """Bytes that go over a network at once."""
 _LOOK_SECONDS = 0.002
-give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 _LEAVE_SECONDS = 0.5
 
 

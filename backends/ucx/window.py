@@ -5,7 +5,6 @@ What the others say to a rank are two words a peer: has it closed its window; ho
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from abc import abstractmethod
@@ -13,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.transport import Transport
 from holdfast.comms.window import WindowMemory
 
-give_way = ctypes.CDLL(None).sched_yield  # lets go of the GIL, which os.sched_yield does not
 YIELDS = 200
 SLEEP_SECONDS = 0.0002
 LEAVE_SECONDS = 0.3
