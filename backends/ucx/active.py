@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from holdfast.backends.local_cpu import change
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Endpoint, Worker
+from holdfast.comms.errors import HoldfastError
 
 PIECE_BYTES = 1 << 20
 """Bytes of one message."""
@@ -47,6 +49,29 @@ class Ask:
     status: int = WAITING
     value: int = 0
     sent: bool = False
+
+
+def in_pieces(
+    nbytes: int, begin: Callable[[int, int], Ask], finish: Callable[[Ask], None], forget: Callable[[Ask], None]
+) -> None:
+    """`begin(start, length)` for each piece (one of nothing for no bytes), several under way at a time.
+
+    `finish` returns when one was answered: all were when this returns. Where it raises, those under way are forgotten.
+    """
+    pending: deque[Ask] = deque()
+    try:
+        for start in range(0, nbytes, PIECE_BYTES) or (0,):
+            pending.append(begin(start, min(PIECE_BYTES, nbytes - start)))
+            if len(pending) == PIECES:
+                finish(pending[0])
+                pending.popleft()
+        while pending:
+            finish(pending[0])
+            pending.popleft()
+    except HoldfastError:
+        for ask in pending:
+            forget(ask)
+        raise
 
 
 @dataclass(slots=True, eq=False)

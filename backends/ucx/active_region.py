@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable
 
 from holdfast.backends.ucx import active
-from holdfast.backends.ucx.active import PIECE_BYTES, PIECES, ActiveMessages, Ask, Exposed
+from holdfast.backends.ucx.active import ActiveMessages, Ask, Exposed, in_pieces
 from holdfast.backends.ucx.regions import Address
 from holdfast.backends.ucx.remote import ConnectionLost, Owner
 from holdfast.backends.ucx.worker import Worker
-from holdfast.comms.errors import CorruptData, HoldfastError, RegionGone, Unsupported
+from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.transport import Peer
 
 
@@ -73,21 +72,7 @@ class AskedRegion:
         )
 
     def _in_pieces(self, begin: Callable[[int, int], Ask], nbytes: int, deadline: float, op: str) -> None:
-        """Some pieces under way at a time; all were answered when this returns."""
-        pending: deque[Ask] = deque()
-        try:
-            for start in range(0, nbytes, PIECE_BYTES) or (0,):
-                pending.append(begin(start, min(PIECE_BYTES, nbytes - start)))
-                if len(pending) == PIECES:
-                    self._finish(pending[0], deadline, op)
-                    pending.popleft()
-            while pending:
-                self._finish(pending[0], deadline, op)
-                pending.popleft()
-        except HoldfastError:
-            for ask in pending:
-                self._messages.forget(ask)
-            raise
+        in_pieces(nbytes, begin, lambda ask: self._finish(ask, deadline, op), self._messages.forget)
 
     def _finish(self, ask: Ask, deadline: float, op: str) -> None:
         self.owner.until(lambda: ask.status != active.WAITING, deadline, op)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.backends.ucx import active, libucp
-from holdfast.backends.ucx.active import PIECE_BYTES, PIECES, ActiveMessages, Ask, Exposed
+from holdfast.backends.ucx.active import PIECE_BYTES, PIECES, ActiveMessages, Ask, Exposed, in_pieces
 from holdfast.backends.ucx.onesided import OneSided, exchange
 from holdfast.backends.ucx.window import UcxWindow
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
-from holdfast.comms.errors import HoldfastError, RegionGone
+from holdfast.comms.errors import RegionGone
 from holdfast.comms.transport import Transport
 
 
@@ -141,24 +141,17 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         part = self._live(rank)
         address, nbytes, side = into.data_ptr(), into.nbytes, self._side
         self._settle(rank, deadline, "get")
-        reading: deque[Ask] = deque()
-        try:
-            for start in range(0, nbytes, PIECE_BYTES):
-                block = min(PIECE_BYTES, nbytes - start)
-                with side.lock:
-                    ask = self._messages.read(part.endpoint, part.region, offset + start, address + start, block)
-                reading.append(ask)
-                if len(reading) == PIECES:
-                    side.wait_for(reading[0], rank, deadline, "get")
-                    reading.popleft()
-            while reading:
-                side.wait_for(reading[0], rank, deadline, "get")
-                reading.popleft()
-        except HoldfastError:
+
+        def begin(start: int, block: int) -> Ask:
             with side.lock:
-                for ask in reading:
-                    self._messages.forget(ask)
-            raise
+                return self._messages.read(part.endpoint, part.region, offset + start, address + start, block)
+
+        def forget(ask: Ask) -> None:
+            with side.lock:
+                self._messages.forget(ask)
+
+        if nbytes:
+            in_pieces(nbytes, begin, lambda ask: side.wait_for(ask, rank, deadline, "get"), forget)
         self._live(rank)
 
     def _settle(self, rank: int, deadline: float, op: str) -> None:

@@ -98,7 +98,6 @@ class Owner:
             if call.ucp_request_check_status(request) == libucp.OK:
                 call.ucp_request_free(request)
                 return
-        if request > 0:
             try:
                 self.until(lambda: call.ucp_request_check_status(request) != libucp.IN_PROGRESS, deadline, op)
             except HoldfastError:
