@@ -60,7 +60,6 @@ class CheckedPlane(MemoryPlane):
         address = contiguous_address(source, "source", self.name)
         return self._copy("memory write", handle, address, source, offset, timeout, writing=True)
 
-    @abstractmethod
     def _copy(
         self,
         op: str,
@@ -72,6 +71,37 @@ class CheckedPlane(MemoryPlane):
         writing: bool,
     ) -> Work:
         """Copy all of `tensor`, which lies at `address`, from the region of a handle or to it."""
+        self._check_open()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        self._check(op, handle, offset, nbytes)
+        deadline = began + timeout
+
+        def look() -> None:
+            self._check_open()
+            if time.monotonic() > deadline:
+                raise OpTimeout(op, seq, time.monotonic() - began)
+
+        def body() -> None:
+            self._in_blocks(handle, address, offset, nbytes, deadline, writing, look)
+            if not writing and nbytes and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+    @abstractmethod
+    def _in_blocks(
+        self,
+        handle: Handle,
+        address: int,
+        offset: int,
+        nbytes: int,
+        deadline: float,
+        writing: bool,
+        look: Callable[[], None],
+    ) -> None:
+        """Copy block by block; `look()`, called before each, raises if the plane was closed or the time is over."""
 
     def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
         """Raise ValueError or `Unsupported` unless these bytes are within a region of this kind of plane."""
@@ -92,42 +122,28 @@ class BlockCopyPlane(CheckedPlane):
     def _reach(self, handle: Handle, writing: bool) -> Reach:
         """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
-    def _copy(
+    def _in_blocks(
         self,
-        op: str,
         handle: Handle,
         address: int,
-        tensor: torch.Tensor,
         offset: int,
-        timeout: float,
+        nbytes: int,
+        deadline: float,
         writing: bool,
-    ) -> Work:
-        self._check_open()
-        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
-        self._check(op, handle, offset, nbytes)
-
-        def body() -> None:
-            region = self._reach(handle, writing)
-            unharmed = False
-            try:
-                if region.nbytes != handle.nbytes:
-                    raise CorruptData(
-                        f"a handle of {handle.nbytes} bytes for a region of {region.nbytes}: a forged handle"
-                    )
-                move = region.push if writing else region.pull
-                for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-                    if time.monotonic() - began > timeout:
-                        raise OpTimeout(op, seq, time.monotonic() - began)
-                    self._check_open()
-                    move(address + start, offset + start, min(BLOCK_BYTES, nbytes - start))
-                unharmed = True
-            finally:
-                region.release(unharmed)
-            _changed(tensor, writing)
-
-        work = Work(op)
-        work.run(body)
-        return work
+        look: Callable[[], None],
+    ) -> None:
+        region = self._reach(handle, writing)
+        unharmed = False
+        try:
+            if region.nbytes != handle.nbytes:
+                raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {region.nbytes}: a forged handle")
+            move = region.push if writing else region.pull
+            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+                look()
+                move(address + start, offset + start, min(BLOCK_BYTES, nbytes - start))
+            unharmed = True
+        finally:
+            region.release(unharmed)
 
 
 class LockedCopyPlane(CheckedPlane):
@@ -145,41 +161,25 @@ class LockedCopyPlane(CheckedPlane):
     def _notice_fork(self) -> None:
         """Begin anew in a forked child."""
 
-    def _copy(
+    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
+        self._notice_fork()
+        super()._check(op, handle, offset, nbytes)
+
+    def _in_blocks(
         self,
-        op: str,
         handle: Handle,
         address: int,
-        tensor: torch.Tensor,
         offset: int,
-        timeout: float,
+        nbytes: int,
+        deadline: float,
         writing: bool,
-    ) -> Work:
-        self._check_open()
-        self._notice_fork()
-        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
-        self._check(op, handle, offset, nbytes)
-        deadline = began + timeout
-
-        def body() -> None:
-            most = self._block
-            for start in range(0, nbytes, most) or (0,):
-                with self._lock:
-                    self._check_open()
-                    if time.monotonic() > deadline:
-                        raise OpTimeout(op, seq, time.monotonic() - began)
-                    self._move(handle, address + start, offset + start, min(most, nbytes - start), deadline, writing)
-            _changed(tensor, writing)
-
-        work = Work(op)
-        work.run(body)
-        return work
-
-
-def _changed(tensor: torch.Tensor, writing: bool) -> None:
-    """Tell autograd of what was read into a tensor."""
-    if not writing and tensor.nbytes and not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+        look: Callable[[], None],
+    ) -> None:
+        most = self._block
+        for start in range(0, nbytes, most) or (0,):
+            with self._lock:
+                look()
+                self._move(handle, address + start, offset + start, min(most, nbytes - start), deadline, writing)
 
 
 class TableRegion(Region):
