@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
+from holdfast.backends.patience import unless
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
@@ -64,7 +65,7 @@ _GRACE_SECONDS = 0.2
 """How long a broken connection may wait for the kernel's word on whose process ended."""
 
 _CONNECT_SECONDS = 5.0
-"""How long the ranks may take to connect once all are there: nothing can end that wait if one of them then dies."""
+"""How long the ranks may take to connect once all are there: so long a call is left behind if one of them then dies."""
 
 _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
@@ -103,17 +104,29 @@ class GlooTransport(TorchGroup):
         theirs: set[tuple[str, int]] = set()
         for rank in range(self.size):
             if rank != self.rank:
-                data = fetch(context.store, f"listens/{rank}", context.deadline)
+                data = fetch(context.store, f"listens/{rank}", context.deadline, self._liveness)
                 theirs.update(msgspec.json.decode(data, type=list[tuple[str, int]]))
-        limit = min(context.deadline - time.monotonic(), _CONNECT_SECONDS)
-        settings._timeout = timedelta(seconds=max(limit, 0.001))
+        began = time.monotonic()
+        limit = max(min(context.deadline - began, _CONNECT_SECONDS), 0.001)
+        settings._timeout = timedelta(seconds=limit)
         settings._threads = 2
-        try:
-            group = gloo(context.store, self.rank, self.size, settings)
-        except RuntimeError as error:
+
+        def look() -> None:
+            if (error := context.over()) is not None:
+                raise error
             if dead := self._liveness.dead():
-                raise PeerFailed(dead, "its process ended while the ranks connected") from error
-            raise OpTimeout("connect", 0, limit) from error
+                raise PeerFailed(dead, "its process ended while the ranks connected")
+
+        try:
+            group = unless(look, lambda: gloo(context.store, self.rank, self.size, settings))
+        except HoldfastError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() - began >= limit:
+                raise OpTimeout("connect", 0, limit) from error
+            self._liveness.wait(self._wake, _GRACE_SECONDS)
+            look()
+            raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
         self._sockets = duplicates(listening, theirs)
         return group
 

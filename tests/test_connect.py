@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
+from holdfast.backends.gloo import _CONNECT_SECONDS
 from holdfast.comms.transport import Peer
+from holdfast.harness import LocalCluster
 
 
 def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
@@ -220,3 +223,32 @@ def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
             "shm", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=5.0
         )
     assert caught.value.ranks == (1,)
+
+
+# -- a rank that dies on the way
+
+
+def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
+    """Connect once more; rank 1 is killed when it comes to call the function `where`."""
+    if comm.rank == 1:
+        module, _, name = where.rpartition(".")
+        setattr(importlib.import_module(module), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        comms.connect(comm.backend, rank=comm.rank, size=comm.size, rendezvous=place, name="again").close()
+    except comms.PeerFailed as error:
+        return f"lost {error.ranks}"
+    return "did not notice"
+
+
+def test_who_connects_with_a_rank_that_dies_is_told_at_once(process_backend: str, tmp_path: Path) -> None:
+    with LocalCluster(3, process_backend) as cluster:
+        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._build")
+    survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
+    assert "lost (1,)" in survivors, "the other may be told of the one that gives up first"
+    assert all(str(value).startswith("lost") for value in survivors)
+
+
+def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) -> None:
+    with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
+        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.unless")
+    assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
