@@ -151,6 +151,8 @@ class Job:
                 raise RunTimeout(self._late(), timeout, self._where())
             self._collect(min(0.1, max(0.0, deadline - time.monotonic())))
         view = self._register.read()
+        if view is not None and view.phase == "failed" and not view.members:
+            raise HoldfastError(f"job {self._contract.name!r} has ended: {view.reason}")
         if view is None or view.phase in ("forming", "failed"):
             self._raise_failures()
             raise HoldfastError(f"the job did not run: {view.reason if view else 'no process joined it'}")
