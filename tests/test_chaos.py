@@ -28,6 +28,7 @@ from holdfast.harness.chaos.compare import compared, load_report
 from holdfast.harness.chaos.measure import percentiles, strikes
 from holdfast.harness.chaos.performance import Raw, Struck
 from holdfast.harness.chaos.planning import Planned, Trigger
+from holdfast.harness.chaos.points import LATE_STEPS
 from holdfast.harness.chaos.record import ChaosReport, Stage, Strike
 from holdfast.harness.chaos.stage import Noted
 from holdfast.harness.cli import app
@@ -292,6 +293,15 @@ def test_a_training_of_ones_own_survives(chaos: Any) -> None:
     run.check()
     assert len(run.values) == 2
     assert torch.equal(run.values[0], run.values[1])
+
+
+def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.harness.chaos.performance.LOOK_SECONDS", 0.5)  # it would be over between two looks
+    run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
+    run.check()
+    first, last = run.report.strikes
+    assert 10 < first.step <= 10 + LATE_STEPS
+    assert 37 < last.step <= 40
 
 
 def test_a_bug_in_it_is_found(chaos: Any, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class Performance:
             (self._directory / "store").mkdir(mode=0o700)
             return StoreCast(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
-        triggers = tuple(each.planned.when for each in self._raw.struck if each.planned.when.point is not None)
+        triggers = tuple(each.planned.when for each in self._raw.struck if each.planned.when.seconds is None)
         prelude: list[Step] = [Arm(gate.path, triggers)] if triggers else []
         if links is not None:
             prelude.append(links.prepare())
@@ -196,10 +196,14 @@ class Performance:
         return self._complete
 
     def _arrived(self, waiting: Waiting, cast: RunningCast) -> None:
-        """A process is at a point: strike what waits for that, and let it go on."""
+        """A process is at a point: strike what waits for that, and what is late, and let it go on."""
         try:
             for struck in self._raw.struck:
-                if struck.time is None and not struck.refused and waiting.arrival.fits(struck.planned.when):
+                if struck.time is not None or struck.refused or not waiting.arrival.fits(struck.planned.when):
+                    continue
+                if struck.planned.when.point is None:
+                    self._strike(struck)
+                else:
                     self._stage.reached = cast.of_pid(waiting.arrival.pid)
                     self._strike(struck)
                     break

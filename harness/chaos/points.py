@@ -19,6 +19,11 @@ from holdfast.harness.chaos.planning import Trigger
 HELD_SECONDS = 10.0
 """How long a process waits at a point at most."""
 
+LATE_STEPS = 5
+"""So many steps after the one whose commit they wait for, faults have struck: nobody commits the next one before."""
+
+_COMMIT, _FINISH = "commit.before_prepare", "finish.before_propose"
+
 
 class Arrival(msgspec.Struct, frozen=True):
     """A process is at a point."""
@@ -30,7 +35,10 @@ class Arrival(msgspec.Struct, frozen=True):
     epoch: int
 
     def fits(self, when: Trigger) -> bool:
-        """Whether this is what a trigger waits for."""
+        """Whether this is what a trigger waits for, or as far as the job may go before it."""
+        if when.step is not None:
+            late = self.point == _COMMIT and self.step == when.step + LATE_STEPS
+            return late or self.point == _FINISH
         wanted = ((when.in_step, self.step), (when.rank, self.rank), (when.epoch, self.epoch))
         return when.point == self.point and all(want in (-1, have) for want, have in wanted)
 
@@ -40,6 +48,9 @@ class Agent:
 
     def __init__(self, path: Path, triggers: Sequence[Trigger]) -> None:
         self._triggers = tuple(triggers)
+        self._points = {each.point for each in triggers}
+        if None in self._points:
+            self._points |= {_COMMIT, _FINISH}
         self._turn = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(str(path))
@@ -47,6 +58,8 @@ class Agent:
 
     def reach(self, point: str, step: int, rank: int, epoch: int) -> None:
         """Wait at a point, if a fault may strike there."""
+        if point not in self._points:
+            return
         here = Arrival(os.getpid(), point, step, rank, epoch)
         if not any(here.fits(when) for when in self._triggers):
             return
