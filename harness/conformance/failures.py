@@ -66,7 +66,9 @@ def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, tm
             comm.all_reduce(torch.ones(4), timeout=0.5)
         except (OpTimeout, Revoked) as error:
             (tmp_path / str(comm.rank)).write_text(str(error))
-        os.kill(pids[1], signal.SIGKILL)
+        if comm.rank == 0:
+            _wait_for(tmp_path / "2")  # the death of rank 1 would be another way out
+            os.kill(pids[1], signal.SIGKILL)
 
     with LocalCluster(3, process_backend, timeout=20.0) as cluster, pytest.raises(HoldfastError):
         cluster.run(body)
@@ -110,7 +112,7 @@ def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> 
         assert all("disk on fire" in each for each in said)
 
 
-def test_an_async_op_carries_its_error(backend: str) -> None:
+def test_an_async_op_carries_its_error(backend: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
             work = comm.all_reduce(torch.ones(2), async_op=True, timeout=0.3)
@@ -118,8 +120,9 @@ def test_an_async_op_carries_its_error(backend: str) -> None:
                 work.wait()
             assert work.done() and work.exception() is caught.value
             assert caught.value.op == "all_reduce"
+            (tmp_path / "late").touch()
         else:
-            time.sleep(0.8)
+            _wait_for(tmp_path / "late")
 
     with LocalCluster(2, backend) as cluster:
         cluster.run(body)
@@ -180,3 +183,10 @@ def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> N
     with LocalCluster(2, process_backend, timeout=100.0) as cluster:
         for grown in cluster.run(body, 100 if process_backend == "shm" else 30):
             assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
+
+
+def _wait_for(path: Path) -> None:
+    """Return once the file is there, or after ten seconds."""
+    deadline = time.monotonic() + 10.0
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
