@@ -18,6 +18,7 @@ from children import Child, children
 from holdfast import comms
 from holdfast.backends.ucx import far_window, memory, near_window, plugin, standby
 from holdfast.backends.ucx.regions import Address
+from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
@@ -342,7 +343,7 @@ def _try_to_read(pipe: Connection) -> None:
             pipe.send(str(error))
 
 
-def test_a_worker_waits_for_the_next_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
+def test_a_worker_waits_for_a_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         def one(epoch: int, previous: Communicator | None) -> Communicator:
             return connect_members(
@@ -352,14 +353,20 @@ def test_a_worker_waits_for_the_next_communicator_and_goes_with_the_last(start: 
         def waiting() -> bool:
             return os.getpid() in standby._waiting
 
-        first = one(1, None)
+        first, other = one(1, None), one(1, None)
         found = [waiting()]
+        first.abort("the epoch is over")
+        assert isinstance(first.transport, UcxTransport)
+        given_up = first.transport.hand_over([])
+        assert given_up is not None
+        given_up.close()
         second = one(2, first)
         found.append(waiting())
-        first.close()
+        other.close()
         found.append(waiting())
         second.all_reduce(torch.ones(3))
         second.close()
+        first.close()
         pipe.send([*found, waiting()])
 
     child = start(body)

@@ -137,7 +137,6 @@ void ucp_worker_release_address(ucp_worker_h worker, void *address);
 unsigned ucp_worker_progress(ucp_worker_h worker);
 ucs_status_t ucp_worker_get_efd(ucp_worker_h worker, int *fd);
 ucs_status_t ucp_worker_arm(ucp_worker_h worker);
-ucs_status_ptr_t ucp_worker_flush_nbx(ucp_worker_h worker, const ucp_request_param_t *param);
 
 ucs_status_t ucp_ep_create(ucp_worker_h worker, const ucp_ep_params_t *params, ucp_ep_h *ep);
 ucs_status_ptr_t ucp_ep_close_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
@@ -147,6 +146,10 @@ ucs_status_ptr_t ucp_tag_send_nbx(
     ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t tag, const ucp_request_param_t *param);
 ucs_status_ptr_t ucp_tag_recv_nbx(
     ucp_worker_h worker, uintptr_t buffer, size_t count, uint64_t tag, uint64_t mask, const ucp_request_param_t *param);
+intptr_t ucp_tag_probe_nb(
+    ucp_worker_h worker, uint64_t tag, uint64_t mask, int remove, ucp_tag_recv_info_t *info);
+ucs_status_ptr_t ucp_tag_msg_recv_nbx(
+    ucp_worker_h worker, uintptr_t buffer, size_t count, intptr_t message, const ucp_request_param_t *param);
 ucs_status_t ucp_tag_recv_request_test(intptr_t request, ucp_tag_recv_info_t *info);
 ucs_status_t ucp_request_check_status(intptr_t request);
 void ucp_request_cancel(ucp_worker_h worker, intptr_t request);

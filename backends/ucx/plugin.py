@@ -18,8 +18,8 @@ from holdfast.comms.transport import Context, Transport
 
 
 def connect(context: Context) -> Transport:
-    """See `holdfast.backends.ucx.transport.connect`."""
-    from holdfast.backends.ucx.transport import connect
+    """See `holdfast.backends.ucx.meeting.connect`."""
+    from holdfast.backends.ucx.meeting import connect
 
     return connect(context)
 

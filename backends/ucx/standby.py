@@ -1,4 +1,5 @@
-"""A worker for messages that is made before it is needed: that takes 5 ms, which a rebuild need not wait for.
+"""A worker for messages that is made before it is needed: that takes 5 ms, which a rebuild that cannot go on with the
+worker that it has need not wait for.
 
 There is one while the process has communicators over UCX. It is made when the first of them stands, and anew whenever
 one of several is closed, as those of earlier epochs are once nobody waits for the next.

@@ -1,4 +1,5 @@
-"""Messages between ranks by UCP tags. The collectives over them are those of `comms.algorithms.messages`.
+"""Messages between ranks by UCP tags. The collectives over them are those of `comms.algorithms.messages`; how the
+ranks find each other is in `meeting`.
 
 Large payloads are read by the receiver, never written by the sender: a rank that was stopped, and goes on after the
 others have given up on it, then cannot write into memory that they use for something else. Nothing that UCX offers
@@ -12,40 +13,39 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 import torch
 
-from holdfast.backends.ucx import libucp, standby
+from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.active_window import ActiveSide, ActiveWindow
+from holdfast.backends.ucx.connections import Connections, Link
 from holdfast.backends.ucx.far_window import FarWindow
-from holdfast.backends.ucx.farewell import ABORTED, CLOSED, RANK_SHIFT, Farewells
-from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.near_window import NearWindow
+from holdfast.backends.ucx.notices import ABORTED, CLOSED, Notices, Tags
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
-from holdfast.comms.algorithms.cost import DEFAULTS
+from holdfast.comms.algorithms import cost
 from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import MessageTransport
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 from holdfast.comms.liveness import Liveness
-from holdfast.comms.rendezvous import fetch
-from holdfast.comms.transport import Context
+from holdfast.comms.transport import Context, Peer
 from holdfast.comms.window import WindowMemory
 
-LINKS = {True: DEFAULTS["ucx/shm"], False: DEFAULTS["ucx/tcp"]}
+LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
 """What a message costs over shared memory, and over TCP."""
 
-_TAG_MASK = (1 << RANK_SHIFT) - 1
 _EXACT = (1 << 64) - 1
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
 _FLUSH_SECONDS = 0.5
 _GRACE_SECONDS = 0.1
 """How long an op goes on after the abort of a rank that it does not wait for: it may be complete but for us."""
+_SETTLE_SECONDS = 0.02
+"""How long what is under way at the end of an epoch may take to end, before its connections are given up."""
 _EAGER_BYTES = 4096
 """Above this a receiver may have read the sender's own memory."""
 
@@ -62,23 +62,23 @@ class Message:
 
 
 class UcxTransport(MessageTransport):
-    """One worker, an endpoint to every peer."""
+    """One worker, a link to every peer: made by `meeting.connect`."""
 
-    def __init__(self, context: Context, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, context: Context, connections: Connections) -> None:
+        self.connections: Connections | None = connections
+        self._worker = worker = connections.worker
         self._call = worker.lib.call
         self._epoch = context.epoch
         self._error: HoldfastError | None = None
         self._lock = threading.RLock()
         self._pending: set[Message] = set()
-        self._broken: dict[int, str] = {}
         self._info = worker.lib.ffi.new("ucp_tag_recv_info_t *")
         self._receiving = worker.lib.ffi.new(
             "ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_RECV_INFO, "tag_info": self._info}
         )
         crowded = context.size > len(os.sched_getaffinity(0))
         self._spins, self._yields = (50, 50) if crowded else (_SPINS, _YIELDS)
-        self._endpoints: dict[int, Endpoint] = {}
+        self.links: dict[int, Link] = {}
         self._progress: ProgressThread | None = None
         self._peers = context.peers
         self._side: OneSided | None = None
@@ -86,45 +86,21 @@ class UcxTransport(MessageTransport):
         self._sleep = select.poll()
         self._sleep.register(self._wake, select.POLLIN)
         self._sleep.register(worker.event_fd, select.POLLIN)
-        self._liveness = Liveness(context.peers, context.rank)
-        self._farewells = Farewells(worker, context.rank)
-        try:
-            self._connect(context)
-            super().__init__(context, LINKS[worker.over.local])
-        except BaseException:
-            self.close()
-            raise
-        if not worker.over.local:
-            self._progress = ProgressThread(worker, self._lock)
+        self.liveness = Liveness(context.peers, context.rank)
+        self._tags = Tags(context.epoch)
+        connections.begin(self._tags.any, self._tags.mask)
+        self.notices = Notices(worker, context.rank, self._tags)
+        super().__init__(context, LINKS[worker.over.local])
 
-    def note_failure(self, rank: int, why: str) -> None:
-        """The connection to `rank` broke. Called while the worker is progressed."""
-        self._broken.setdefault(rank, why)
+    def _agree(self, context: Context, link: cost.Link) -> cost.Link:
+        """Nothing yet: what rank 0 knows comes with its hello."""
+        return link
 
-    def _connect(self, context: Context) -> None:
-        context.store.set(f"ucx/{context.rank}", self._worker.address.hex())
-        for step in range(1, context.size):
-            peer = (context.rank + step) % context.size
-            try:
-                address = fetch(context.store, f"ucx/{peer}", context.deadline, self._liveness)
-            except TimeoutError as error:
-                raise OpTimeout("connect", 0, 0.0, (peer,)) from error
-            try:
-                self._endpoints[peer] = self._worker.connect(bytes.fromhex(address.decode()), peer)
-            except UcxError as error:
-                raise PeerFailed((peer,), f"no connection to it: {error}") from error
-
-    def meet(self, deadline: float) -> None:
-        """Return once every rank is connected to every other.
-
-        UCX would put it off until the first large message, which the receiver must then help along: nothing from a rank
-        that aborts at that moment, its farewell least of all, would arrive.
-        """
-        connected = Message(torch.empty(0), -1, False)
-        with self._lock:
-            self._posted(connected, self._call.ucp_worker_flush_nbx(self._worker.handle, self._worker.plain))
-        self._complete([connected], deadline, "connect", 0)
-        self.barrier(deadline)
+    def begin(self, link: cost.Link, greetings: Sequence[tuple[int, ...]]) -> None:
+        """All ranks have met: from here on there are ops. `link` is what a message costs, on every rank alike."""
+        self._link, self.greetings = link, greetings
+        if not self._worker.over.local:
+            self._progress = ProgressThread(self._worker, self._lock)
 
     # -- messages
 
@@ -132,11 +108,14 @@ class UcxTransport(MessageTransport):
         message = Message(tensor, dst, False)
         with self._lock:
             self._check()
-            full = self.rank << RANK_SHIFT | tag & _TAG_MASK
             self._posted(
                 message,
                 self._call.ucp_tag_send_nbx(
-                    self._endpoints[dst], tensor.data_ptr(), message.nbytes, full, self._worker.plain
+                    self.links[dst].endpoint,
+                    tensor.data_ptr(),
+                    message.nbytes,
+                    self._tags.of(self.rank, tag),
+                    self._worker.plain,
                 ),
             )
         return message
@@ -145,9 +124,13 @@ class UcxTransport(MessageTransport):
         message = Message(tensor, src, True)
         with self._lock:
             self._check()
-            full = src << RANK_SHIFT | tag & _TAG_MASK
             request = self._call.ucp_tag_recv_nbx(
-                self._worker.handle, tensor.data_ptr(), message.nbytes, full, _EXACT, self._receiving
+                self._worker.handle,
+                tensor.data_ptr(),
+                message.nbytes,
+                self._tags.of(src, tag),
+                _EXACT,
+                self._receiving,
             )
             self._posted(message, request)
             if not request:
@@ -229,7 +212,7 @@ class UcxTransport(MessageTransport):
                 if self._journal is not None:
                     self._tell(self._journal, waiting)
                 if now >= deadline:
-                    missing = sorted({each.peer for each in waiting if not self._done(each)} - {-1})
+                    missing = sorted({each.peer for each in waiting if not self._done(each)})
                     raise OpTimeout(op, seq, now - began, missing)
             if turn >= self._spins + self._yields:
                 if worker.arm():
@@ -239,28 +222,40 @@ class UcxTransport(MessageTransport):
 
     def _tell(self, journal: Journal, waiting: Sequence[Message]) -> None:
         takes = sorted({each.peer for each in waiting if each.receives})
-        journal.waits(takes, sorted({each.peer for each in waiting if not each.receives} - {-1}), self._rounds)
+        journal.waits(takes, sorted({each.peer for each in waiting if not each.receives}), self._rounds)
 
     def _look_at_peers(self, waiting: list[Message]) -> None:
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
-        dead = self._liveness.dead()
+        dead = self.liveness.dead()
         while self._worker.progress():
             pass
-        self._farewells.look()
+        self.notices.look()
         waiting[:] = [each for each in waiting if not self._done(each)]
-        left = self._farewells.left
+        self.judge(dead, {each.peer for each in waiting})
+
+    def judge(self, dead: Iterable[int], missing: Iterable[int]) -> None:
+        """Raise if any rank is dead or aborted, or one that is `missing` has left."""
+        left = self.notices.left
         gone = tuple(rank for rank in dead if rank not in left)
         if gone:
             raise PeerFailed(gone, "the kernel says that the process is gone")
-        peers = {each.peer for each in waiting}
         for rank, (kind, why, when) in left.items():
-            if kind == ABORTED and (rank in peers or time.monotonic() - when > _GRACE_SECONDS):
+            if kind == ABORTED and (rank in missing or time.monotonic() - when > _GRACE_SECONDS):
                 raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
-            if rank in peers:
+            if rank in missing:
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
-        for rank, why in self._broken.items():
-            if rank not in left:
-                raise PeerFailed((rank,), f"its connection broke: {why}")
+        for rank, why in self._broken():
+            raise PeerFailed((rank,), f"its connection broke: {why}")
+
+    def _broken(self) -> list[tuple[int, str]]:
+        """Ranks whose connection broke before they left, and how."""
+        if self.connections is None or not (broken := self.connections.broken):
+            return []
+        return [
+            (rank, broken[link.key])
+            for rank, link in self.links.items()
+            if link.key in broken and rank not in self.notices.left
+        ]
 
     def _check_senders(self, ranks: set[int]) -> None:
         """Raise if one of `ranks` has aborted: it says so before it lets its memory go, so what was read before is
@@ -269,9 +264,9 @@ class UcxTransport(MessageTransport):
         for _ in range(16):
             if not self._worker.progress():
                 break
-        self._farewells.look()
-        for rank in ranks & self._farewells.left.keys():
-            kind, why, _ = self._farewells.left[rank]
+        self.notices.look()
+        for rank in ranks & self.notices.left.keys():
+            kind, why, _ = self.notices.left[rank]
             if kind == ABORTED:
                 raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
 
@@ -291,14 +286,15 @@ class UcxTransport(MessageTransport):
         self._check()
         if self._lock.acquire(blocking=False):
             try:
-                self._worker.progress()
-                self._farewells.look()
+                if self.connections is not None:
+                    self._worker.progress()
+                    self.notices.look()
             finally:
                 self._lock.release()
-        for rank, (kind, why, _) in list(self._farewells.left.items()):
+        for rank, (kind, why, _) in list(self.notices.left.items()):
             if kind == ABORTED:
                 raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
-        return [rank for rank in list(self._broken) if rank not in self._farewells.left]
+        return [rank for rank, _ in self._broken()]
 
     def _check(self) -> None:
         if self._error is not None:
@@ -317,54 +313,81 @@ class UcxTransport(MessageTransport):
                 self._lock.release()
 
     def _leave(self, kind: int, why: str) -> None:
-        dead = self._liveness.dead()
-        self._farewells.look()
-        away = {*dead, *self._farewells.left}
-        self._farewells.say([each for rank, each in self._endpoints.items() if rank not in away], kind, why)
+        if self.connections is None:
+            return
+        dead = self.liveness.dead()
+        self.notices.look()
+        away = {*dead, *self.notices.left}
+        self.notices.say([link.endpoint for rank, link in self.links.items() if rank not in away], kind, why)
+
+    def hand_over(self, peers: Collection[Peer]) -> Connections | None:
+        """The connections, for the next epoch of `peers`, with nothing of this one under way; None if that does not end
+        within milliseconds, or they are gone already. The ops of this transport have ended, and it is left without.
+        """
+        self._stop_progress()
+        with self._lock:
+            connections, self.connections = self.connections, None
+            if connections is None:
+                return None
+            self.notices.close()
+            if not self._settle(connections, peers):
+                connections.close()
+                return None
+        return connections
+
+    def _settle(self, connections: Connections, peers: Collection[Peer]) -> bool:
+        """End what is under way; whether that is done. What was sent to the lost may stay: it is only read."""
+        lost = {rank for rank, peer in enumerate(self._peers) if peer not in peers}
+        for message in self._pending:
+            if message.receives:
+                self._call.ucp_request_cancel(self._worker.handle, message.request)
+        ending = [message.request for message in self._pending if message.receives or message.peer not in lost]
+        if not connections.settle(ending, _SETTLE_SECONDS):
+            return False
+        kept_bytes = 0
+        for message in self._pending:
+            if self._call.ucp_request_check_status(message.request) == libucp.IN_PROGRESS:
+                self._worker.give_up(message.request, message.tensor)
+                kept_bytes += message.nbytes
+            else:
+                self._call.ucp_request_free(message.request)
+        self._pending.clear()
+        links, self.links = self.links, {}
+        kept = {self._peers[rank]: link for rank, link in links.items() if rank not in lost}
+        return connections.keep(kept, [links[rank] for rank in lost & links.keys()], kept_bytes)
+
+    def take_back(self, connections: Connections) -> None:
+        """What came of `hand_over` was of no use: the next attempt may have it."""
+        self.connections = connections
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
     def close(self) -> None:
         if self._side is not None:
             self._side.close()
-        if self._progress is not None:
-            self._progress.close()
+        self._stop_progress()
         with self._lock:
-            if self._error is None and not self._pending:
-                self._leave(CLOSED, "closed")
-                if not self._liveness.dead():
-                    self._worker.flush(_FLUSH_SECONDS)
-            else:
-                self._leave(ABORTED, str(self._error))
-            self._farewells.close()
-            for message in self._pending:
-                self._call.ucp_request_cancel(self._worker.handle, message.request)
-            self._worker.progress()
-            for message in self._pending:
-                self._call.ucp_request_free(message.request)
-            self._worker.close()
-            self._pending.clear()
-        self._liveness.close()
+            if self.connections is not None:
+                self._disconnect(self.connections)
+                self.connections = None
+        self.liveness.close()
         os.close(self._wake)
-        standby.left(self._worker.over)
 
-
-def connect(context: Context) -> UcxTransport:
-    """Make a worker and connect it to those of all peers; return once all ranks have."""
-    if context.device.type != "cpu":
-        raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    over = Transports.choose(one_host=len({peer.host for peer in context.peers}) == 1)
-    made: list[UcxTransport] = []
-
-    def failed(rank: int, why: str) -> None:
-        for transport in made:
-            transport.note_failure(rank, why)
-
-    transport = UcxTransport(context, standby.take(over, failed))
-    made.append(transport)
-    try:
-        transport.meet(context.deadline)
-    except BaseException:
-        transport.close()
-        raise
-    if context.previous is None:
-        standby.make(over)
-    return transport
+    def _disconnect(self, connections: Connections) -> None:
+        if self._error is None and not self._pending:
+            self._leave(CLOSED, "closed")
+            if not self.liveness.dead():
+                self._worker.flush([link.endpoint for link in self.links.values()], _FLUSH_SECONDS)
+        else:
+            self._leave(ABORTED, str(self._error))
+        self.notices.close()
+        for message in self._pending:
+            self._call.ucp_request_cancel(self._worker.handle, message.request)
+        self._worker.progress()
+        for message in self._pending:
+            self._call.ucp_request_free(message.request)
+        connections.close()
+        self._pending.clear()

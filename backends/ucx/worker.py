@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,9 +187,11 @@ class Worker:
         self._call.ucp_request_free(request)
         return done
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until all that was sent has left this process, at most so long."""
-        return self.finish(self._call.ucp_worker_flush_nbx(self.handle, self.plain), seconds)
+    def flush(self, endpoints: Iterable[Endpoint], seconds: float) -> None:
+        """Wait until all that was sent over these has left this process, at most so long."""
+        limit = time.monotonic() + seconds
+        for request in [self._call.ucp_ep_flush_nbx(endpoint, self.plain) for endpoint in endpoints]:
+            self.finish(request, limit - time.monotonic())
 
     def bounce(self, nbytes: int) -> int:
         """The address of memory that lives as long as this worker."""

@@ -1,0 +1,183 @@
+"""How the ranks of a communicator over ucx meet: each says hello to every other, and waits for the hellos of all.
+
+Who was connected in the epoch before says so over the connection that stands, and nobody else is asked. Where a hello
+does not come, or comes from another worker than the one that a link leads to, both sides find each other's address in
+the store.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast.backends.ucx import libucp, standby
+from holdfast.backends.ucx.connections import Connections, Link, name_of
+from holdfast.backends.ucx.libucp import UcxError
+from holdfast.backends.ucx.notices import Hello
+from holdfast.backends.ucx.transport import LINKS, UcxTransport
+from holdfast.backends.ucx.worker import Transports
+from holdfast.comms.algorithms import cost
+from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.transport import Context
+
+_PATIENCE_SECONDS = 0.003
+"""How long a peer that is connected may take to say hello before its address is looked for."""
+_LOOK_SECONDS = 0.001
+
+
+def connect(context: Context) -> UcxTransport:
+    """Connect to all peers, over what stands since the epoch before or anew; return once all ranks have."""
+    if context.device.type != "cpu":
+        raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
+    over = Transports.choose(one_host=len({peer.host for peer in context.peers}) == 1)
+    previous = context.previous if isinstance(context.previous, UcxTransport) else None
+    connections = _kept(context, previous, over) or Connections(over)
+    try:
+        transport = UcxTransport(context, connections)
+    except BaseException:
+        connections.close()
+        raise
+    try:
+        _Meeting(context, transport).hold()
+    except BaseException:
+        if previous is not None and (kept := transport.hand_over(context.peers)) is not None:
+            previous.take_back(kept)
+        transport.close()
+        raise
+    if context.previous is None:
+        standby.make(over)
+    return transport
+
+
+def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> Connections | None:
+    """The connections of the epoch before, if they are of the right kind and every rank is a process of its own."""
+    if previous is None or len(set(context.peers)) < context.size:
+        return None
+    kept = previous.hand_over(context.peers)
+    if kept is not None and kept.worker.over != over:
+        kept.close()
+        return None
+    return kept
+
+
+class _Meeting:
+    """One rank's part."""
+
+    def __init__(self, context: Context, transport: UcxTransport) -> None:
+        assert transport.connections is not None
+        self._context, self._transport = context, transport
+        self._connections, self._notices = transport.connections, transport.notices
+        self._worker = self._connections.worker
+        self._missing = [(context.rank + step) % context.size for step in range(1, context.size)]
+        self._unfinished: dict[int, int] = {}
+        self._published = False
+        self._began = time.monotonic()
+        self._hello = self._own_hello()
+        for rank in self._missing:
+            if (link := self._connections.links.get(context.peers[rank])) is not None:
+                transport.links[rank] = link
+                self._notices.greet(link.endpoint, self._hello)
+
+    def _own_hello(self) -> Hello:
+        link, broken = LINKS[self._worker.over.local], ""
+        if self._context.rank == 0:
+            try:
+                link = cost.here(link)
+            except CorruptData as error:
+                broken = str(error)
+        return Hello(self._connections.name, self._context.greeting, link.latency, link.bandwidth, broken)
+
+    def hold(self) -> None:
+        """Return once this rank has heard of all, and all have been told. Raises as `Transport` ops do."""
+        look_at = self._began + _PATIENCE_SECONDS
+        while self._wanting():
+            now = time.monotonic()
+            self._judge(now)
+            looks = now >= look_at or any(rank not in self._transport.links for rank in self._missing)
+            if not (looks and self._look_in_store()):
+                self._sleep()
+        hellos = [self._hello if rank == self._context.rank else self._notices.hellos[rank] for rank in self._ranks()]
+        if hellos[0].broken:
+            raise CorruptData(f"on rank 0 {hellos[0].broken}")
+        link = replace(LINKS[self._worker.over.local], latency=hellos[0].latency, bandwidth=hellos[0].bandwidth)
+        self._transport.begin(link, [hello.greeting for hello in hellos])
+
+    def _ranks(self) -> Sequence[int]:
+        return range(self._context.size)
+
+    def _wanting(self) -> list[int]:
+        """The ranks that have not been heard, or not been told; takes in what has come, and tells whom it can."""
+        while self._worker.progress():
+            pass
+        self._connections.sweep()
+        self._notices.look()
+        for rank, request in list(self._unfinished.items()):
+            status = self._worker.lib.call.ucp_request_check_status(request)
+            if status != libucp.IN_PROGRESS:
+                self._worker.lib.call.ucp_request_free(self._unfinished.pop(rank))
+                if status != libucp.OK:
+                    raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
+                self._notices.greet(self._transport.links[rank].endpoint, self._hello)
+        links, hellos = self._transport.links, self._notices.hellos
+        for rank in [rank for rank in self._missing if rank in links and rank not in self._unfinished]:
+            if links[rank].key in self._connections.broken:
+                self._connections.drop(links.pop(rank))
+            elif rank in hellos and hellos[rank].worker == links[rank].worker:
+                self._missing.remove(rank)
+        return self._missing
+
+    def _judge(self, now: float) -> None:
+        """Raise if there is no point in waiting any longer."""
+        if (error := self._context.over()) is not None:
+            raise error
+        self._transport.judge(self._transport.liveness.dead(), self._missing)
+        if now >= self._context.deadline:
+            raise OpTimeout("connect", 0, now - self._began, self._missing)
+
+    def _look_in_store(self) -> bool:
+        """Say where this rank is, and look for one that is missing; whether it was found."""
+        store = self._context.store
+        if not self._published:
+            self._published = True
+            store.set(f"ucx/{self._context.rank}", self._worker.address.hex())
+        rank = next((rank for rank in self._missing if rank not in self._transport.links), self._missing[0])
+        self._missing.remove(rank)
+        self._missing.append(rank)
+        try:
+            address = bytes.fromhex(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS).decode())
+        except TimeoutError:
+            return False
+        link = self._transport.links.get(rank)
+        if link is not None and (link.worker == name_of(address) or rank in self._unfinished):
+            return False
+        self._link(rank, address, link)
+        return True
+
+    def _link(self, rank: int, address: bytes, old: Link | None) -> None:
+        """Connect to the worker at `address`, and help until that is so.
+
+        UCX would put it off until the first large message, which the receiver must then help along: nothing from a rank
+        that aborts at that moment, its farewell least of all, would arrive.
+        """
+        if old is not None:
+            self._connections.drop(old)
+        try:
+            link = self._transport.links[rank] = self._connections.link(address)
+        except UcxError as error:
+            raise PeerFailed((rank,), f"no connection to it: {error}") from error
+        request = self._worker.lib.call.ucp_ep_flush_nbx(link.endpoint, self._worker.plain)
+        if request < 0:
+            raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(request)}")
+        self._unfinished[rank] = request
+        if request == 0:
+            del self._unfinished[rank]
+            self._notices.greet(link.endpoint, self._hello)
+
+    def _sleep(self) -> None:
+        if self._worker.arm():
+            poll = select.poll()
+            poll.register(self._worker.event_fd, select.POLLIN)
+            poll.poll(_LOOK_SECONDS * 1000)

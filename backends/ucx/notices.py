@@ -1,0 +1,155 @@
+"""Short messages from each rank to all, beside the tagged messages of ops: hello once it is connected to a peer, and
+farewell when it leaves or aborts.
+
+Messages from one rank arrive in order, so a farewell comes after everything that its rank sent before. A tag is: the
+notice bit, the sender's rank in 20 bits, the epoch in 10, and 33 of the user's or an op's. Epoch after epoch may use
+the same connections: nothing of one is taken for another's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.worker import Worker
+from holdfast.comms.errors import CorruptData
+
+CLOSED, ABORTED = 0, 1
+_HELLO = 2
+_NOTICE = 1 << 63
+_RANK_SHIFT, _EPOCH_SHIFT = 43, 33
+_EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
+_OP_MASK = (1 << _EPOCH_SHIFT) - 1
+_NOTE_BYTES = 1024
+_SEND_SECONDS = 0.02
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a rank says first: the name of its worker, the `Context.greeting`, and what it takes a message to cost
+    (rank 0's word counts), or why it cannot tell.
+    """
+
+    worker: bytes
+    greeting: tuple[int, ...]
+    latency: float
+    bandwidth: float
+    broken: str
+
+
+class Tags:
+    """The tags of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch % _EPOCHS << _EPOCH_SHIFT
+        self.mask = _EPOCHS - 1 << _EPOCH_SHIFT
+        """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
+        self.any = self._epoch
+        self.notice = _NOTICE | self._epoch
+
+    def of(self, rank: int, tag: int) -> int:
+        """Of a message of an op, or of the user's, from `rank`."""
+        return self._epoch | rank << _RANK_SHIFT | tag & _OP_MASK
+
+    def note(self, rank: int) -> int:
+        """Of a notice from `rank`."""
+        return self.notice | rank << _RANK_SHIFT
+
+
+def _rank_of(tag: int) -> int:
+    return (tag & ~_NOTICE) >> _RANK_SHIFT
+
+
+class Notices:
+    """Sends this rank's; receives the others': `hellos` by rank, and `left`: rank -> (CLOSED or ABORTED, why, when)."""
+
+    def __init__(self, worker: Worker, rank: int, tags: Tags) -> None:
+        self._worker, self._tag, self._tags = worker, tags.note(rank), tags
+        self._call, ffi = worker.lib.call, worker.lib.ffi
+        self._buffer = ffi.new("char[]", _NOTE_BYTES)
+        self._address = int(ffi.cast("uintptr_t", self._buffer))
+        self._ffi = ffi
+        self._info = ffi.new("ucp_tag_recv_info_t *")
+        self._param = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_RECV_INFO, "tag_info": self._info})
+        self._said = False
+        self._request = 0
+        self.hellos: dict[int, Hello] = {}
+        self.left: dict[int, tuple[int, str, float]] = {}
+        self._listen()
+
+    def _listen(self) -> None:
+        """Wait for the next; take those that are there already."""
+        call, handle, tags = self._call, self._worker.handle, self._tags
+        while True:
+            self._request = call.ucp_tag_recv_nbx(
+                handle, self._address, _NOTE_BYTES, tags.notice, _NOTICE | tags.mask, self._param
+            )
+            self._worker.lib.check(self._request, "listening to peers")
+            if self._request:
+                return
+            self._note()
+
+    def look(self) -> None:
+        """Take what has come. Raises `CorruptData` for what no rank says."""
+        if self._request:
+            status = self._call.ucp_tag_recv_request_test(self._request, self._info)
+            if status != libucp.IN_PROGRESS:
+                self._call.ucp_request_free(self._request)
+                self._request = 0
+                if status == libucp.OK:
+                    self._note()
+                self._listen()
+
+    def _note(self) -> None:
+        rank = int(_rank_of(self._info.sender_tag))
+        kind, body = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
+        if isinstance(body, Hello):
+            self.hellos[rank] = body
+        else:
+            self.left[rank] = (kind, body, time.monotonic())
+
+    def greet(self, endpoint: Any, hello: Hello) -> None:
+        """Say hello to one peer."""
+        text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
+        kept = self._ffi.from_buffer(text)
+        request = self._send(endpoint, kept)
+        if request > 0:
+            self._worker.give_up(request, kept)
+
+    def say(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
+        """Tell every peer that this rank leaves, and why; only the first time. Returns within milliseconds."""
+        if self._said:
+            return
+        self._said = True
+        kept = self._ffi.from_buffer(bytes([kind]) + why.encode()[: _NOTE_BYTES - 64])
+        requests = [self._send(endpoint, kept) for endpoint in endpoints]
+        self._worker.progress()
+        if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
+            self._worker.abandon(kept)
+
+    def _send(self, endpoint: Any, kept: Any) -> int:
+        address = int(self._ffi.cast("uintptr_t", kept))
+        return int(self._call.ucp_tag_send_nbx(endpoint, address, len(kept), self._tag, self._worker.plain))
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._request > 0:
+            self._call.ucp_request_cancel(self._worker.handle, self._request)
+            self._worker.finish(self._request, _SEND_SECONDS)
+            self._request = 0
+
+
+def parse(text: bytes) -> tuple[int, Hello | str]:
+    """A notice's kind and body. Raises `CorruptData`."""
+    kind, body = text[:1], text[1:]
+    if kind == bytes([_HELLO]):
+        try:
+            return _HELLO, msgspec.msgpack.decode(body, type=Hello)
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"a peer's hello over ucx: {error}") from error
+    if kind in (bytes([CLOSED]), bytes([ABORTED])):
+        return kind[0], body.decode(errors="replace")
+    raise CorruptData(f"a notice over ucx that is neither hello nor farewell: {text[:16]!r}")
