@@ -9,14 +9,16 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from holdfast.backends.ucx import libucp, standby
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
 from holdfast.comms.transport import Peer
 
 _EPOCHS = 8
 """So many epochs back, what came too late is taken out of the queue."""
-_KEPT_BYTES = 1 << 24
-"""More than so much of what was sent to the dead, which UCX may hold on to, is too much to go on with."""
+_SENT_BYTES = 1 << 24
+"""More than so much memory of sends that do not end is too much to go on with."""
 _DEAD = 64
 """So many dead endpoints are too many."""
 
@@ -43,7 +45,8 @@ class Connections:
         self.links: dict[Peer, Link] = {}
         self._keys = itertools.count()
         self._tags: deque[tuple[int, int]] = deque(maxlen=_EPOCHS)
-        self._kept_bytes = self._dead = 0
+        self._sent: list[tuple[int, torch.Tensor]] = []
+        self._dead = 0
         self.worker: Worker = standby.take(over, self._broke)
         self.name = name_of(self.worker.address)
         ffi = self.worker.lib.ffi
@@ -64,13 +67,23 @@ class Connections:
         else:
             self._dead += 1
 
-    def keep(self, links: Mapping[Peer, Link], lost: Collection[Link], kept_bytes: int) -> bool:
+    def keep(self, links: Mapping[Peer, Link], lost: Collection[Link]) -> bool:
         """Keep `links` for the next epoch, and drop the `lost`; False if this has become too much to go on with."""
         self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
         for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:
             self.drop(link)
-        self._kept_bytes += kept_bytes
-        return self._kept_bytes <= _KEPT_BYTES and self._dead <= _DEAD
+        check, free = self.worker.lib.call.ucp_request_check_status, self.worker.lib.call.ucp_request_free
+        sent, self._sent = self._sent, []
+        for request, tensor in sent:
+            if check(request) == libucp.IN_PROGRESS:
+                self._sent.append((request, tensor))
+            else:
+                free(request)
+        return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
+
+    def leave(self, request: int, tensor: torch.Tensor) -> None:
+        """Let a send go on: whoever takes it out of their queue, or nobody, ends it. It reads `tensor` at the most."""
+        self._sent.append((request, tensor))
 
     # -- what earlier epochs left
 
@@ -100,5 +113,8 @@ class Connections:
         """Let the worker go, and every link with it. Idempotent."""
         self.links = {}
         if self.worker.handle:
+            for request, _ in self._sent:
+                self.worker.lib.call.ucp_request_free(request)
             self.worker.close()
+            self._sent.clear()
             standby.left(self.worker.over)

@@ -331,30 +331,27 @@ class UcxTransport(MessageTransport):
                 return None
             self.notices.close()
             if not self._settle(connections, peers):
+                self._drop_pending()
                 connections.close()
                 return None
         return connections
 
     def _settle(self, connections: Connections, peers: Collection[Peer]) -> bool:
-        """End what is under way; whether that is done. What was sent to the lost may stay: it is only read."""
-        lost = {rank for rank, peer in enumerate(self._peers) if peer not in peers}
+        """End what could write to memory of this epoch; whether that is done."""
+        receives = [message.request for message in self._pending if message.receives]
+        for request in receives:
+            self._call.ucp_request_cancel(self._worker.handle, request)
+        if not connections.settle(receives, _SETTLE_SECONDS):
+            return False
         for message in self._pending:
             if message.receives:
-                self._call.ucp_request_cancel(self._worker.handle, message.request)
-        ending = [message.request for message in self._pending if message.receives or message.peer not in lost]
-        if not connections.settle(ending, _SETTLE_SECONDS):
-            return False
-        kept_bytes = 0
-        for message in self._pending:
-            if self._call.ucp_request_check_status(message.request) == libucp.IN_PROGRESS:
-                self._worker.give_up(message.request, message.tensor)
-                kept_bytes += message.nbytes
-            else:
                 self._call.ucp_request_free(message.request)
+            else:
+                connections.leave(message.request, message.tensor)
         self._pending.clear()
         links, self.links = self.links, {}
-        kept = {self._peers[rank]: link for rank, link in links.items() if rank not in lost}
-        return connections.keep(kept, [links[rank] for rank in lost & links.keys()], kept_bytes)
+        kept = {self._peers[rank]: link for rank, link in links.items() if self._peers[rank] in peers}
+        return connections.keep(kept, [link for rank, link in links.items() if self._peers[rank] not in peers])
 
     def take_back(self, connections: Connections) -> None:
         """What came of `hand_over` was of no use: the next attempt may have it."""
@@ -384,10 +381,13 @@ class UcxTransport(MessageTransport):
         else:
             self._leave(ABORTED, str(self._error))
         self.notices.close()
+        self._drop_pending()
+        connections.close()
+
+    def _drop_pending(self) -> None:
         for message in self._pending:
             self._call.ucp_request_cancel(self._worker.handle, message.request)
         self._worker.progress()
         for message in self._pending:
             self._call.ucp_request_free(message.request)
-        connections.close()
         self._pending.clear()
