@@ -248,13 +248,23 @@ def test_an_eviction_without_a_fault_is_found() -> None:
     ]
 
 
+def after_rebuilds(descriptors: list[int]) -> list[Event]:
+    events = [event("rebuilt", epoch=1)]
+    for number, count in enumerate(descriptors):
+        events.append(event("rebuilt", epoch=2 + number))
+        events.append(event("resources", descriptors=count, threads=5, resident=0))
+    return events
+
+
 def test_descriptors_that_grow_with_rebuilds_are_found() -> None:
-    events = []
-    for number in range(6):
-        events.append(event("rebuilt", epoch=number))
-        events.append(event("resources", descriptors=20 + 10 * number, threads=5, resident=0))
-    (violation,) = growth(events).violations
-    assert "descriptors grew from 30 to 70" in violation.message
+    (violation,) = growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
+    assert "descriptors grew from 40 to 80 over 8 rebuilds" in violation.message
+
+
+def test_descriptors_for_members_that_come_and_go_are_not_growth() -> None:
+    finding = growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
+    assert finding.looked
+    assert not finding.violations
 
 
 # -- under pytest

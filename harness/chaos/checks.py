@@ -140,27 +140,28 @@ SLACK = {"descriptors": 12, "threads": 4}
 
 
 def growth(events: list[Event], least_rebuilds: int = 3) -> Finding:
-    """What grew in processes that lived through several rebuilds: from after the second of them to the end."""
+    """What grew in processes that lived through several rebuilds: the most in the first third of their time after the
+    second of them, against the least in the last third. Members and spares that come and go are on both sides.
+    """
     rebuilt: dict[str, int] = defaultdict(int)
-    early: dict[str, Event] = {}
-    last: dict[str, Event] = {}
+    used: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind == "rebuilt":
             rebuilt[event.process] += 1
-        elif event.kind == "resources":
-            if rebuilt[event.process] >= 2:
-                early.setdefault(event.process, event)
-            last[event.process] = event
+        elif event.kind == "resources" and rebuilt[event.process] >= 2:
+            used[event.process].append(event)
     looked, violations = 0, []
-    for process, first in early.items():
-        if rebuilt[process] < least_rebuilds or last[process] is first:
+    for process, all_of_it in used.items():
+        third = len(all_of_it) // 3
+        if rebuilt[process] < least_rebuilds or not third:
             continue
         looked += 1
         for name, slack in SLACK.items():
-            before, after = first.integer(name), last[process].integer(name)
+            before = max(event.integer(name) for event in all_of_it[:third])
+            after = min(event.integer(name) for event in all_of_it[-third:])
             if after > before + slack:
                 text = f"{name} grew from {before} to {after} over {rebuilt[process]} rebuilds"
-                violations.append(Violation(LEAKS, process, last[process].time, text))
+                violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
     return Finding(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
 
 
