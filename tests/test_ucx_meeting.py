@@ -135,6 +135,18 @@ def test_one_that_comes_new_and_one_that_begins_anew_are_found(
     assert in_epochs(4, cluster, body, tmp_path) == [10.0] * 4
 
 
+def test_one_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> float:
+        first = epochs.enter(1, [0, 1, 2])
+        total(first, 300_000)
+        first.barrier()
+        if epochs.me != 2:
+            total(epochs.enter(2, [0, 1]))
+        return total(epochs.enter(3, [0, 1, 2]), 300_000)
+
+    assert in_epochs(3, cluster, body, tmp_path) == [6.0] * 3
+
+
 def test_what_an_attempt_that_failed_had_is_there_for_the_next(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:

@@ -1,8 +1,8 @@
 """How the ranks of a communicator over ucx meet: each says hello to every other, and waits for the hellos of all.
 
-Who was connected in the epoch before says so over the connection that stands, and nobody else is asked. Where a hello
-does not come, or comes from another worker than the one that a link leads to, both sides find each other's address in
-the store.
+Who was connected in the epoch before says so over the link that stands, and nobody else is asked. A link is good if
+both ranks have it from the same epoch. Where a hello does not come, or says otherwise, both sides make new ones, and
+find each other's address in the store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+
+import msgspec
 
 from holdfast.backends.ucx import libucp, standby
 from holdfast.backends.ucx.connections import Connections, Link, name_of
@@ -26,6 +28,8 @@ from holdfast.comms.transport import Context
 _PATIENCE_SECONDS = 0.003
 """How long a peer that is connected may take to say hello before its address is looked for."""
 _LOOK_SECONDS = 0.001
+_NEW = -1
+"""Instead of the epoch that a link is from: it was made in this meeting."""
 
 
 def connect(context: Context) -> UcxTransport:
@@ -41,7 +45,7 @@ def connect(context: Context) -> UcxTransport:
         connections.close()
         raise
     try:
-        _Meeting(context, transport).hold()
+        _Meeting(context, transport, _NEW if previous is None else previous.epoch).hold()
     except BaseException:
         if previous is not None and (kept := transport.hand_over(context.peers)) is not None:
             previous.take_back(kept)
@@ -66,20 +70,21 @@ def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> 
 class _Meeting:
     """One rank's part."""
 
-    def __init__(self, context: Context, transport: UcxTransport) -> None:
+    def __init__(self, context: Context, transport: UcxTransport, since: int) -> None:
         assert transport.connections is not None
         self._context, self._transport = context, transport
         self._connections, self._notices = transport.connections, transport.notices
         self._worker = self._connections.worker
         self._missing = [(context.rank + step) % context.size for step in range(1, context.size)]
         self._unfinished: dict[int, int] = {}
+        self._since: dict[int, int] = {}
         self._published = False
         self._began = time.monotonic()
         self._hello = self._own_hello()
         for rank in self._missing:
             if (link := self._connections.links.get(context.peers[rank])) is not None:
                 transport.links[rank] = link
-                self._notices.greet(link.endpoint, self._hello)
+                self._greet(rank, since)
 
     def _own_hello(self) -> Hello:
         link, broken = LINKS[self._worker.over.local], ""
@@ -88,7 +93,12 @@ class _Meeting:
                 link = cost.here(link)
             except CorruptData as error:
                 broken = str(error)
-        return Hello(self._connections.name, self._context.greeting, link.latency, link.bandwidth, broken)
+        return Hello(_NEW, self._connections.name, self._context.greeting, link.latency, link.bandwidth, broken)
+
+    def _greet(self, rank: int, since: int = _NEW) -> None:
+        self._since[rank] = since
+        hello = msgspec.structs.replace(self._hello, since=since)
+        self._notices.greet(self._transport.links[rank].endpoint, hello)
 
     def hold(self) -> None:
         """Return once this rank has heard of all, and all have been told. Raises as `Transport` ops do."""
@@ -120,13 +130,17 @@ class _Meeting:
                 self._worker.lib.call.ucp_request_free(self._unfinished.pop(rank))
                 if status != libucp.OK:
                     raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
-                self._notices.greet(self._transport.links[rank].endpoint, self._hello)
+                self._greet(rank)
         links, hellos = self._transport.links, self._notices.hellos
         for rank in [rank for rank in self._missing if rank in links and rank not in self._unfinished]:
             if links[rank].key in self._connections.broken:
                 self._connections.drop(links.pop(rank))
-            elif rank in hellos and hellos[rank].worker == links[rank].worker:
+            elif (hello := hellos.get(rank)) is None:
+                continue
+            elif hello.worker == links[rank].worker and hello.since == self._since[rank]:
                 self._missing.remove(rank)
+            elif self._since[rank] != _NEW:
+                self._connections.drop(links.pop(rank))
         return self._missing
 
     def _judge(self, now: float) -> None:
@@ -171,10 +185,10 @@ class _Meeting:
         request = self._worker.lib.call.ucp_ep_flush_nbx(link.endpoint, self._worker.plain)
         if request < 0:
             raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(request)}")
-        self._unfinished[rank] = request
-        if request == 0:
-            del self._unfinished[rank]
-            self._notices.greet(link.endpoint, self._hello)
+        if request:
+            self._unfinished[rank] = request
+        else:
+            self._greet(rank)
 
     def _sleep(self) -> None:
         if self._worker.arm():

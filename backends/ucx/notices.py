@@ -30,9 +30,11 @@ _SEND_SECONDS = 0.02
 
 class Hello(msgspec.Struct, frozen=True):
     """What a rank says first: the name of its worker, the `Context.greeting`, and what it takes a message to cost
-    (rank 0's word counts), or why it cannot tell.
+    (rank 0's word counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears this; -1
+    for a new one.
     """
 
+    since: int
     worker: bytes
     greeting: tuple[int, ...]
     latency: float

@@ -68,7 +68,7 @@ class UcxTransport(MessageTransport):
         self.connections: Connections | None = connections
         self._worker = worker = connections.worker
         self._call = worker.lib.call
-        self._epoch = context.epoch
+        self.epoch = context.epoch
         self._error: HoldfastError | None = None
         self._lock = threading.RLock()
         self._pending: set[Message] = set()
@@ -241,7 +241,7 @@ class UcxTransport(MessageTransport):
             raise PeerFailed(gone, "the kernel says that the process is gone")
         for rank, (kind, why, when) in left.items():
             if kind == ABORTED and (rank in missing or time.monotonic() - when > _GRACE_SECONDS):
-                raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
+                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
             if rank in missing:
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
         for rank, why in self._broken():
@@ -268,7 +268,7 @@ class UcxTransport(MessageTransport):
         for rank in ranks & self.notices.left.keys():
             kind, why, _ = self.notices.left[rank]
             if kind == ABORTED:
-                raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
+                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
 
     # -- windows
 
@@ -293,7 +293,7 @@ class UcxTransport(MessageTransport):
                 self._lock.release()
         for rank, (kind, why, _) in list(self.notices.left.items()):
             if kind == ABORTED:
-                raise Revoked(self._epoch, f"rank {rank} aborted: {why}")
+                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
         return [rank for rank, _ in self._broken()]
 
     def _check(self) -> None:
