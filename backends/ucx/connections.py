@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.backends.ucx import libucp, standby
+from holdfast.backends.ucx.notices import Tags
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
 from holdfast.comms.transport import Peer
 
@@ -44,13 +45,12 @@ class Connections:
         self.broken: dict[int, str] = {}
         self.links: dict[Peer, Link] = {}
         self._keys = itertools.count()
-        self._tags: deque[tuple[int, int]] = deque(maxlen=_EPOCHS)
+        self._tags: deque[Tags] = deque(maxlen=_EPOCHS)
         self._sent: list[tuple[int, torch.Tensor]] = []
         self._dead = 0
         self.worker: Worker = standby.take(over, self._broke)
         self.name = name_of(self.worker.address)
-        ffi = self.worker.lib.ffi
-        self._info = ffi.new("ucp_tag_recv_info_t *")
+        self._info = self.worker.lib.ffi.new("ucp_tag_recv_info_t *")
 
     def _broke(self, key: int, why: str) -> None:
         self.broken.setdefault(key, why)
@@ -87,15 +87,15 @@ class Connections:
 
     # -- what earlier epochs left
 
-    def begin(self, tag: int, mask: int) -> None:
-        """From here on messages whose tag has the bits of `tag` under `mask` are of the epoch at hand."""
-        self._tags.append((tag, mask))
+    def begin(self, tags: Tags) -> None:
+        """From here on messages with these tags are of the epoch at hand."""
+        self._tags.append(tags)
 
     def sweep(self, now: bool = False) -> None:
         """Take messages of earlier epochs (`now`: of this one too) out of the queue: nobody waits for them."""
         call, handle = self.worker.lib.call, self.worker.handle
-        for tag, mask in list(self._tags) if now else list(self._tags)[:-1]:
-            while message := call.ucp_tag_probe_nb(handle, tag, mask, 1, self._info):
+        for tags in list(self._tags) if now else list(self._tags)[:-1]:
+            while message := call.ucp_tag_probe_nb(handle, tags.any, tags.mask, 1, self._info):
                 request = call.ucp_tag_msg_recv_nbx(handle, 0, 0, message, self.worker.plain)
                 if request > 0:
                     call.ucp_request_free(request)

@@ -7,10 +7,7 @@ find each other's address in the store.
 
 from __future__ import annotations
 
-import select
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -80,7 +77,7 @@ class _Meeting:
         self._since: dict[int, int] = {}
         self._published = False
         self._began = time.monotonic()
-        self._hello = self._own_hello()
+        self._hello = self._notices.hellos[context.rank] = self._own_hello()
         for rank in self._missing:
             if (link := self._connections.links.get(context.peers[rank])) is not None:
                 transport.links[rank] = link
@@ -93,7 +90,7 @@ class _Meeting:
                 link = cost.here(link)
             except CorruptData as error:
                 broken = str(error)
-        return Hello(_NEW, self._connections.name, self._context.greeting, link.latency, link.bandwidth, broken)
+        return Hello(_NEW, self._connections.name, self._context.greeting, link, broken)
 
     def _greet(self, rank: int, since: int = _NEW) -> None:
         self._since[rank] = since
@@ -108,15 +105,11 @@ class _Meeting:
             self._judge(now)
             looks = now >= look_at or any(rank not in self._transport.links for rank in self._missing)
             if not (looks and self._look_in_store()):
-                self._sleep()
-        hellos = [self._hello if rank == self._context.rank else self._notices.hellos[rank] for rank in self._ranks()]
+                self._transport.sleep(_LOOK_SECONDS)
+        hellos = [self._notices.hellos[rank] for rank in range(self._context.size)]
         if hellos[0].broken:
             raise CorruptData(f"on rank 0 {hellos[0].broken}")
-        link = replace(LINKS[self._worker.over.local], latency=hellos[0].latency, bandwidth=hellos[0].bandwidth)
-        self._transport.begin(link, [hello.greeting for hello in hellos])
-
-    def _ranks(self) -> Sequence[int]:
-        return range(self._context.size)
+        self._transport.begin(hellos[0].link, [hello.greeting for hello in hellos])
 
     def _wanting(self) -> list[int]:
         """The ranks that have not been heard, or not been told; takes in what has come, and tells whom it can."""
@@ -125,9 +118,11 @@ class _Meeting:
         self._connections.sweep()
         self._notices.look()
         for rank, request in list(self._unfinished.items()):
-            status = self._worker.lib.call.ucp_request_check_status(request)
+            status = self._worker.lib.call.ucp_request_check_status(request) if request > 0 else request
             if status != libucp.IN_PROGRESS:
-                self._worker.lib.call.ucp_request_free(self._unfinished.pop(rank))
+                del self._unfinished[rank]
+                if request > 0:
+                    self._worker.lib.call.ucp_request_free(request)
                 if status != libucp.OK:
                     raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
                 self._greet(rank)
@@ -182,16 +177,4 @@ class _Meeting:
             link = self._transport.links[rank] = self._connections.link(address)
         except UcxError as error:
             raise PeerFailed((rank,), f"no connection to it: {error}") from error
-        request = self._worker.lib.call.ucp_ep_flush_nbx(link.endpoint, self._worker.plain)
-        if request < 0:
-            raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(request)}")
-        if request:
-            self._unfinished[rank] = request
-        else:
-            self._greet(rank)
-
-    def _sleep(self) -> None:
-        if self._worker.arm():
-            poll = select.poll()
-            poll.register(self._worker.event_fd, select.POLLIN)
-            poll.poll(_LOOK_SECONDS * 1000)
+        self._unfinished[rank] = self._worker.lib.call.ucp_ep_flush_nbx(link.endpoint, self._worker.plain)

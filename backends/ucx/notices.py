@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Worker
+from holdfast.comms.algorithms.cost import Link
 from holdfast.comms.errors import CorruptData
 
 CLOSED, ABORTED = 0, 1
@@ -30,31 +31,30 @@ _SEND_SECONDS = 0.02
 
 class Hello(msgspec.Struct, frozen=True):
     """What a rank says first: the name of its worker, the `Context.greeting`, and what it takes a message to cost
-    (rank 0's word counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears this; -1
-    for a new one.
+    (`link`; rank 0's word counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears
+    this; -1 for a new one.
     """
 
     since: int
     worker: bytes
     greeting: tuple[int, ...]
-    latency: float
-    bandwidth: float
+    link: Link
     broken: str
 
 
 class Tags:
     """The tags of an epoch."""
 
+    mask = _EPOCHS - 1 << _EPOCH_SHIFT
+    """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
+
     def __init__(self, epoch: int) -> None:
-        self._epoch = epoch % _EPOCHS << _EPOCH_SHIFT
-        self.mask = _EPOCHS - 1 << _EPOCH_SHIFT
-        """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
-        self.any = self._epoch
-        self.notice = _NOTICE | self._epoch
+        self.any = epoch % _EPOCHS << _EPOCH_SHIFT
+        self.notice = _NOTICE | self.any
 
     def of(self, rank: int, tag: int) -> int:
         """Of a message of an op, or of the user's, from `rank`."""
-        return self._epoch | rank << _RANK_SHIFT | tag & _OP_MASK
+        return self.any | rank << _RANK_SHIFT | tag & _OP_MASK
 
     def note(self, rank: int) -> int:
         """Of a notice from `rank`."""

@@ -83,12 +83,12 @@ class UcxTransport(MessageTransport):
         self._peers = context.peers
         self._side: OneSided | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._sleep = select.poll()
-        self._sleep.register(self._wake, select.POLLIN)
-        self._sleep.register(worker.event_fd, select.POLLIN)
+        self._events = select.poll()
+        self._events.register(self._wake, select.POLLIN)
+        self._events.register(worker.event_fd, select.POLLIN)
         self.liveness = Liveness(context.peers, context.rank)
         self._tags = Tags(context.epoch)
-        connections.begin(self._tags.any, self._tags.mask)
+        connections.begin(self._tags)
         self.notices = Notices(worker, context.rank, self._tags)
         super().__init__(context, LINKS[worker.over.local])
 
@@ -215,10 +215,14 @@ class UcxTransport(MessageTransport):
                     missing = sorted({each.peer for each in waiting if not self._done(each)})
                     raise OpTimeout(op, seq, now - began, missing)
             if turn >= self._spins + self._yields:
-                if worker.arm():
-                    self._sleep.poll(max(min(look_at, deadline) - time.monotonic(), 0) * 1000)
+                self.sleep(min(look_at, deadline) - time.monotonic())
             elif turn >= self._spins:
                 os.sched_yield()
+
+    def sleep(self, seconds: float) -> None:
+        """Until there is something to progress, or an abort; at most so long. The lock is held."""
+        if self._worker.arm():
+            self._events.poll(max(seconds, 0) * 1000)
 
     def _tell(self, journal: Journal, waiting: Sequence[Message]) -> None:
         takes = sorted({each.peer for each in waiting if each.receives})
