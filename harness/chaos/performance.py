@@ -50,6 +50,11 @@ class Struck:
     refused: str = ""
     undo: Undo | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it has neither struck nor been refused."""
+        return self.time is None and not self.refused
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -199,13 +204,12 @@ class Performance:
         """A process is at a point: strike what waits for that, and what is late, and let it go on."""
         try:
             for struck in self._raw.struck:
-                if struck.time is not None or struck.refused or not waiting.arrival.fits(struck.planned.when):
+                if not struck.waits or not waiting.arrival.fits(struck.planned.when):
                     continue
-                if struck.planned.when.point is None:
-                    self._strike(struck)
-                else:
-                    self._stage.reached = cast.of_pid(waiting.arrival.pid)
-                    self._strike(struck)
+                at_point = struck.planned.when.point is not None
+                self._stage.reached = cast.of_pid(waiting.arrival.pid) if at_point else None
+                self._strike(struck)
+                if at_point:
                     break
         finally:
             self._stage.reached = None
@@ -214,7 +218,7 @@ class Performance:
     def _strike_due(self, now: float) -> None:
         for struck in self._raw.struck:
             when = struck.planned.when
-            if struck.time is not None or struck.refused:
+            if not struck.waits:
                 continue
             due_step = when.step is not None and self._newest_step >= when.step
             due_time = when.seconds is not None and self._raw.started and now - self._raw.started >= when.seconds
