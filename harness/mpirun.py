@@ -16,11 +16,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
 from holdfast.harness import mpirun_proxy
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
 from holdfast.harness.launching import Launch
 from holdfast.harness.processes import StartFailed
 
@@ -28,8 +28,6 @@ _START_SECONDS = 60.0
 _END_SECONDS = 5.0
 _RANK = "PMIX_RANK"
 _MOST = 1 << 20
-_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where the ranks' shared memory lies: in a folder of ours, for mpirun may forget files of the killed."""
 _OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
 """What a rank has from this process and not from its proxy."""
 
@@ -40,6 +38,11 @@ def mpirun_path() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
+def memory_in(folder: Path) -> list[str]:
+    """The words for `mpirun` that put the ranks' shared memory there: the killed leave their files behind."""
+    return ["--mca", "btl_sm_backing_directory", str(folder)]
+
+
 class MpiJob(Launch):
     """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not come up."""
 
@@ -47,15 +50,15 @@ class MpiJob(Launch):
         program = mpirun_path()
         if program is None:
             raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-mpi-"))
-        self._shared = Path(tempfile.mkdtemp(prefix="holdfast-mpi-", dir=_SHARED_MEMORY))
-        self._output = self._directory / "mpirun.log"
+        self._folder = HeldFolder("holdfast-mpi-")
+        self._shared = HeldFolder("holdfast-mpi-", SHARED_MEMORY)
+        self._output = self._folder.path / "mpirun.log"
         self._proxies: dict[int, socket.socket] = {}
         self.environ = {}
         self._process: subprocess.Popen[bytes] | None = None
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                path = self._directory / "socket"
+                path = self._folder.path / "socket"
                 listener.bind(str(path))
                 listener.listen(size)
                 self._process = self._start(program, size, path)
@@ -68,14 +71,14 @@ class MpiJob(Launch):
         as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
         options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
-        options += ["--mca", "btl_sm_backing_directory", str(self._shared)]
+        options += memory_in(self._shared.path)
         with self._output.open("wb") as output:
             return subprocess.Popen(
                 [program, *as_root, *options, *proxy],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "TMPDIR": str(self._directory)},
+                env={**os.environ, "TMPDIR": str(self._folder.path)},
                 start_new_session=True,
             )
 
@@ -115,8 +118,8 @@ class MpiJob(Launch):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_SECONDS)
                     break
-        for directory in (self._directory, self._shared):
-            shutil.rmtree(directory, ignore_errors=True)
+        self._folder.close()
+        self._shared.close()
 
     def _said(self) -> str:
         return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"

@@ -272,9 +272,21 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
         before = spent()
         time.sleep(0.3)
         assert spent() - before <= 2, "clock ticks of 10 ms"
-        directory = arena._directory
+        directory = arena._folder.path
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not directory.exists()
+
+
+def test_what_ranks_of_open_mpi_share_lies_where_it_is_removed_with_them() -> None:
+    if (reason := missing("openmpi")) is not None:
+        pytest.skip(reason)
+    with Arena() as arena:
+        group = arena.start_group("openmpi", 2)
+        segments = list(arena._shared.path.iterdir())
+        assert {path.name.split(".")[0] for path in segments} == {"sm_segment"}
+        for member in group._members:
+            os.kill(member.hello.pid, signal.SIGKILL)
+    assert not any(path.exists() for path in segments)
 
 
 def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:

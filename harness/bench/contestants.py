@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from holdfast.harness.bench.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.perftest import UCX_PERFTEST, Perftest
 from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
 
 PEERS = ("torch-gloo", OPENMPI, MPICH, UCX_PERFTEST)
 MEMCPY = "memcpy"
@@ -60,12 +59,12 @@ def _command(contestant: str, key: str, directory: Path, shared: Path, ranks: in
     environment = {name: value for name, value in os.environ.items() if name != "HOLDFAST_CHECK"}
     environment["OMP_NUM_THREADS"] = "1"
     if contestant in (OPENMPI, MPICH):
-        launcher = mpi_programs.launcher(contestant, ranks, str(shared))
+        launcher = mpi_programs.launcher(contestant, ranks, shared)
         program = [sys.executable, "-m", "holdfast.harness.bench.worker", key, str(directory)]
         return [*launcher.words, *program], environment | launcher.environment
     program = [sys.executable, "-m", "holdfast.harness.bench.launch", contestant, key, str(directory), str(ranks)]
     if launcher_of(contestant) == "mpirun":
-        return [*mpi_programs.launcher(OPENMPI, ranks, str(shared)).words, "--with-ft", "ulfm", *program], environment
+        return [*mpi_programs.launcher(OPENMPI, ranks, shared).words, "--with-ft", "ulfm", *program], environment
     return program, environment
 
 
@@ -194,10 +193,10 @@ class Arena:
     """A private directory with the socket that workers dial, and the groups that were started there."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-        self._shared = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=mpi_programs.SHARED_MEMORY))
+        self._folder = HeldFolder("holdfast-bench-")
+        self._shared = HeldFolder("holdfast-bench-", SHARED_MEMORY)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._directory / "socket"))
+        self._listener.bind(str(self._folder.path / "socket"))
         self._listener.listen(64)
         self._groups: list[Party] = []
         self._started = 0
@@ -216,10 +215,10 @@ class Arena:
         """The same for those whose ranks take our orders."""
         self._started += 1
         key = f"{self._started}"
-        (self._directory / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
-        errors = self._directory / f"{key}.errors"
+        (self._folder.path / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
+        errors = self._folder.path / f"{key}.errors"
         with errors.open("wb") as stream:
-            command, environment = _command(contestant, key, self._directory, self._shared, ranks)
+            command, environment = _command(contestant, key, self._folder.path, self._shared.path, ranks)
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -262,5 +261,5 @@ class Arena:
     ) -> None:
         self.clear()
         self._listener.close()
-        for folder in (self._directory, self._shared):
-            shutil.rmtree(folder, ignore_errors=True)
+        self._folder.close()
+        self._shared.close()

