@@ -30,7 +30,6 @@ from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context
 
-_LINK = Link(latency=200e-6, bandwidth=1e9)
 _SHORTEST_NAP, _LONGEST_NAP = 0.0001, 0.002  # seconds
 
 
@@ -47,12 +46,13 @@ class FileboxTransport(MessageTransport):
     """One rank's view of the folder."""
 
     def __init__(self, context: Context, folder: Path) -> None:
-        super().__init__(context, _LINK)
+        super().__init__(context, Link(latency=200e-6, bandwidth=1e9))
         self._folder = folder
         self._epoch = context.epoch
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
         self._error: HoldfastError | None = None
+        self._left = False
         self._liveness = Liveness(context.peers, context.rank)
 
     def _post_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Posted:
@@ -78,8 +78,7 @@ class FileboxTransport(MessageTransport):
             self._look_for_ends(waiting, sources := sorted({each.src for each in waiting}))
             if time.monotonic() > deadline:
                 raise OpTimeout(op, seq, time.monotonic() - began, sources)
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(nap := min(2 * nap, _LONGEST_NAP))
 
     def _taken(self, message: Message) -> bool:
         """Read the message into its tensor if it is there."""
@@ -112,11 +111,13 @@ class FileboxTransport(MessageTransport):
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
 
     def _farewell(self, rank: int) -> str:
-        note = self._folder / f"left-{rank}"
-        return note.read_text() if note.exists() else ""
+        with suppress(FileNotFoundError):  # it has not left, or all have, and the last one has removed the folder
+            return (self._folder / f"left-{rank}").read_text()
+        return ""
 
     def _leave(self, why: str) -> None:
-        if not self._farewell(self.rank):
+        if not self._left:
+            self._left = True
             draft = self._folder / f"farewell-{self.rank}"
             with suppress(FileNotFoundError):  # another thread of this rank was quicker
                 draft.write_text(why)
@@ -144,6 +145,5 @@ def connect(context: Context) -> FileboxTransport:
 
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    capabilities = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
-    about = "files in a shared folder: an example of a plugin"
-    return [BackendInfo("filebox", (1, 0), about, capabilities, Available, connect)]
+    can = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
+    return [BackendInfo("filebox", (1, 0), "files in a shared folder: an example of a plugin", can, Available, connect)]
