@@ -9,10 +9,17 @@ _HEAP_TYPE = 1 << 9
 """The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
 
 
+_SPELT_OUT = 32
+"""How many ranks a message names; the error has them all."""
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return "unknown ranks"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    words = ", ".join(map(str, ranks[:_SPELT_OUT]))
+    if len(ranks) > _SPELT_OUT:
+        words += f" and {len(ranks) - _SPELT_OUT} more"
+    return ("rank " if len(ranks) == 1 else "ranks ") + words
 
 
 def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:

@@ -121,7 +121,7 @@ class Membership(Struct, frozen=True):
         if state.ended:
             return replace(state, wake_at=None), effects
         state, revoked = state._revoking(self)
-        state, told = state._tell(self, now)
+        state, told = state._tell(self, event, now)
         state, more = state._decide(now)
         return state._sleep(now), effects + revoked + told + more
 
@@ -228,8 +228,7 @@ class Membership(Struct, frozen=True):
         departed = view.left_since(old) if old is not None else ()
         effects: tuple[Effect, ...] = ()
         if old is not None and was_in and old.phase == "running":
-            lost = self.evidence.lost
-            left = tuple(Death(m.id, lost.get(m.id, view.reason)) for m in departed)
+            left = self.evidence.deaths_of(departed, view)
             effects = (Revoke(old.epoch, left, f"epoch {view.epoch} replaces it: {view.reason}"),)
         state = replace(
             self,
@@ -315,7 +314,7 @@ class Membership(Struct, frozen=True):
 
     # Telling others what was seen here ----------------------------------------------------------------------
 
-    def _tell(self, before: Membership, now: float) -> Step:
+    def _tell(self, before: Membership, event: Event, now: float) -> Step:
         """Tell others what this process has seen itself: at once, and again for as long as nothing has come of it."""
         view = self.view
         if self.evidence is before.evidence and view is before.view:
@@ -326,7 +325,7 @@ class Membership(Struct, frozen=True):
         if self.rank() is None or view is None:
             return self, ()
         if view is before.view and self.evidence is not before.evidence:
-            turn, words = 0, news(self.me, view, self.evidence, before.evidence)
+            turn, words = 0, news(event, self.me, view, self.evidence, before.evidence)
             if not words.deaths and not words.seen:
                 return self, ()
         else:
@@ -445,7 +444,7 @@ class Membership(Struct, frozen=True):
         return tuple(m for m in view.members if m.id not in self.evidence.lost)
 
     def _lost_members(self, view: View) -> int:
-        return sum(who in view.ranks for who in self.evidence.lost)
+        return sum(map(view.ranks.__contains__, self.evidence.lost))
 
     def _waiting(self) -> int:
         """How many spares can be taken."""

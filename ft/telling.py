@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from holdfast.ft.evidence import Evidence
 from holdfast.ft.topology import Shape, heads
 from holdfast.ft.view import Member, View
-from holdfast.ft.vocabulary import Cleared, Death, Effect, Report, Suspicion, Testify
+from holdfast.ft.vocabulary import Cleared, Death, Effect, Event, Proof, Report, SpareGone, Suspicion, Testify
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,20 @@ class Words:
     seen: tuple[Suspicion | Cleared, ...]
 
 
-def news(me: Member, view: View, evidence: Evidence, before: Evidence) -> Words:
-    """What is new in `evidence` since `before`."""
+def news(event: Event, me: Member, view: View, evidence: Evidence, before: Evidence) -> Words:
+    """What `event` has made of what this process has seen: `evidence`, and `before` it."""
     deaths: tuple[Death, ...] = ()
-    if evidence.dead is not before.dead:
-        deaths = _seen_dead(me, view, evidence, (who for who in evidence.dead if who not in before.dead))
-    seen: list[Suspicion | Cleared] = []
-    if evidence.suspected is not before.suspected:
-        for who, against in evidence.suspected.items():
-            knew = before.suspected.get(who, {})
-            if against is not knew and me.id in against and me.id not in knew:
-                seen.append(_suspicion(me, evidence, who))
-        for who, against in before.suspected.items():
-            if me.id in against and me.id not in evidence.suspected.get(who, {}) and who not in evidence.dead:
-                seen.append(_clearance(me, evidence, who))
-    return Words(deaths, tuple(word for word in seen if word.member in view.ranks))
+    seen: tuple[Suspicion | Cleared, ...] = ()
+    match event:
+        case Proof() | SpareGone():
+            told = [death.id for death in event.deaths] if isinstance(event, Proof) else [event.member]
+            new = (who for who in dict.fromkeys(told) if who in evidence.dead and who not in before.dead)
+            deaths = _seen_dead(me, view, evidence, new)
+        case Suspicion(who, me.id) | Cleared(who, me.id) if who in view.ranks:
+            doubted = me.id in evidence.suspected.get(who, {})
+            if doubted != (me.id in before.suspected.get(who, {})) and (doubted or who not in evidence.dead):
+                seen = (_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who),)
+    return Words(deaths, seen)
 
 
 def standing(me: Member, view: View, evidence: Evidence) -> Words:

@@ -58,10 +58,10 @@ def observers(view: View, member: Member, shape: Shape) -> tuple[Member, ...]:
 
 def heads(view: View, lost: Container[str], shape: Shape, turn: int = 0) -> tuple[Member, ...]:
     """Those who are told of evidence: the first living members; in the next turn those after them, and so on around."""
-    if turn == 0:
-        return tuple(islice((m for m in view.members if m.id not in lost), shape.heads))
-    alive = [m for m in view.members if m.id not in lost]
-    first = turn * shape.heads % max(1, len(alive))
+    first = turn * shape.heads
+    alive = list(islice((m for m in view.members if m.id not in lost), first + shape.heads))
+    if len(alive) < first + shape.heads:
+        first %= max(1, len(alive))
     return tuple((alive[first:] + alive[:first])[: shape.heads])
 
 

@@ -88,6 +88,15 @@ def test_evidence_is_told_to_the_first_that_live_and_then_to_those_after_them() 
     assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=3)] == ["p1", "p2", "p3"]
 
 
+@given(members=st.integers(1, 12), lost=st.sets(st.integers(0, 11)), turn=st.integers(0, 9))
+def test_turns_go_around_all_that_live(members: int, lost: set[int], turn: int) -> None:
+    view = view_of([1] * members)
+    alive = [f"p{number}" for number in range(members) if number not in lost]
+    first = turn * SPARSE.heads % max(1, len(alive))
+    told = [m.id for m in heads(view, {f"p{number}" for number in lost}, SPARSE, turn)]
+    assert told == (alive * 2)[first : first + min(len(alive), SPARSE.heads)]
+
+
 @given(
     hosts=st.lists(st.integers(1, 4), min_size=2, max_size=6),
     dead=st.sets(st.integers(0, 23), max_size=6),

@@ -17,6 +17,8 @@ class OneMembership(Checker):
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
         self._first: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._equal: dict[int, tuple[str, ...]] = {}
+        """What was last found to be as the first: processes that have a view from one message have one object."""
 
     def observe(self, event: Event) -> None:
         if event.kind != "installed":
@@ -24,8 +26,11 @@ class OneMembership(Checker):
         self.looked += 1
         epoch, members = event.integer("epoch"), event.names("members")
         first, agreed = self._first.setdefault(epoch, (event.process, members))
-        if members is not agreed and members != agreed:
-            self.violated(event, f"epoch {epoch} has members {members} here, and {agreed} on {first}")
+        if members is not agreed and members is not self._equal.get(epoch):
+            if members == agreed:
+                self._equal[epoch] = members
+            else:
+                self.violated(event, f"epoch {epoch} has members {members} here, and {agreed} on {first}")
         rank = event.integer("rank")
         if not (0 <= rank < len(members) and members[rank] == event.process):
             self.violated(event, f"is rank {rank} of epoch {epoch}, whose members are {members[:8]}")

@@ -168,8 +168,7 @@ class Process:
         view = self.tenure.view
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
-            ranks = [rank for death in effect.dead if (rank := view.rank_of(death.id)) is not None]
-            error = PeerFailed(ranks, effect.reason)
+            error = PeerFailed(self.world.ranks_of(effect.dead, view), effect.reason)
         else:
             error = Revoked(effect.epoch, effect.reason)
         if self.tenure.revoke(effect.epoch, error):

@@ -81,6 +81,7 @@ class World:
         self._by_id: dict[str, Process] = {}
         self._hosts: list[list[Process]] = [[] for _ in range(self.layout.hosts)]
         self._meetings: dict[str, Meeting] = {}
+        self._dead: tuple[tuple[v.Death, ...], View | None, tuple[int, ...]] = ((), None, ())
         self._points: list[tuple[AtPoint, list[int]]] = []
         self._sizes: dict[int, tuple[v.Event, int]] = {}
         self._job = Job("job", self.layout.ranks, self.layout.min_size, self.layout.ranks, ("gloo",), "gloo")
@@ -266,6 +267,13 @@ class World:
 
     def process_of(self, member_id: str) -> Process:
         return self._by_id[member_id]
+
+    def ranks_of(self, deaths: tuple[v.Death, ...], view: View) -> tuple[int, ...]:
+        """The ranks of these members of `view`, as one object for all who hear of a loss in the same words."""
+        if self._dead[0] is not deaths or self._dead[1] is not view:
+            ranks = (view.rank_of(death.id) for death in deaths)
+            self._dead = (deaths, view, tuple(rank for rank in ranks if rank is not None))
+        return self._dead[2]
 
     def is_stopped(self, pid: int) -> bool:
         process = self.processes[pid - 1]

@@ -1,0 +1,61 @@
+"""What a member tells the others of what it has seen: the difference that an event made, and nothing of others."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms.transport import Peer
+from holdfast.ft import vocabulary as v
+from holdfast.ft.evidence import Evidence
+from holdfast.ft.telling import news
+from holdfast.ft.topology import Shape
+from holdfast.ft.view import Job, Member, View
+
+MEMBERS = tuple(Member(f"p{n}", f"h{n // 2}:{7000 + n}", Peer(f"h{n // 2}", n + 1, 1)) for n in range(6))
+VIEW = View(1, "running", MEMBERS, Job("job", 6, 1, 6, ("gloo",), "gloo"), "all are here")
+ME = MEMBERS[1]
+MESH, SPARSE = Shape(), Shape(mesh=1, rings=1)
+
+someone = st.sampled_from([m.id for m in MEMBERS if m.id != ME.id] + ["spare"])
+observer = st.sampled_from([ME.id, "p2", "p4"])
+word = st.integers(0, 3)
+events = st.one_of(
+    st.builds(v.Suspicion, someone, observer, st.just("silent"), word),
+    st.builds(v.Cleared, someone, observer, word),
+    st.builds(lambda ids: v.Proof(tuple(v.Death(who, "ended") for who in ids)), st.lists(someone, max_size=3)),
+    st.builds(v.SpareGone, someone, st.just("ended")),
+)
+
+
+def after(event: v.Event, evidence: Evidence, shape: Shape) -> Evidence:
+    """As the membership core takes an event in."""
+    match event:
+        case v.Suspicion():
+            return evidence.suspecting(event, VIEW, shape)
+        case v.Cleared():
+            return evidence.cleared(event, VIEW, shape)
+        case v.Proof(deaths):
+            return evidence.buried(deaths, VIEW, shape)
+        case v.SpareGone(member, how):
+            return evidence.buried((v.Death(member, how),), VIEW, shape)
+    raise AssertionError(event)
+
+
+@given(st.lists(events, max_size=12), st.sampled_from([MESH, SPARSE]))
+def test_it_tells_what_it_has_come_to_see_itself_and_nothing_else(happened: list[v.Event], shape: Shape) -> None:
+    evidence = Evidence()
+    for event in happened:
+        before, evidence = evidence, after(event, evidence, shape)
+        words = news(event, ME, VIEW, evidence, before)
+
+        here = {m.id for m in MEMBERS if m.peer.host == ME.peer.host}
+        assert {death.id for death in words.deaths} == (evidence.dead.keys() - before.dead.keys()) & here
+
+        mine = {who for who, against in evidence.suspected.items() if ME.id in against and who in VIEW.ranks}
+        was_mine = {who for who, against in before.suspected.items() if ME.id in against and who in VIEW.ranks}
+        doubted = {word.member for word in words.seen if isinstance(word, v.Suspicion)}
+        cleared = {word.member for word in words.seen if isinstance(word, v.Cleared)}
+        assert doubted == mine - was_mine
+        assert cleared == {who for who in was_mine - mine if who not in evidence.dead}
+        assert all(word.observer == ME.id and word.word > 0 for word in words.seen)
