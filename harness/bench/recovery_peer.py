@@ -112,14 +112,15 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The job is one session of processes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(5.0)
+    """The job is one session of processes, whose ranks are ended: it ends by itself, having waited for them, so that
+    what they used is known for ours.
+    """
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)
+            return
 
 
 def run(
