@@ -144,6 +144,25 @@ def test_an_abort_from_another_thread_ends_the_op_on_every_rank(count: int) -> N
         assert max(cluster.run(body)) < 0.9
 
 
+def test_why_another_rank_aborted_is_known_from_then_on() -> None:
+    """MPI's own error may come after the word that explains it has been read."""
+
+    def body(comm: Communicator) -> list[str]:
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("called off")
+        said = []
+        for _ in range(3):
+            with pytest.raises(Revoked) as caught:
+                comm.transport.barrier(time.monotonic() + 5.0)
+            said.append(caught.value.reason)
+        return said
+
+    with LocalCluster(2, "mpi", timeout=30.0) as cluster:
+        _, said = cluster.run(body)
+    assert all("called off" in reason for reason in said), said
+
+
 def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
     def body(comm: Communicator) -> int:
         def rounds(number: int) -> int:

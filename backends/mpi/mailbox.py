@@ -77,14 +77,6 @@ class Mailbox:
             box.clear()
             return words
 
-    def look(self, token: str) -> list[Word]:
-        """What was said, as `read` gives it; the next `read` gives it again."""
-        words = self.read(token)
-        with self._lock:
-            if token in self._boxes:
-                self._boxes[token][:0] = words
-        return words
-
     def _next(self) -> bytes | None:
         status = MPI.Status()
         try:

@@ -72,6 +72,7 @@ class MpiMessages(MessageTransport):
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._arrived = [0] * context.size
         self._closed: dict[int, int] = {}
+        self._aborted = ""
         _abandoned[:] = [left for left in _abandoned if not ended(left[0])]
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
@@ -155,16 +156,15 @@ class MpiMessages(MessageTransport):
         if dead := self._liveness.dead():
             return PeerFailed(dead, "the kernel says that the process is gone")
         closed = dict(self._closed)
-        aborted = ""
         for word in mailbox.read(self._token):
             if word.kind == "waits":
                 self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
             elif word.kind == "closed":
                 self._closed[word.rank] = word.number
             else:
-                aborted = aborted or f"rank {word.rank} aborted: {word.reason}"
-        if aborted:
-            return Revoked(self._epoch, aborted)
+                self._aborted = self._aborted or f"rank {word.rank} aborted: {word.reason}"
+        if self._aborted:
+            return Revoked(self._epoch, self._aborted)
         for rank, number in closed.items():
             if rank in awaited and (number < seq or len(awaited) < self.size):
                 return Revoked(self._epoch, f"rank {rank} closed it")
@@ -208,8 +208,7 @@ class MpiMessages(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         if self._comm.Is_revoked():
-            words = [word for word in mailbox.look(self._token) if word.kind == "aborted"]
-            raise Revoked(self._epoch, f"rank {words[0].rank} aborted: {words[0].reason}" if words else "aborted")
+            raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
 
     # -- the end
 
