@@ -69,9 +69,10 @@ _CONNECT_SECONDS = 5.0
 
 _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
+"""How long to wait for an op before looking whether it was aborted; that it ends with its connections is the rule."""
+
 _OPTIONS = 256
 """How many ops' options are kept."""
-"""How long to wait for an op before looking whether it was aborted; that it ends with its connections is the rule."""
 
 _making_device = threading.Lock()
 _forgotten: list[Any] = []

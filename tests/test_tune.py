@@ -102,12 +102,18 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
     assert command("--forget")[0] == 0 and tuning.load() == tuning.Tuning()
 
 
-def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank() -> None:
+@pytest.mark.parametrize("depth", [0, 8])
+def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """However long its path is, which is in the error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.joinpath(*["d" * 200] * depth)))
     tuning.path().parent.mkdir(parents=True)
     tuning.path().write_text("{")
     with LocalCluster(2, "ucx", timeout=20.0) as cluster:
         outcomes = cluster.outcomes(lambda comm: None)
     assert all(isinstance(outcome.error, CorruptData) for outcome in outcomes)
+    assert all("holdfast tune --forget" in str(outcome.error) for outcome in outcomes)
 
 
 def test_show_goes_with_nothing_else() -> None:

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.backends.ucx import libucp, standby
 from holdfast.backends.ucx.connections import Connections, Link, name_of
 from holdfast.backends.ucx.libucp import UcxError
-from holdfast.backends.ucx.notices import Hello
+from holdfast.backends.ucx.notices import WORDS, Hello
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.algorithms import cost
@@ -89,7 +89,7 @@ class _Meeting:
             try:
                 link = cost.here(link)
             except CorruptData as error:
-                broken = str(error)
+                broken = str(error)[-WORDS:]
         return Hello(_NEW, self._connections.name, self._context.greeting, link, broken)
 
     def _greet(self, rank: int, since: int = _NEW) -> None:

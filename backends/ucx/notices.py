@@ -26,6 +26,8 @@ _RANK_SHIFT, _EPOCH_SHIFT = 43, 33
 _EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
 _OP_MASK = (1 << _EPOCH_SHIFT) - 1
 _NOTE_BYTES = 1024
+WORDS = 200
+"""For how many characters of an error there is room in a hello. What to do comes last in it."""
 _SEND_SECONDS = 0.02
 
 
