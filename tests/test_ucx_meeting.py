@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -183,6 +184,31 @@ def test_messages_of_an_epoch_that_is_over_are_nobodys(
         return float(tensor[0])
 
     assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
+
+
+def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> str:
+        comm = epochs.enter(1, [0, 1])
+        if epochs.me == 0:
+            transport = comm.transport
+            assert isinstance(transport, UcxTransport)
+            transport.notices.say([transport.links[1].endpoint], 9, "what nobody says")
+            transport.notices._said = False
+            comm.abort("called off")
+            return ""
+        with pytest.raises(CorruptData, match="neither hello nor farewell"):
+            comm.recv(torch.zeros(1), 0)
+        transport = comm.transport
+        assert isinstance(transport, UcxTransport)
+        deadline = time.monotonic() + 10.0
+        while 0 not in transport.notices.left and time.monotonic() < deadline:
+            with suppress(HoldfastError):
+                transport.recv(torch.zeros(1), 0, 0, time.monotonic() + 0.05)
+        return transport.notices.left[0][1]
+
+    assert "called off" in str(in_epochs(2, cluster, body, tmp_path)[1])
 
 
 @given(st.binary(max_size=64))

@@ -68,7 +68,10 @@ def _rank_of(tag: int) -> int:
 
 
 class Notices:
-    """Sends this rank's; receives the others': `hellos` by rank, and `left`: rank -> (CLOSED or ABORTED, why, when)."""
+    """Sends this rank's; receives the others': `hellos` by rank, and `left`: rank -> (CLOSED or ABORTED, why, when).
+
+    What no rank says is kept as an error, which `check` raises: this rank listens on, and can still take its leave.
+    """
 
     def __init__(self, worker: Worker, rank: int, tags: Tags) -> None:
         self._worker, self._tag, self._tags = worker, tags.note(rank), tags
@@ -82,6 +85,7 @@ class Notices:
         self._request = 0
         self.hellos: dict[int, Hello] = {}
         self.left: dict[int, tuple[int, str, float]] = {}
+        self._corrupt: CorruptData | None = None
         self._listen()
 
     def _listen(self) -> None:
@@ -97,7 +101,7 @@ class Notices:
             self._note()
 
     def look(self) -> None:
-        """Take what has come. Raises `CorruptData` for what no rank says."""
+        """Take what has come."""
         if self._request:
             status = self._call.ucp_tag_recv_request_test(self._request, self._info)
             if status != libucp.IN_PROGRESS:
@@ -107,9 +111,18 @@ class Notices:
                     self._note()
                 self._listen()
 
+    def check(self) -> None:
+        """Raise `CorruptData` if something has come that no rank says."""
+        if self._corrupt is not None:
+            raise self._corrupt.again()
+
     def _note(self) -> None:
         rank = int(_rank_of(self._info.sender_tag))
-        kind, body = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
+        try:
+            kind, body = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
+        except CorruptData as error:
+            self._corrupt = self._corrupt or error.with_traceback(None)
+            return
         if isinstance(body, Hello):
             self.hellos[rank] = body
         else:

@@ -239,6 +239,7 @@ class UcxTransport(MessageTransport):
 
     def judge(self, dead: Iterable[int], missing: Iterable[int]) -> None:
         """Raise if any rank is dead or aborted, or one that is `missing` has left."""
+        self.notices.check()
         left = self.notices.left
         gone = tuple(rank for rank in dead if rank not in left)
         if gone:
@@ -269,6 +270,7 @@ class UcxTransport(MessageTransport):
             if not self._worker.progress():
                 break
         self.notices.look()
+        self.notices.check()
         for rank in ranks & self.notices.left.keys():
             kind, why, _ = self.notices.left[rank]
             if kind == ABORTED:
@@ -295,6 +297,7 @@ class UcxTransport(MessageTransport):
                     self.notices.look()
             finally:
                 self._lock.release()
+        self.notices.check()
         for rank, (kind, why, _) in list(self.notices.left.items()):
             if kind == ABORTED:
                 raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
