@@ -47,8 +47,7 @@ class FileboxTransport(MessageTransport):
 
     def __init__(self, context: Context, folder: Path) -> None:
         super().__init__(context, Link(latency=200e-6, bandwidth=1e9))
-        self._folder = folder
-        self._epoch = context.epoch
+        self._folder, self._epoch = folder, context.epoch
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
         self._error: HoldfastError | None = None
@@ -78,7 +77,8 @@ class FileboxTransport(MessageTransport):
             self._look_for_ends(waiting, sources := sorted({each.src for each in waiting}))
             if time.monotonic() > deadline:
                 raise OpTimeout(op, seq, time.monotonic() - began, sources)
-            time.sleep(nap := min(2 * nap, _LONGEST_NAP))
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
 
     def _taken(self, message: Message) -> bool:
         """Read the message into its tensor if it is there."""
@@ -145,5 +145,5 @@ def connect(context: Context) -> FileboxTransport:
 
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    can = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
-    return [BackendInfo("filebox", (1, 0), "files in a shared folder: an example of a plugin", can, Available, connect)]
+    capabilities = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
+    return [BackendInfo("filebox", (1, 0), "files in a shared folder", capabilities, Available, connect)]
