@@ -39,6 +39,9 @@ PATIENCE = 0.005
 
 LOOK_SECONDS = 0.001
 
+FIRST_PHASES = 20
+"""The first ops after a failure end while the kernel still frees the memory of whoever died."""
+
 _BOARD = "board"
 
 
@@ -62,6 +65,8 @@ class ShmTransport(DirectTransport):
                 rows=ground.place.rows,
             )
         )
+        if context.previous is not None:
+            self._board.rest(FIRST_PHASES)
         self._processes = context.peers
         self._peers = [PeerMemory(peer.pid) for peer in context.peers]
 

@@ -33,6 +33,9 @@ class Board:
     def stop(self) -> None:
         """Let every look, now and later, end at once."""
 
+    def rest(self, value: int, /) -> None:
+        """Let every look for less than `value`, now and later, end before it gives way."""
+
     def ring(self, rank: int, /) -> None:
         """Wake `rank` if it sleeps."""
 

@@ -78,6 +78,11 @@ class Communicator(Collectives):
         return self._transport.greetings
 
     @property
+    def announced(self) -> bytes | None:
+        """What another rank has announced here; None if none has. Not once this is closed."""
+        return self._transport.announced
+
+    @property
     def over(self) -> HoldfastError | None:
         """Why no more ops can run here; None while they can. From any thread."""
         return self._executor.over
@@ -162,6 +167,13 @@ class Communicator(Collectives):
         return self._executor.issue(name, nbytes, body, False, timeout, agreed)
 
     # -- the end
+
+    def announce(self, word: bytes) -> bool:
+        """End the ops of the other ranks, which find `word` in `announced` then. False if the backend has no such way,
+        `word` is too long for it (2,048 bytes are not), or no ops can run here: nothing has happened then. From any
+        thread.
+        """
+        return self._executor.announce(word)
 
     def abort(self, reason: str | HoldfastError = "aborted") -> None:
         """End the op that is running here, and all later ones, now: with `reason`, or `Revoked` saying it.

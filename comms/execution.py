@@ -167,6 +167,11 @@ class Executor:
         """End the op that is running, and all later ones. The first reason stays."""
         self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
 
+    def announce(self, word: bytes) -> bool:
+        """`Transport.announce`, while ops can run here."""
+        with self._ending:
+            return self._over is None and self._transport.announce(word)
+
     def _end(self, error: HoldfastError) -> None:
         with self._ending:
             if self._over is None:

@@ -157,6 +157,22 @@ class Transport(ABC):
     def abort(self, error: HoldfastError) -> None:
         """End the op that is running, and all later ones, with `error`, within milliseconds. From any thread."""
 
+    def rest(self) -> None:  # noqa: B027  (most have nothing to do)
+        """A rank is gone: no op of all ranks can end any more but by `abort`. Do not keep a processor busy with waiting
+        for that. From any thread.
+        """
+
+    def announce(self, word: bytes) -> bool:
+        """End the ops of all other ranks, whose `announced` is `word` from then on: faster than to write to them. From
+        any thread, by one rank at most. False if this transport cannot, or not so much; nothing has happened then.
+        """
+        return False
+
+    @property
+    def announced(self) -> bytes | None:
+        """What another rank has announced here; None if none has."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release every descriptor, thread and segment. The communicator calls it once, with no op running."""

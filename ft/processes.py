@@ -11,6 +11,7 @@ made to give way to all others for a moment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -126,23 +127,25 @@ class ProcessWatch:
         self._loop.call_later(delays[0], look)
 
     def _hold_back(self, pid: int) -> None:
-        """Let an exiting process run only where nobody else would, for a while."""
-        threads = [(number, _reschedule(number, _WHEN_IDLE)) for number in _threads(pid)]
+        """Let an exiting process run only where nobody else would, for a while; unless another survivor has done so."""
+        with contextlib.suppress(OSError):
+            if os.sched_getscheduler(pid) == os.SCHED_IDLE:
+                return
+        threads = _threads(pid)
+        _reschedule(threads, os.SCHED_IDLE, 19)
 
         def let_go() -> None:
             if is_exiting(pid):
-                for number, before in threads:
-                    if before is not None:
-                        _reschedule(number, before)
+                _reschedule(threads, os.SCHED_OTHER, 0)
 
         self._loop.call_later(_GIVES_WAY_SECONDS, let_go)
 
     def _tell(self, ended: dict[str, Member]) -> None:
-        for member_id in ended:
-            self._let_go(member_id)
-            self._gone.add(member_id)
+        self._gone |= ended.keys()
         if ended:
             self._on_deaths(tuple(_death(member) for member in ended.values()))
+        for member_id in ended.keys() & self._followed.keys():
+            self._let_go(member_id)
 
     def _listen(self, fd: int, member_id: str) -> None:
         self._owners[fd] = member_id
@@ -220,25 +223,21 @@ def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
 def _threads(pid: int) -> list[int]:
     """The kernel's numbers of a process's threads; none of one that is gone."""
     try:
-        return sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+        return sorted(int(entry.name) for entry in os.scandir(f"/proc/{pid}/task"))
     except OSError:
         return []
 
 
-Scheduling = tuple[int, "os.sched_param"]
-_WHEN_IDLE: Scheduling = (os.SCHED_IDLE, os.sched_param(0))
+def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
+    """Let the kernel run threads in another way, as far as they still are and this process may.
 
-
-def _reschedule(thread: int, wanted: Scheduling) -> Scheduling | None:
-    """How the kernel scheduled a thread until now; None if that is as wanted, or it is gone or not ours to change."""
-    try:
-        before = os.sched_getscheduler(thread), os.sched_getparam(thread)
-        if before[0] == wanted[0]:
-            return None
-        os.sched_setscheduler(thread, *wanted)
-    except OSError:
-        return None
-    return before
+    Niceness is what the kernel looks at, and not the policy, when it decides whether a thread must let go of its
+    processor at once, and not only at the next tick of the clock, after up to 4 ms.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def fatal_signal(pid: int) -> int:

@@ -1,8 +1,7 @@
 """The membership core in an event loop: what is heard goes into it, what it asks for is done.
 
 What it hears: processes that end (pidfds), silence, the other members, the register, time. What it does: revoke and
-install in the `Tenure` that the session works by, compare-and-set the register, tell the others. The register is only
-ever asked from a thread of its own, so one that is away delays a rebuild and holds up nothing else.
+install in the `Tenure` that the session works by, compare-and-set the register, tell the others.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from holdfast.comms.liveness import this_process
 from holdfast.comms.registry import registry
 from holdfast.ft import faultpoints
 from holdfast.ft import vocabulary as v
+from holdfast.ft.asking import Answer, Asking
 from holdfast.ft.change import Change
 from holdfast.ft.control import kv
 from holdfast.ft.control.rpc import Handler
@@ -32,15 +32,16 @@ from holdfast.ft.links import Links
 from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
 from holdfast.ft.register import Register
-from holdfast.ft.registers import RegisterAway
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
 
 FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
 """How long after a new view to look whom to watch: later if nobody is new."""
-DEFER_SECONDS = 0.002
+DEFER_SECONDS = 0.005
 """How long a death is left to the member that will propose what follows: processors are few while all recover."""
+ANNOUNCED_SECONDS = 0.003
+"""How long after a view was announced in their ops the others are written to, for the same reason."""
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
@@ -72,7 +73,6 @@ class Reactor:
         self.was_spare = False
         self.table = SharedTable(self._share_soon)
         self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
-        self._register, self._pool = register, pool
         self._loop = asyncio.get_running_loop()
         self.links = Links(
             identity,
@@ -86,12 +86,12 @@ class Reactor:
         self._core: Membership | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._question = 0
         self._depth = 0
-        self._following = self._asking = False
+        self._following = False
+        self._asking = Asking(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
         self._introduced_to: dict[str, Member] = {}
         self._deferred: tuple[v.Death, ...] = ()
+        self._announced_to: frozenset[str] = frozenset()
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -130,7 +130,8 @@ class Reactor:
     async def end(self) -> None:
         """Let go of everything. Nothing is heard from here on."""
         self._core = None
-        for timer in (self._timer, self._pulse, self._deadline):
+        self._asking.end()
+        for timer in (self._timer, self._pulse):
             if timer is not None:
                 timer.cancel()
         if self._detectors is not None:
@@ -216,12 +217,12 @@ class Reactor:
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
             case v.Announce(view, to, None):
-                self._tell(to, "install", view.encode())
+                self._spread(to, "install", view.encode())
             case v.Announce(_, to, change):
                 assert change is not None
-                self._tell(to, "change", change.encode())
+                self._spread(to, "change", change.encode())
             case v.Ask():
-                self._ask_newest()
+                self._asking.read()
             case v.Report(deaths, to):
                 self._tell(to, "deaths", _encode([(death.id, death.evidence) for death in deaths]))
             case v.Testify(seen, to):
@@ -257,86 +258,46 @@ class Reactor:
             error = PeerFailed(ranks, "; ".join(death.evidence for death in effect.dead))
         else:
             error = Revoked(effect.epoch, effect.reason)
-        if self._tenure.revoke(effect.epoch, error):
+        if self._tenure.revoke(effect.epoch, error, effect.reason):
             self.table.drop_before(effect.epoch + 1, effect.reason)
-            self._events.emit("revoked", epoch=effect.epoch, reason=effect.reason)
 
     def _install(self, view: View) -> None:
         self._introduced_to = {}
         self.table.drop_before(view.epoch)
-        members = [member.id for member in view.members]
-        if view.phase == "running":
-            rank = view.rank_of(self._identity)
-            self._events.emit("installed", epoch=view.epoch, members=members, rank=rank, reason=view.reason)
         if view.phase == "failed":
             self._tenure.end(HoldfastError(f"job {view.job.name!r} has ended: {view.reason}"))
         self._tenure.install(view)
+        if items := self.table.items(view.epoch):  # the session was told before, and has set them
+            self._share(view.epoch, items)
+
+    def _spread(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
+        """Tell of a view; those who were left word of it where they wait, a moment later."""
+        self._tell(tuple(m for m in to if m.id not in self._announced_to), method, body)
+        told = tuple(m for m in to if m.id in self._announced_to)
+        if told:
+            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, told, method, body)
 
     def _tell(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
         for member in to:
             self.links.deliver(member, method, body)
 
-    def _ask_newest(self) -> None:
-        """Read the register soon: here if it is local, else in a thread."""
-        if self._register.local:
-            self._loop.call_soon(self._newest, self._read())
-        elif not self._asking:
-            self._asking = True
-            self._pool.submit(self._ask_for_newest)
-
-    def _ask_for_newest(self) -> None:
-        event = self._read()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
-            self._loop.call_soon_threadsafe(self._newest, event)
-
-    def _newest(self, event: v.ViewRead | None) -> None:
-        self._asking = False
-        if event is not None:
-            self.feed(event)
-
-    def _read(self) -> v.ViewRead | None:
-        try:
-            return v.ViewRead(self._register.read())
-        except (RegisterAway, CorruptData) as error:
-            _log.debug("%s cannot read the register: %s", self._identity, error)
-            return None
-
     def _propose(self, expected: int, view: View) -> None:
-        """Ask the register: here if it is local, else in a thread, where what comes too late counts as not answered."""
         self._reach("rebuild.before_propose")
-        if self._register.local:
-            self._answered(self._question, self._compare_and_set(expected, view))
-            return
-        self._question += 1
-        number, patience = self._question, self._settings.timeouts.rebuild
-        late = v.CasFailed(f"the register did not answer within {patience:g} s")
-        self._deadline = self._loop.call_later(patience, self._answered, number, late)
-        self._pool.submit(self._ask, number, expected, view)
+        self._asking.propose(expected, view)
 
-    def _ask(self, number: int, expected: int, view: View) -> None:
-        event = self._compare_and_set(expected, view)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
-            self._loop.call_soon_threadsafe(self._answered, number, event)
-
-    def _answered(self, number: int, event: v.CasWon | v.CasLost | v.CasFailed) -> None:
-        if number != self._question or self._core is None:
-            return
-        self._question += 1
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if isinstance(event, v.CasFailed):
-            self._events.emit("register_away", reason=event.reason)
-        if isinstance(event, v.CasWon):
+    def _answered(self, answer: Answer) -> None:
+        if isinstance(answer, v.CasFailed):
+            self._events.emit("register_away", reason=answer.reason)
+        if isinstance(answer, v.CasWon):
             self._reach("rebuild.after_propose")
-        self.feed(event)
+            self._announce(answer.view)
+        self.feed(answer)
 
-    def _compare_and_set(self, expected: int, view: View) -> v.CasWon | v.CasLost | v.CasFailed:
-        try:
-            if self._register.compare_and_set(expected, view):
-                return v.CasWon(view)
-            return v.CasLost(self._register.read())
-        except (RegisterAway, CorruptData) as error:
-            return v.CasFailed(str(error))
+    def _announce(self, view: View) -> None:
+        """Tell of a view that the register has taken where the others wait, if it is one to go on in."""
+        before = self._tenure.view
+        heard = before is not None and view.phase == "running" and self._tenure.announce(view)
+        self._announced_to = frozenset(before.ranks if before is not None and heard else ())
 
     def _reach(self, point: str) -> None:
         view = self._tenure.view
@@ -404,7 +365,11 @@ class Reactor:
         """What a detector says."""
         if not isinstance(event, v.Proof):
             self.feed(event)
-        elif self._acts_first({death.id for death in (*self._deferred, *event.deaths)}):
+            return
+        view = self._tenure.view
+        if view is not None and any(death.id in view.ranks for death in event.deaths):
+            self._tenure.rest()
+        if self._acts_first({death.id for death in (*self._deferred, *event.deaths)}):
             self._buried(event.deaths)
         else:
             self._deferred += event.deaths
@@ -420,9 +385,8 @@ class Reactor:
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""
         view = self._tenure.view
-        if view is not None and self._tenure.revoke(view.epoch, Revoked(view.epoch, reason)):
+        if view is not None and self._tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
             self.table.drop_before(view.epoch + 1, reason)
-            self._events.emit("revoked", epoch=view.epoch, reason=reason)
             self._tenure.end_ops()
 
     def _resign(self, reason: str) -> None:

@@ -102,7 +102,7 @@ class Session:
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
-        self._tenure = Tenure()
+        self._tenure = Tenure(self._identity, self._events.emit)
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
         self._keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
@@ -331,7 +331,9 @@ class Session:
 
     def _go_on(self, failure: HoldfastError) -> None:
         assert self._comm is not None
-        epoch = self._comm.epoch
+        epoch, word = self._comm.epoch, self._comm.announced
+        if word is not None:
+            self._tenure.heed(word)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.ft.change import Change, applied, between
 from holdfast.ft.progress import Place
 from holdfast.ft.view import View
 
@@ -20,7 +21,9 @@ from holdfast.ft.view import View
 class Tenure:
     """The newest view that this process is in, whether it still holds, and the communicator that lives in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: str = "", emit: Callable[..., None] = lambda kind, **fields: None) -> None:
+        """For the process `identity`. `emit` is told of what is installed and revoked, as `EventLog.emit` is."""
+        self._identity, self._emit = identity, emit
         self._changed = threading.Condition()
         self._view: View | None = None
         self._over: HoldfastError | None = None
@@ -42,15 +45,21 @@ class Tenure:
     # What the runtime says ------------------------------------------------------------------------------------
 
     def install(self, view: View) -> None:
-        """`view` holds from now on."""
+        """`view` holds from now on, if it is newer than the one at hand."""
         with self._changed:
+            if self._view is not None and view.epoch <= self._view.epoch:
+                return
+            if view.phase == "running":
+                members = [member.id for member in view.members]
+                rank = view.rank_of(self._identity)
+                self._emit("installed", epoch=view.epoch, members=members, rank=rank, reason=view.reason)
             replaced, why = self._view, self._over
             self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
             self._changed.notify_all()
         self._on_over(view.epoch - 1)
 
-    def revoke(self, epoch: int, error: HoldfastError) -> bool:
+    def revoke(self, epoch: int, error: HoldfastError, reason: str = "") -> bool:
         """`epoch` is over: nothing more can be done in it. False if that was known.
 
         The ops that are pending in it end when `end_ops` is called.
@@ -61,9 +70,24 @@ class Tenure:
             self._over = error
             if self._comm is not None:
                 self._revoked.append((self._comm, error))
+            self._emit("revoked", epoch=epoch, reason=reason)
             self._changed.notify_all()
         self._on_over(epoch)
         return True
+
+    def rest(self) -> None:
+        """Somebody has died: the ops that are pending will be ended, and need not be quick to notice."""
+        comm = self._comm
+        if comm is not None:
+            comm.transport.rest()
+
+    def announce(self, view: View) -> bool:
+        """Leave word of `view`, which the register has taken, where the other ranks of the epoch before it wait in ops.
+        Whether there is such a way.
+        """
+        old, comm = self._view, self._comm
+        change = None if old is None or comm is None or comm.epoch != old.epoch else between(old, view)
+        return change is not None and comm is not None and comm.announce(change.encode())
 
     def end_ops(self) -> None:
         """End the ops that are pending in revoked epochs. Their threads wake up, and compete for the interpreter."""
@@ -84,6 +108,23 @@ class Tenure:
             self._on_over(view.epoch)
 
     # What the session does ------------------------------------------------------------------------------------
+
+    def heed(self, word: bytes) -> None:
+        """Go on in the view that another rank has announced. If that is not the next one, or not one for this process
+        to go on in, nothing happens: who it is, the runtime will say.
+        """
+        old = self._view
+        if old is None:
+            return
+        try:
+            view = applied(old, Change.decode(word))
+        except CorruptData:
+            return
+        if view.phase == "running" and view.rank_of(self._identity) is not None:
+            ranks = [rank for rank, member in enumerate(old.members) if member.id not in view.ranks]
+            why = PeerFailed(ranks, view.reason) if ranks else Revoked(old.epoch, view.reason)
+            self.revoke(old.epoch, why, f"epoch {view.epoch} replaces it: {view.reason}")
+            self.install(view)
 
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:

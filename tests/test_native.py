@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,3 +87,19 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
     board.release()
     with pytest.raises(ValueError, match="released"):
         board.raise_flag(1, 0)
+
+
+def test_who_rests_does_not_give_way() -> None:
+    """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
+    sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
+    board = _native.Board(bytearray(8192), 0, 2, **sizes, spins=10, yields=10**12)
+    board.rest(8)
+    assert not board.wait(1, 7, 0)
+    waits = threading.Thread(target=board.wait, args=(1, 8, 0))
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    board.rest(9)
+    waits.join(10.0)
+    assert not waits.is_alive()
+    board.release()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from holdfast.comms import HoldfastError
-from holdfast.ft import Session, Timeouts
+from holdfast.ft import Session, Timeouts, reactor
 from holdfast.ft.faultpoints import POINTS
 from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.invariants import check, event_of
@@ -171,6 +171,29 @@ def test_two_ranks_are_killed_at_once() -> None:
         job.kill(2)
         job.kill(1)
         assert_exact(job, job.results(), 3)
+
+
+def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
+    """The next view lies where they wait; what is written to them later finds them in it, or in one after it."""
+
+    def written_to_late(session: Session, steps: int) -> dict[str, Any]:
+        reactor.ANNOUNCED_SECONDS = 1.5
+        return tally_up(session, steps)
+
+    slow = Timeouts(heartbeat=1.0, suspect=5.0, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(4, timeouts=slow) as ranks:
+        job = ranks.start(written_to_late, 150)
+        first = job.wait_for("committed", step=5)["epoch"]
+        job.kill(3)
+        job.wait_for("committed", epoch=first + 1)
+        job.kill(1)
+        results = job.results()
+        assert_exact(job, results, 2, 150)
+        events = job.events()
+    for epoch, size in ((first + 1, 3), (first + 2, 2)):
+        times = [event["time"] for event in events if event["kind"] == "installed" and event["epoch"] == epoch]
+        assert len(times) == size
+        assert max(times) - min(times) < 0.5, "none was told by letter"
 
 
 def test_ranks_are_killed_one_after_the_other_until_one_is_left() -> None:

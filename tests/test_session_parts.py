@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.transport import Peer
 from holdfast.ft import faultpoints, transfer
+from holdfast.ft.change import between
 from holdfast.ft.events import EventLog
 from holdfast.ft.silence import Silence
 from holdfast.ft.skeleton import put_together, take_apart
@@ -341,6 +342,69 @@ def test_the_end_is_told_to_whoever_waits() -> None:
     threading.Timer(0.05, tenure.end, [HoldfastError("it is over")]).start()
     with pytest.raises(HoldfastError, match="it is over"):
         tenure.wait(0, 10.0)
+
+
+def three(epoch: int, *ranks: int) -> View:
+    return View(epoch, "running", tuple(map(member, ranks)), Job("job", 3, 1, 3, ("shm",), "shm"), f"epoch {epoch}")
+
+
+def heeding(me: int) -> tuple[Tenure, list[tuple[str, int]]]:
+    """The tenure of a member of epoch 1, and what it emits."""
+    said: list[tuple[str, int]] = []
+    tenure = Tenure(member(me).id, lambda kind, *, epoch, **fields: said.append((kind, epoch)))
+    tenure.install(three(1, 0, 1, 2))
+    return tenure, said
+
+
+def announced(old: View, new: View) -> bytes:
+    change = between(old, new)
+    assert change is not None
+    return change.encode()
+
+
+def test_who_is_left_word_of_the_next_view_goes_on_in_it_and_hears_of_it_again_later() -> None:
+    tenure, said = heeding(0)
+    tenure.heed(announced(three(1, 0, 1, 2), three(2, 0, 2)))
+    assert tenure.wait(1, 0.0) == three(2, 0, 2)
+    why = tenure.why_over(1)
+    assert isinstance(why, PeerFailed)
+    assert why.ranks == (1,)
+    tenure.revoke(1, Revoked(1), "comes late")
+    tenure.install(three(2, 0, 2))
+    assert said == [("installed", 1), ("revoked", 1), ("installed", 2)]
+    assert not tenure.is_over(2)
+
+
+def test_a_view_that_only_grows_is_heeded_too() -> None:
+    tenure, _ = heeding(0)
+    tenure.heed(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
+    assert isinstance(tenure.why_over(1), Revoked)
+    assert tenure.wait(1, 0.0).epoch == 2
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        b"",
+        b"nonsense",
+        announced(three(1, 0, 1, 2), three(2, 1, 2)),
+        announced(three(2, 0, 1, 2), three(3, 0, 1)),
+        announced(three(1, 0, 1, 2), msgspec.structs.replace(three(2, 0, 1, 2), phase="finished")),
+    ],
+    ids=["empty", "nonsense", "without this process", "not the next one", "the end"],
+)
+def test_a_word_that_is_not_of_a_next_view_to_go_on_in_is_not_heeded(word: bytes) -> None:
+    tenure, said = heeding(0)
+    tenure.heed(word)
+    assert said == [("installed", 1)]
+    assert not tenure.is_over(1)
+
+
+@given(st.binary(max_size=300))
+def test_no_word_breaks_who_heeds_it(word: bytes) -> None:
+    tenure, _ = heeding(0)
+    tenure.heed(word)
+    assert tenure.wait(0, 0.0).rank_of(member(0).id) is not None
 
 
 # -- timeouts, fault points, events

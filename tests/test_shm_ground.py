@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import torch.distributed as dist
 from holdfast.backends.shm import ShmTransport
 from holdfast.backends.shm_ground import PLOTS, Ground, place_of
 from holdfast.comms import Communicator
+from holdfast.comms.algorithms.board import Layout
 from holdfast.comms.connect import connect_members
-from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.errors import CorruptData, PeerFailed, Revoked
 from holdfast.comms.liveness import this_process
 from holdfast.harness import LocalCluster
 
@@ -254,3 +257,39 @@ def test_what_is_not_the_memory_of_the_job_is_not_mapped(tmp_path: Path) -> None
     for rows in (1, 1_000_000):
         with pytest.raises(CorruptData, match="offers a board for"):
             Ground.open(f"[0,1,{rows}]".encode(), [me, me])
+
+
+def test_a_later_epoch_does_not_wait_for_memory() -> None:
+    """All but the stages of its board is there before it begins."""
+    ground = Ground.make("ready", [this_process()] * 4)
+    layout = Layout(4)
+    pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
+    with ground.take(3, [this_process()] * 4) as plot:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for row in range(4):
+            for page in pages:
+                plot[8 * row * layout.row_words + page] = 1
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    ground.give_back(3)
+    assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
+
+
+def test_what_follows_is_left_where_the_others_wait(four: LocalCluster, tmp_path: Path) -> None:
+    def run(outer: Communicator) -> tuple[bytes | None, float]:
+        epochs = Epochs(outer, tmp_path)
+        comm = epochs.next(1, [0, 1, 2, 3], None)
+        if outer.rank == 2:
+            assert comm.announce(b"epoch 2")
+        else:
+            with pytest.raises(Revoked, match="rank 2 has announced what follows"):
+                comm.barrier()
+        word = comm.announced
+        after = epochs.next(2, [0, 1, 2, 3], comm)
+        comm.close()
+        found = total(after)
+        assert after.announced is None
+        after.close()
+        epochs.everybody()
+        return word, found
+
+    assert four.run(run) == [(None if rank == 2 else b"epoch 2", 10.0) for rank in range(4)]

@@ -11,8 +11,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     3   taken       how many blocks of the others' results it has taken
     8   asleep      1 while this rank sleeps on its doorbell
     16  doorbell    (written by peers) changes to wake this rank; a futex
-    24  state       ALIVE, CLOSED or ABORTED
-    25  note        length of the text that says why
+    24  state       ALIVE, CLOSED, ABORTED or REPLACED
+    25  note        length of the text that says why, or what follows
     26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
     27  greeting    4 numbers that this rank has for the others, from the start
     32  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
@@ -40,8 +40,8 @@ LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE, EPOCH, GREETING = 0, 1, 2, 3, 8, 16, 24, 25, 26, 27
 TABLE = 32
 GREETING_WORDS = 4
-ALIVE, CLOSED, ABORTED = 0, 1, 2
-NOTE_BYTES = 1024
+ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
+NOTE_BYTES = 2048
 SLOT_BYTES = 64 * 1024
 STAGE_BLOCK_BYTES = 256 * 1024
 STAGE_DEPTH = 4
@@ -184,15 +184,27 @@ class Board:
         start = self.rows[rank] + GREETING
         return tuple(word - (word >> 63 << 64) for word in self.words[start : start + GREETING_WORDS])
 
-    def leave(self, state: int, note: str) -> None:
-        """Tell the others that this rank has closed or aborted, and why."""
-        text = note.encode()[: NOTE_BYTES - 8]
+    def leave(self, state: int, note: bytes) -> bool:
+        """Tell the others that this rank has closed or aborted, and why, or what follows this board. Only the first
+        time counts; whether this is it.
+        """
         start = 8 * (self._mine + self.layout.note_text)
-        if self.words[self._mine + STATE] == ALIVE and self.words[self._mine + EPOCH] == self.epoch + 1:
+        first = self.words[self._mine + STATE] == ALIVE and self.words[self._mine + EPOCH] == self.epoch + 1
+        if first:
+            text = note[:NOTE_BYTES]
             self.bytes[start : start + len(text)] = text
             self.words[self._mine + NOTE] = len(text)
-            self.words[self._mine + STATE] = state
+            self.native.raise_flag(state, STATE)
         self.native.ring_all()
+        return first
+
+    def rest(self, phase: int | None = None) -> None:
+        """Sleep in waits for phases before `phase` (default: all, this one included) without giving way first.
+
+        Where others take the processor who are no ranks, as one that has died and whose memory is being freed, to give
+        way to them takes until the next tick of the clock: up to 4 ms. Who sleeps is woken at once. From any thread.
+        """
+        self.native.rest(_ALL_BITS if phase is None else phase)
 
     def fail(self, error: HoldfastError) -> None:
         """End this rank's wait, and all later ones, with `error`. From any thread."""
@@ -256,14 +268,14 @@ class Board:
         native, look_at_peers = self.native, began + _LIVENESS_SECONDS
         while True:
             bell = native.lie_down()
-            if not ready() and self._error is None:
+            if not ready() and self._error is None and not self._is_over():
                 native.sleep(bell, _SLEEP_NANOSECONDS)
             native.get_up()
             if ready():
                 return
             self.check()
             now = time.monotonic()
-            if now >= look_at_peers:
+            if now >= look_at_peers or self._is_over():
                 look_at_peers = now + _LIVENESS_SECONDS
                 if self._journal is not None:
                     self._journal.waits(missing())
@@ -279,27 +291,42 @@ class Board:
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
         left = [r for r, row in enumerate(self.rows) if r != self.rank and self._has_left(row)]
+        for r in left:
+            if self.words[self.rows[r] + STATE] == REPLACED:
+                raise Revoked(self.epoch, f"rank {r} has announced what follows")
         gone = tuple(r for r in self._dead() if r not in left)
         if ready():
             return
         if gone:
             raise PeerFailed(gone, "the kernel says that the process is gone")
         for r in left:
-            aborted = self.words[self.rows[r] + STATE] == ABORTED
-            if aborted or r in missing:
-                why = self._note(r)
-                if aborted:
+            state = self.words[self.rows[r] + STATE]
+            if state == ABORTED or r in missing:
+                why = self._note(r).decode(errors="replace")
+                if state == ABORTED:
                     raise Revoked(self.epoch, f"rank {r} aborted: {why}")
                 raise PeerFailed((r,), f"it left the communicator: {why}")
+
+    def _is_over(self) -> bool:
+        """Whether another rank has said that no more ops can end here."""
+        words, ready = self.words, self.epoch + 1
+        return any(words[row + STATE] >= ABORTED and words[row + EPOCH] == ready for row in self.rows)
 
     def _has_left(self, row: int) -> bool:
         """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""
         return self.words[row + STATE] != ALIVE and self.words[row + EPOCH] == self.epoch + 1
 
-    def _note(self, rank: int) -> str:
+    def announced(self) -> bytes | None:
+        """What another rank said, as it left, takes the place of this board; None if none has."""
+        for rank, row in enumerate(self.rows):
+            if rank != self.rank and self._has_left(row) and self.words[row + STATE] == REPLACED:
+                return self._note(rank)
+        return None
+
+    def _note(self, rank: int) -> bytes:
         start = 8 * (self.rows[rank] + self.layout.note_text)
         length = min(self.words[self.rows[rank] + NOTE], NOTE_BYTES)
-        return bytes(self.bytes[start : start + length]).decode(errors="replace")
+        return bytes(self.bytes[start : start + length])
 
     # -- where things are
 

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.comms._native import copy, pieces
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.board import ABORTED, CLOSED, Board
+from holdfast.comms.algorithms.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
 from holdfast.comms.algorithms.channels import Channels
 from holdfast.comms.algorithms.publication import STARTED, Publications, Spans
 from holdfast.comms.algorithms.staging import Staging
@@ -243,10 +243,20 @@ class DirectTransport(Transport):
 
     def abort(self, error: HoldfastError) -> None:
         self._board.fail(error)
-        self._board.leave(ABORTED, error.reason if isinstance(error, Revoked) else str(error))
+        self._board.leave(ABORTED, (error.reason if isinstance(error, Revoked) else str(error)).encode())
+
+    def rest(self) -> None:
+        self._board.rest()
+
+    def announce(self, word: bytes) -> bool:
+        return len(word) <= NOTE_BYTES and self._board.leave(REPLACED, word)
+
+    @property
+    def announced(self) -> bytes | None:
+        return self._board.announced()
 
     def close(self) -> None:
-        self._board.leave(CLOSED, "closed")
+        self._board.leave(CLOSED, b"closed")
         self._board.release()
         self._release()
 

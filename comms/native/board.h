@@ -27,6 +27,7 @@ typedef struct {
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
     atomic_int stopped;
+    _Atomic uint64_t restful; /* waits for less than this do not give way */
 } board;
 
 typedef _Atomic uint64_t word;
@@ -80,7 +81,7 @@ static inline void relax(void) {
 }
 
 /* Look until `rank` (-1: every other rank) has raised a flag to `value`, then give way between looks. Returns the rank
- * that has not: -1 if all have. Gives up early once the board is stopped. */
+ * that has not: -1 if all have. Gives up early once the board is stopped, or where the caller is to sleep at once. */
 static inline int look(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
     for (long turn = 0;; turn++) {
@@ -92,6 +93,8 @@ static inline int look(const board *b, int rank, int flag, uint64_t value, long 
             return at;
         if (turn < spins)
             relax();
+        else if (value < atomic_load_explicit(&b->restful, memory_order_relaxed))
+            return at;
         else
             sched_yield();
     }

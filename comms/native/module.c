@@ -148,6 +148,14 @@ static PyObject *board_stop(Board *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
+static PyObject *board_rest(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a))
+        return NULL;
+    atomic_store(&self->b.restful, a[0]);
+    Py_RETURN_NONE;
+}
+
 static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[1];
     if (!numbers(args, count, 1, a) || !ours(self, a[0]))
@@ -508,6 +516,7 @@ static PyMethodDef board_methods[] = {
     FAST("wait", board_wait),
     FAST("wait_all", board_wait_all),
     PLAIN("stop", board_stop),
+    FAST("rest", board_rest),
     FAST("ring", board_ring),
     PLAIN("ring_all", board_ring_all),
     PLAIN("lie_down", board_lie_down),

@@ -5,6 +5,7 @@ Fixtures: `backend`, the name of the backend that is checked; `process_backend`,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -110,6 +111,35 @@ def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> 
         said = cluster.run(body)
     if backend != "gloo":
         assert all("disk on fire" in each for each in said)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_announcement_reaches_those_who_wait_or_changes_nothing(backend: str, op: str) -> None:
+    def body(comm: Communicator) -> tuple[bool, bytes | None]:
+        if comm.rank == 1:
+            assert not comm.announce(bytes(1 << 20)), "more than any backend carries"
+            time.sleep(0.05)
+            if comm.announce(b"what follows"):
+                comm.abort("announced")
+                assert not comm.announce(b"again"), "no op can run here any more"
+                return True, comm.announced
+        with contextlib.suppress(Revoked):
+            OPS[op](comm, torch.ones(SIZES[-1])) if op != "recv" or comm.rank != 1 else _send_to_all(comm)
+            comm.barrier()
+            return False, comm.announced
+        return True, comm.announced
+
+    with LocalCluster(3, backend) as cluster:
+        ends = cluster.run(body)
+    if ends[1][0]:
+        assert ends == [(True, b"what follows"), (True, None), (True, b"what follows")]
+    else:
+        assert ends == [(False, None)] * 3
+
+
+def _send_to_all(comm: Communicator) -> None:
+    for rank in (0, 2):
+        comm.send(torch.ones(SIZES[-1]), rank)
 
 
 def test_an_async_op_carries_its_error(backend: str, tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The register as the event loop asks it, one question of a kind at a time.
+
+A register of this host is asked at once: that takes microseconds. Any other is asked in a thread, so that one that is
+away delays a rebuild and holds up nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft import vocabulary as v
+from holdfast.ft.register import Register
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.view import View
+
+Answer = v.CasWon | v.CasLost | v.CasFailed
+
+_log = logging.getLogger("holdfast.ft")
+
+
+class Asking:
+    """Asks `register`, in `pool` if need be, and gives the answers to `shown` and `answered`, in the running loop.
+
+    A compare-and-set that takes longer than `patience` seconds counts as not answered.
+    """
+
+    def __init__(
+        self,
+        register: Register,
+        pool: Executor,
+        patience: float,
+        shown: Callable[[v.ViewRead], None],
+        answered: Callable[[Answer], None],
+    ) -> None:
+        self._register, self._pool, self._patience = register, pool, patience
+        self._shown, self._answered = shown, answered
+        self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._number = 0
+        self._reading = self._ended = False
+
+    def read(self) -> None:
+        """Show the newest view, soon; nothing if the register is away."""
+        if self._register.local:
+            self._loop.call_soon(self._show, self._read())
+        elif not self._reading:
+            self._reading = True
+            self._pool.submit(lambda: self._soon(self._show, self._read()))
+
+    def propose(self, expected: int, view: View) -> None:
+        """Compare-and-set from epoch `expected` (0: empty) to `view`."""
+        self._number += 1
+        if self._register.local:
+            self._take(self._number, self._compare_and_set(expected, view))
+            return
+        number, late = self._number, v.CasFailed(f"the register did not answer within {self._patience:g} s")
+        self._deadline = self._loop.call_later(self._patience, self._take, number, late)
+        self._pool.submit(lambda: self._soon(self._take, number, self._compare_and_set(expected, view)))
+
+    def end(self) -> None:
+        """No answer is given any more."""
+        self._ended = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _soon(self, take: Callable[..., None], *answer: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
+            self._loop.call_soon_threadsafe(take, *answer)
+
+    def _show(self, found: v.ViewRead | None) -> None:
+        self._reading = False
+        if found is not None and not self._ended:
+            self._shown(found)
+
+    def _take(self, number: int, answer: Answer) -> None:
+        if number != self._number or self._ended:
+            return
+        self._number += 1
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._answered(answer)
+
+    def _read(self) -> v.ViewRead | None:
+        try:
+            return v.ViewRead(self._register.read())
+        except (RegisterAway, CorruptData) as error:
+            _log.debug("the register cannot be read: %s", error)
+            return None
+
+    def _compare_and_set(self, expected: int, view: View) -> Answer:
+        try:
+            if self._register.compare_and_set(expected, view):
+                return v.CasWon(view)
+            return v.CasLost(self._register.read())
+        except (RegisterAway, CorruptData) as error:
+            return v.CasFailed(str(error))
