@@ -34,7 +34,7 @@ from holdfast.ft.ledger import Ledger
 from holdfast.ft.register import Register
 from holdfast.ft.runtime import Runtime, new_identity
 from holdfast.ft.skeleton import take_apart
-from holdfast.ft.tenure import Tenure
+from holdfast.ft.tenure import Noted, Tenure
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torchgroup import TorchGroup
 from holdfast.ft.verdict import FIELDS, Verdict, Vote, judge
@@ -102,7 +102,7 @@ class Session:
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
-        self._tenure = Tenure(self._identity, self._events.emit)
+        self._tenure = Tenure(self._identity, Noted(self._identity, self._events))
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
         self._keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)

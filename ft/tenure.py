@@ -10,20 +10,47 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.change import Change, applied, between
+from holdfast.ft.events import EventLog
 from holdfast.ft.progress import Place
 from holdfast.ft.view import View
+
+
+class Witness(Protocol):
+    """Who is told what happens to a tenure, as it happens, from any thread."""
+
+    def installed(self, view: View) -> None:
+        """`view`, which is running, holds."""
+
+    def revoked(self, epoch: int, reason: str) -> None:
+        """`epoch` holds no more."""
+
+
+class Noted:
+    """The witness that writes it into the events of a process."""
+
+    def __init__(self, identity: str, events: EventLog) -> None:
+        self._identity, self._events = identity, events
+
+    def installed(self, view: View) -> None:
+        members = [member.id for member in view.members]
+        rank = view.rank_of(self._identity)
+        self._events.emit("installed", epoch=view.epoch, members=members, rank=rank, reason=view.reason)
+
+    def revoked(self, epoch: int, reason: str) -> None:
+        self._events.emit("revoked", epoch=epoch, reason=reason)
 
 
 class Tenure:
     """The newest view that this process is in, whether it still holds, and the communicator that lives in it."""
 
-    def __init__(self, identity: str = "", emit: Callable[..., None] = lambda kind, **fields: None) -> None:
-        """For the process `identity`. `emit` is told of what is installed and revoked, as `EventLog.emit` is."""
-        self._identity, self._emit = identity, emit
+    def __init__(self, identity: str = "", witness: Witness | None = None) -> None:
+        """For the process `identity`."""
+        self._identity, self._witness = identity, witness
         self._changed = threading.Condition()
         self._view: View | None = None
         self._over: HoldfastError | None = None
@@ -49,10 +76,8 @@ class Tenure:
         with self._changed:
             if self._view is not None and view.epoch <= self._view.epoch:
                 return
-            if view.phase == "running":
-                members = [member.id for member in view.members]
-                rank = view.rank_of(self._identity)
-                self._emit("installed", epoch=view.epoch, members=members, rank=rank, reason=view.reason)
+            if view.phase == "running" and self._witness is not None:
+                self._witness.installed(view)
             replaced, why = self._view, self._over
             self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
@@ -70,7 +95,8 @@ class Tenure:
             self._over = error
             if self._comm is not None:
                 self._revoked.append((self._comm, error))
-            self._emit("revoked", epoch=epoch, reason=reason)
+            if self._witness is not None:
+                self._witness.revoked(epoch, reason)
             self._changed.notify_all()
         self._on_over(epoch)
         return True

@@ -349,9 +349,17 @@ def three(epoch: int, *ranks: int) -> View:
 
 
 def heeding(me: int) -> tuple[Tenure, list[tuple[str, int]]]:
-    """The tenure of a member of epoch 1, and what it emits."""
+    """The tenure of a member of epoch 1, and what its witness has seen."""
     said: list[tuple[str, int]] = []
-    tenure = Tenure(member(me).id, lambda kind, *, epoch, **fields: said.append((kind, epoch)))
+
+    class Saying:
+        def installed(self, view: View) -> None:
+            said.append(("installed", view.epoch))
+
+        def revoked(self, epoch: int, reason: str) -> None:
+            said.append(("revoked", epoch))
+
+    tenure = Tenure(member(me).id, Saying())
     tenure.install(three(1, 0, 1, 2))
     return tenure, said
 

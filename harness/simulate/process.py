@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.ft import vocabulary as v
+from holdfast.ft.change import between
 from holdfast.ft.detectors.detector import Surroundings
 from holdfast.ft.detectors.observing import Observing
 from holdfast.ft.membership import Membership
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LOOKS_A_HEARTBEAT = 4
 FOLLOW_SECONDS = 0.002
+ANNOUNCED_SECONDS = 0.003
 
 
 class Process:
@@ -35,6 +37,7 @@ class Process:
 
     __slots__ = (
         "alive",
+        "announced_to",
         "backlog",
         "beat_token",
         "bytes",
@@ -62,6 +65,7 @@ class Process:
         "timer_at",
         "was_spare",
         "watched",
+        "word",
         "worker",
         "world",
     )
@@ -73,7 +77,9 @@ class Process:
         self.rate, self.set_at = 1.0, (0.0, 0.0)
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.timer, self.timer_at = 0, -1.0
-        self.tenure = Tenure()
+        self.tenure = Tenure(member.id, self)
+        self.announced_to: frozenset[str] = frozenset()
+        self.word = (0, b"")
         self.silence: Silence | None = None
         self.observing: Observing | None = None
         self.watched: dict[str, Member] = {}
@@ -140,6 +146,10 @@ class Process:
                 told: v.Event = (
                     v.ViewRead(view, self.member.id) if change is None else v.Changed(change, self.member.id)
                 )
+                if self.announced_to:
+                    later = tuple(member for member in to if member.id in self.announced_to)
+                    to = tuple(member for member in to if member.id not in self.announced_to)
+                    self.after(ANNOUNCED_SECONDS, world.send_all, self, later, told)
                 world.send_all(self, to, told)
             case v.Ask():
                 world.read_register(self)
@@ -171,13 +181,18 @@ class Process:
             error = PeerFailed(self.world.ranks_of(effect.dead, view), effect.reason)
         else:
             error = Revoked(effect.epoch, effect.reason)
-        if self.tenure.revoke(effect.epoch, error):
+        if self.tenure.revoke(effect.epoch, error, effect.reason):
             self._abort_ops(effect.epoch)
-            self.world.emit(self, "revoked", epoch=effect.epoch, reason=effect.reason)
+
+    def installed(self, view: View) -> None:
+        """Its tenure says so."""
+        self.world.installed(self, view)
+
+    def revoked(self, epoch: int, reason: str) -> None:
+        """Its tenure says so."""
+        self.world.emit(self, "revoked", epoch=epoch, reason=reason)
 
     def _install(self, view: View) -> None:
-        if view.phase == "running":
-            self.world.installed(self, view)
         if view.phase == "failed":
             self.end(HoldfastError(f"the job has ended: {view.reason}"))
         self.tenure.install(view)
@@ -206,9 +221,36 @@ class Process:
         if isinstance(event, v.CasFailed):
             self.world.emit(self, "register_away", reason=event.reason)
         if isinstance(event, v.CasWon):
-            self.reach("rebuild.after_propose", lambda: self.feed(event))
+            self.reach("rebuild.after_propose", lambda: self._won(event))
         else:
             self.feed(event)
+
+    def _won(self, event: v.CasWon) -> None:
+        self._announce(event.view)
+        self.feed(event)
+
+    def _announce(self, view: View) -> None:
+        """In a job of one host, leave word of the next view where the others wait."""
+        before = self.tenure.view
+        self.announced_to = frozenset()
+        if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
+            return
+        change = between(before, view)
+        if change is None:
+            return
+        self.announced_to = frozenset(before.ranks)
+        for member in before.members:
+            other = self.world.process_of(member.id)
+            other.word = (before.epoch, change.encode())
+            self.world.at(self.world.now, other, other.heed)
+
+    def heed(self) -> None:
+        """Its session, if it waits in an op, looks whether word of the next view was left there."""
+        worker, (epoch, word) = self.worker, self.word
+        if worker is not None and worker.stage == "op" and worker.epoch == epoch:
+            self.tenure.heed(word)
+            self._abort_ops(epoch)
+            worker.look()
 
     def reach(self, point: str, then: Callable[[], None]) -> None:
         """Go on with `then`, unless a fault strikes at this point."""
@@ -263,8 +305,7 @@ class Process:
     def _stop(self, reason: str) -> None:
         """End the epoch here, without agreement."""
         view = self.tenure.view
-        if view is not None and self.tenure.revoke(view.epoch, Revoked(view.epoch, reason)):
-            self.world.emit(self, "revoked", epoch=view.epoch, reason=reason)
+        if view is not None and self.tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
             self._abort_ops(view.epoch)
             if self.worker is not None:
                 self.worker.look()

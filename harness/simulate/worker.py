@@ -250,6 +250,8 @@ class Worker:
             self._op = f"{view.epoch}:{op}"
         name = self._op
         me.world.enter(me, view, name, value, who, lambda values: self._met(name, then, values))
+        if op != "connect":
+            me.heed()
 
     def _met(self, op: str, then: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
         if self.stage == "op" and self._op == op:
