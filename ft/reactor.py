@@ -32,6 +32,7 @@ from holdfast.ft.links import Links
 from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
 from holdfast.ft.register import Register
+from holdfast.ft.telling import left_to_another
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
@@ -39,9 +40,9 @@ from holdfast.ft.view import Job, Member, View
 FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
 """How long after a new view to look whom to watch: later if nobody is new."""
 DEFER_SECONDS = 0.005
-"""How long a death is left to the member that will propose what follows: processors are few while all recover."""
+"""How long a death is left to the member of this host that will propose what follows, if there is one."""
 ANNOUNCED_SECONDS = 0.003
-"""How long after a view was announced in their ops the others are written to, for the same reason."""
+"""How long after a view was announced in their ops the others are written to: processors are few while all recover."""
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
@@ -369,18 +370,18 @@ class Reactor:
         view = self._tenure.view
         if view is not None and any(death.id in view.ranks for death in event.deaths):
             self._tenure.rest()
-        if self._acts_first({death.id for death in (*self._deferred, *event.deaths)}):
+        if not self._leave_to_another(event):
             self._buried(event.deaths)
         else:
             self._deferred += event.deaths
             self._loop.call_later(DEFER_SECONDS, self._buried, ())
 
-    def _acts_first(self, gone: set[str]) -> bool:
-        """Whether nobody comes before this process in proposing what follows from the loss of `gone`."""
+    def _leave_to_another(self, found: v.Proof) -> bool:
         core = self._core
-        if core is None or core.view is None or core.rank() is None:
-            return True
-        return core.view.before(self._identity, gone | core.lost().keys()) == 0
+        if core is None:
+            return False
+        gone = {death.id for death in (*self._deferred, *found.deaths)} | core.lost().keys()
+        return left_to_another(core.view, core.me, gone)
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""

@@ -6,13 +6,23 @@ those after them: so the load of a member does not grow with the size of the job
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from holdfast.ft.evidence import Evidence
 from holdfast.ft.topology import Shape, heads
 from holdfast.ft.view import Member, View
 from holdfast.ft.vocabulary import Cleared, Death, Effect, Event, Proof, Report, SpareGone, Suspicion, Testify
+
+
+def left_to_another(view: View | None, me: Member, lost: Container[str]) -> bool:
+    """Whether another member of this host is first to propose what follows from the loss of `lost`: it sees them end
+    as soon as this process does, and processors are few while all recover.
+    """
+    if view is None or view.phase != "running" or view.rank_of(me.id) is None:
+        return False
+    first = next((member for member in view.members if member.id not in lost), me)
+    return first.id != me.id and first.peer.host == me.peer.host
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from holdfast.ft.detectors.observing import Observing
 from holdfast.ft.membership import Membership
 from holdfast.ft.progress import Place
 from holdfast.ft.silence import Silence
+from holdfast.ft.telling import left_to_another
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.view import Member, View
 from holdfast.harness.simulate.worker import Worker
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 LOOKS_A_HEARTBEAT = 4
 FOLLOW_SECONDS = 0.002
-ANNOUNCED_SECONDS = 0.003
+ANNOUNCED_SECONDS, DEFER_SECONDS = (0.003, 0.05), (0.005, 0.05)
+"""What the runtime does a moment later, it may come to do late: either happens."""
 
 
 class Process:
@@ -42,6 +44,7 @@ class Process:
         "beat_token",
         "bytes",
         "core",
+        "deferred",
         "ended",
         "follow_wanted",
         "followers",
@@ -80,6 +83,7 @@ class Process:
         self.tenure = Tenure(member.id, self)
         self.announced_to: frozenset[str] = frozenset()
         self.word = (0, b"")
+        self.deferred: tuple[v.Death, ...] = ()
         self.silence: Silence | None = None
         self.observing: Observing | None = None
         self.watched: dict[str, Member] = {}
@@ -149,7 +153,7 @@ class Process:
                 if self.announced_to:
                     later = tuple(member for member in to if member.id in self.announced_to)
                     to = tuple(member for member in to if member.id not in self.announced_to)
-                    self.after(ANNOUNCED_SECONDS, world.send_all, self, later, told)
+                    self.after(world.rng.choice(ANNOUNCED_SECONDS), world.send_all, self, later, told)
                 world.send_all(self, to, told)
             case v.Ask():
                 world.read_register(self)
@@ -318,6 +322,21 @@ class Process:
         if kind == "suspected":
             fields["of"] = self.world.jury(self, str(fields["member"]))
         self.world.emit(self, kind, **fields)
+
+    def prove(self, deaths: tuple[v.Death, ...]) -> None:
+        """The kernel says that these have ended."""
+        gone = {death.id for death in (*self.deferred, *deaths)}
+        if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
+            self.deferred += deaths
+            self.after(self.world.rng.choice(DEFER_SECONDS), self._bury_deferred)
+        else:
+            deaths, self.deferred = (*self.deferred, *deaths), ()
+            self.hear(v.Proof(deaths))
+
+    def _bury_deferred(self) -> None:
+        if self.deferred:
+            deaths, self.deferred = self.deferred, ()
+            self.hear(v.Proof(deaths))
 
     def hear(self, event: v.Event) -> None:
         """What a detector of this process, or of another, has found."""

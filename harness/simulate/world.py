@@ -307,7 +307,7 @@ class World:
         self.at(self.now + delay, process, self._proved, process, member_ids)
 
     def _proved(self, process: Process, member_ids: tuple[str, ...]) -> None:
-        process.hear(v.Proof(tuple(v.Death(member_id, "its process ended") for member_id in member_ids)))
+        process.prove(tuple(v.Death(member_id, "its process ended") for member_id in member_ids))
 
     def leave(self, process: Process, why: str) -> None:
         """The process says good-bye and ends, as a session does when it cannot go on."""
