@@ -92,7 +92,7 @@ class Reactor:
         self._asking = Asking(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
         self._introduced_to: dict[str, Member] = {}
         self._deferred: tuple[v.Death, ...] = ()
-        self._announced_to: frozenset[str] = frozenset()
+        self._announced: tuple[int, frozenset[str]] = (0, frozenset())
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -218,10 +218,10 @@ class Reactor:
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
             case v.Announce(view, to, None):
-                self._spread(to, "install", view.encode())
-            case v.Announce(_, to, change):
+                self._spread(view, to, "install", view.encode())
+            case v.Announce(view, to, change):
                 assert change is not None
-                self._spread(to, "change", change.encode())
+                self._spread(view, to, "change", change.encode())
             case v.Ask():
                 self._asking.read()
             case v.Report(deaths, to):
@@ -271,12 +271,13 @@ class Reactor:
         if items := self.table.items(view.epoch):  # the session was told before, and has set them
             self._share(view.epoch, items)
 
-    def _spread(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
+    def _spread(self, view: View, to: tuple[Member, ...], method: str, body: bytes) -> None:
         """Tell of a view; those who were left word of it where they wait, a moment later."""
-        self._tell(tuple(m for m in to if m.id not in self._announced_to), method, body)
-        told = tuple(m for m in to if m.id in self._announced_to)
-        if told:
-            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, told, method, body)
+        epoch, announced_to = self._announced
+        later = tuple(m for m in to if m.id in announced_to) if epoch == view.epoch else ()
+        if later:
+            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, method, body)
+        self._tell(tuple(m for m in to if m not in later), method, body)
 
     def _tell(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
         for member in to:
@@ -297,8 +298,8 @@ class Reactor:
     def _announce(self, view: View) -> None:
         """Tell of a view that the register has taken where the others wait, if it is one to go on in."""
         before = self._tenure.view
-        heard = before is not None and view.phase == "running" and self._tenure.announce(view)
-        self._announced_to = frozenset(before.ranks if before is not None and heard else ())
+        if before is not None and view.phase == "running" and self._tenure.announce(view):
+            self._announced = (view.epoch, frozenset(before.ranks))
 
     def _reach(self, point: str) -> None:
         view = self._tenure.view

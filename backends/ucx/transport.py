@@ -309,9 +309,6 @@ class UcxTransport(MessageTransport):
 
     # -- the end
 
-    def rest(self) -> None:
-        self._yields = 0
-
     def abort(self, error: HoldfastError) -> None:
         if self._error is None:
             self._error = error

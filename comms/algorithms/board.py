@@ -131,6 +131,7 @@ class Board:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.rows = [r * self.layout.row_words for r in range(size)]
         self._mine = self.rows[rank]
+        self._others = [row for r, row in enumerate(self.rows) if r != rank]
         self._dead = dead
         self._error: HoldfastError | None = None
         crowded = size > (len(os.sched_getaffinity(0)) or 1)
@@ -310,7 +311,7 @@ class Board:
     def _is_over(self) -> bool:
         """Whether another rank has said that no more ops can end here."""
         words, ready = self.words, self.epoch + 1
-        return any(words[row + STATE] >= ABORTED and words[row + EPOCH] == ready for row in self.rows)
+        return any(words[row + STATE] >= ABORTED and words[row + EPOCH] == ready for row in self._others)
 
     def _has_left(self, row: int) -> bool:
         """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""

@@ -39,7 +39,7 @@ class Process:
 
     __slots__ = (
         "alive",
-        "announced_to",
+        "announced",
         "backlog",
         "beat_token",
         "bytes",
@@ -81,7 +81,7 @@ class Process:
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.timer, self.timer_at = 0, -1.0
         self.tenure = Tenure(member.id, self)
-        self.announced_to: frozenset[str] = frozenset()
+        self.announced: tuple[int, frozenset[str]] = (0, frozenset())
         self.word = (0, b"")
         self.deferred: tuple[v.Death, ...] = ()
         self.silence: Silence | None = None
@@ -150,9 +150,10 @@ class Process:
                 told: v.Event = (
                     v.ViewRead(view, self.member.id) if change is None else v.Changed(change, self.member.id)
                 )
-                if self.announced_to:
-                    later = tuple(member for member in to if member.id in self.announced_to)
-                    to = tuple(member for member in to if member.id not in self.announced_to)
+                epoch, announced_to = self.announced
+                if epoch == view.epoch:
+                    later = tuple(member for member in to if member.id in announced_to)
+                    to = tuple(member for member in to if member.id not in announced_to)
                     self.after(world.rng.choice(ANNOUNCED_SECONDS), world.send_all, self, later, told)
                 world.send_all(self, to, told)
             case v.Ask():
@@ -236,13 +237,12 @@ class Process:
     def _announce(self, view: View) -> None:
         """In a job of one host, leave word of the next view where the others wait."""
         before = self.tenure.view
-        self.announced_to = frozenset()
         if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
             return
         change = between(before, view)
         if change is None:
             return
-        self.announced_to = frozenset(before.ranks)
+        self.announced = (view.epoch, frozenset(before.ranks))
         for member in before.members:
             other = self.world.process_of(member.id)
             other.word = (before.epoch, change.encode())
