@@ -186,6 +186,13 @@ def test_messages_of_an_epoch_that_is_over_are_nobodys(
     assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
 
 
+def eventually(done: Callable[[], bool]) -> None:
+    """Wait until `done()`, for ten seconds at most."""
+    deadline = time.monotonic() + 10.0
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
@@ -197,15 +204,23 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
             transport.notices.say([transport.links[1].endpoint], 9, "what nobody says")
             transport.notices._said = False
             comm.abort("called off")
+            (tmp_path / "said").touch()
+            eventually((tmp_path / "heard").exists)  # who goes takes along what it could not yet send
             return ""
+        eventually((tmp_path / "said").exists)  # nobody takes leave of one that has left
         with pytest.raises(CorruptData, match="neither hello nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
         assert isinstance(transport, UcxTransport)
-        deadline = time.monotonic() + 10.0
-        while 0 not in transport.notices.left and time.monotonic() < deadline:
-            with suppress(HoldfastError):
-                transport.recv(torch.zeros(1), 0, 0, time.monotonic() + 0.05)
+
+        def heard() -> bool:
+            with transport._lock:
+                transport._worker.progress()
+                transport.notices.look()
+            return 0 in transport.notices.left
+
+        eventually(heard)
+        (tmp_path / "heard").touch()
         return transport.notices.left[0][1]
 
     assert "called off" in str(in_epochs(2, cluster, body, tmp_path)[1])
