@@ -108,7 +108,7 @@ def connect(context: Context) -> ShmTransport:
         return transport
     with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
         said = fetch(context.store, _BOARD, context.deadline, liveness)
-    transport = ShmTransport(context, Ground.open(said, context.peers))
+    transport = ShmTransport(context, _lasting(context, Ground.open(said, context.peers)))
     transport.start(context.deadline, context.greeting)
     return transport
 
@@ -121,10 +121,17 @@ def _kept(context: Context) -> Ground | None:
     return None
 
 
+def _lasting(context: Context, ground: Ground) -> Ground:
+    """New ground; ready for later epochs if ranks greet each other, as those of a job do."""
+    if context.greeting:
+        ground.make_ready()
+    return ground
+
+
 def _decide(context: Context, kept: Ground | None) -> ShmTransport:
     """Rank 0: on kept ground, or on new."""
     all_know = kept is not None and kept.peers.issuperset(context.peers)
-    ground = kept or Ground.make(context.name, context.peers)
+    ground = kept or _lasting(context, Ground.make(context.name, context.peers))
     if not all_know:
         context.store.set(_BOARD, ground.place.encode())
     transport = ShmTransport(context, ground)

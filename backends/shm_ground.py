@@ -60,7 +60,6 @@ class Ground:
         except BaseException:
             os.close(descriptor)
             raise
-        self._make_ready(Layout(rows))
 
     @staticmethod
     def make(name: str, peers: Sequence[Peer]) -> Ground:
@@ -93,7 +92,9 @@ class Ground:
             raise PeerFailed((0,), "what it shares is not the memory of this job")
         return Ground(descriptor, place.rows, peers)
 
-    def _make_ready(self, layout: Layout) -> None:
+    def make_ready(self) -> None:
+        """Map what later epochs will need first."""
+        layout = Layout(self.place.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
         if PLOTS * layout.size * used <= READY_BYTES:
             with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched

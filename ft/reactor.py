@@ -274,10 +274,11 @@ class Reactor:
     def _spread(self, view: View, to: tuple[Member, ...], method: str, body: bytes) -> None:
         """Tell of a view; those who were left word of it where they wait, a moment later."""
         epoch, announced_to = self._announced
-        later = tuple(m for m in to if m.id in announced_to) if epoch == view.epoch else ()
-        if later:
+        if epoch == view.epoch:
+            later = tuple(m for m in to if m.id in announced_to)
+            to = tuple(m for m in to if m.id not in announced_to)
             self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, method, body)
-        self._tell(tuple(m for m in to if m not in later), method, body)
+        self._tell(to, method, body)
 
     def _tell(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
         for member in to:
@@ -371,18 +372,12 @@ class Reactor:
         view = self._tenure.view
         if view is not None and any(death.id in view.ranks for death in event.deaths):
             self._tenure.rest()
-        if not self._leave_to_another(event):
-            self._buried(event.deaths)
-        else:
-            self._deferred += event.deaths
+        self._deferred += event.deaths
+        gone = {death.id for death in self._deferred}
+        if self._core is not None and left_to_another(self._core.view, self._core.me, gone | self._core.lost().keys()):
             self._loop.call_later(DEFER_SECONDS, self._buried, ())
-
-    def _leave_to_another(self, found: v.Proof) -> bool:
-        core = self._core
-        if core is None:
-            return False
-        gone = {death.id for death in (*self._deferred, *found.deaths)} | core.lost().keys()
-        return left_to_another(core.view, core.me, gone)
+        else:
+            self._buried(())
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""

@@ -112,8 +112,10 @@ class Tenure:
         Whether there is such a way.
         """
         old, comm = self._view, self._comm
-        change = None if old is None or comm is None or comm.epoch != old.epoch else between(old, view)
-        return change is not None and comm is not None and comm.announce(change.encode())
+        if old is None or comm is None or comm.epoch != old.epoch:
+            return False
+        change = between(old, view)
+        return change is not None and comm.announce(change.encode())
 
     def end_ops(self) -> None:
         """End the ops that are pending in revoked epochs. Their threads wake up, and compete for the interpreter."""
@@ -137,7 +139,7 @@ class Tenure:
 
     def heed(self, word: bytes) -> None:
         """Go on in the view that another rank has announced. If that is not the next one, or not one for this process
-        to go on in, nothing happens: who it is, the runtime will say.
+        to go on in, nothing happens: what holds then, the runtime will say.
         """
         old = self._view
         if old is None:

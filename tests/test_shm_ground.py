@@ -262,6 +262,7 @@ def test_what_is_not_the_memory_of_the_job_is_not_mapped(tmp_path: Path) -> None
 def test_a_later_epoch_does_not_wait_for_memory() -> None:
     """All but the stages of its board is there before it begins."""
     ground = Ground.make("ready", [this_process()] * 4)
+    ground.make_ready()
     layout = Layout(4)
     pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
     with ground.take(3, [this_process()] * 4) as plot:

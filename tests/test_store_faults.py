@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Child, children
+from waiting import eventually
 
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
@@ -39,13 +40,6 @@ def read(store: WeightStore, version: int, size: int = 10_000) -> float:
     assert store.get(version, into, timeout=10) == version
     (value,) = set(into["a"].tolist()) | set(into["b"].tolist())
     return float(value)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def pids(store: WeightStore, version: int) -> set[int]:

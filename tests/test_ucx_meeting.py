@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import eventually
 
 from holdfast.backends.ucx.notices import Hello, parse
 from holdfast.backends.ucx.transport import UcxTransport
@@ -186,13 +186,6 @@ def test_messages_of_an_epoch_that_is_over_are_nobodys(
     assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
 
 
-def eventually(done: Callable[[], bool]) -> None:
-    """Wait until `done()`, for ten seconds at most."""
-    deadline = time.monotonic() + 10.0
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
@@ -205,9 +198,9 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
             transport.notices._said = False
             comm.abort("called off")
             (tmp_path / "said").touch()
-            eventually((tmp_path / "heard").exists)  # who goes takes along what it could not yet send
+            eventually((tmp_path / "heard").exists, 10.0)  # who goes takes along what it could not yet send
             return ""
-        eventually((tmp_path / "said").exists)  # nobody takes leave of one that has left
+        eventually((tmp_path / "said").exists, 10.0)  # nobody takes leave of one that has left
         with pytest.raises(CorruptData, match="neither hello nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
@@ -219,7 +212,7 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
                 transport.notices.look()
             return 0 in transport.notices.left
 
-        eventually(heard)
+        eventually(heard, 10.0)
         (tmp_path / "heard").touch()
         return transport.notices.left[0][1]
 

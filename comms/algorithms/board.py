@@ -292,9 +292,9 @@ class Board:
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
         left = [r for r, row in enumerate(self.rows) if r != self.rank and self._has_left(row)]
-        for r in left:
-            if self.words[self.rows[r] + STATE] == REPLACED:
-                raise Revoked(self.epoch, f"rank {r} has announced what follows")
+        announcer = self._announcer()
+        if announcer is not None:
+            raise Revoked(self.epoch, f"rank {announcer} has announced what follows")
         gone = tuple(r for r in self._dead() if r not in left)
         if ready():
             return
@@ -319,9 +319,14 @@ class Board:
 
     def announced(self) -> bytes | None:
         """What another rank said, as it left, takes the place of this board; None if none has."""
+        announcer = self._announcer()
+        return None if announcer is None else self._note(announcer)
+
+    def _announcer(self) -> int | None:
+        words, ready = self.words, self.epoch + 1
         for rank, row in enumerate(self.rows):
-            if rank != self.rank and self._has_left(row) and self.words[row + STATE] == REPLACED:
-                return self._note(rank)
+            if rank != self.rank and words[row + STATE] == REPLACED and words[row + EPOCH] == ready:
+                return rank
         return None
 
     def _note(self, rank: int) -> bytes:

@@ -325,13 +325,12 @@ class Process:
 
     def prove(self, deaths: tuple[v.Death, ...]) -> None:
         """The kernel says that these have ended."""
-        gone = {death.id for death in (*self.deferred, *deaths)}
+        self.deferred += deaths
+        gone = {death.id for death in self.deferred}
         if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
-            self.deferred += deaths
             self.after(self.world.rng.choice(DEFER_SECONDS), self._bury_deferred)
         else:
-            deaths, self.deferred = (*self.deferred, *deaths), ()
-            self.hear(v.Proof(deaths))
+            self._bury_deferred()
 
     def _bury_deferred(self) -> None:
         if self.deferred:
