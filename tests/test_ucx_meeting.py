@@ -13,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import eventually
 
+from holdfast.backends.ucx import meeting, standby
+from holdfast.backends.ucx.connections import Connections, Link
+from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.notices import Hello, parse
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
@@ -201,7 +204,7 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
             eventually((tmp_path / "heard").exists, 10.0)  # who goes takes along what it could not yet send
             return ""
         eventually((tmp_path / "said").exists, 10.0)  # nobody takes leave of one that has left
-        with pytest.raises(CorruptData, match="neither hello nor farewell"):
+        with pytest.raises(CorruptData, match="neither greeting nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
         assert isinstance(transport, UcxTransport)
@@ -227,3 +230,39 @@ def test_a_notice_that_is_none_is_refused(text: bytes) -> None:
         return
     assert kind == text[0]
     assert isinstance(body, Hello) == (kind == 2)
+
+
+def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    """UCX 1.22 ends a process that is asked to connect by one whose shared memory is gone."""
+    gone = tmp_path / "gone"
+
+    def leave(connections: Connections, address: bytes) -> Link:
+        link = Connections.link(connections, address)
+        connections.worker.flush([link.endpoint], seconds=0.2)
+        raise UcxError("leaving", -3, "of its own accord")
+
+    look = meeting._Meeting._look_in_store
+
+    def look_late(self: meeting._Meeting) -> bool:
+        if self._published:
+            return look(self)
+        self._published = True
+        self._context.store.set("ucx/0", self._worker.address.hex())
+        eventually(gone.exists)
+        return False
+
+    def body(epochs: Epochs) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if epochs.me == 0:
+                patch.setattr(meeting._Meeting, "_look_in_store", look_late)
+            else:
+                patch.setattr(meeting, "Connections", type("Leaving", (Connections,), {"link": leave}))
+                patch.setattr(standby, "make", lambda over: None)
+            with pytest.raises((PeerFailed, OpTimeout)):
+                epochs.enter(1, [0, 1], timeout=1.0)
+        gone.touch()
+        return True
+
+    assert in_epochs(2, cluster, body, tmp_path) == [True, True]

@@ -144,6 +144,8 @@ ucs_status_ptr_t ucp_ep_flush_nbx(ucp_ep_h ep, const ucp_request_param_t *param)
 
 ucs_status_ptr_t ucp_tag_send_nbx(
     ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t tag, const ucp_request_param_t *param);
+ucs_status_ptr_t ucp_tag_send_sync_nbx(
+    ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t tag, const ucp_request_param_t *param);
 ucs_status_ptr_t ucp_tag_recv_nbx(
     ucp_worker_h worker, uintptr_t buffer, size_t count, uint64_t tag, uint64_t mask, const ucp_request_param_t *param);
 intptr_t ucp_tag_probe_nb(

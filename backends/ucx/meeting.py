@@ -2,7 +2,9 @@
 
 Who was connected in the epoch before says so over the link that stands, and nobody else is asked. A link is good if
 both ranks have it from the same epoch. Where a hello does not come, or says otherwise, both sides make new ones, and
-find each other's address in the store.
+find each other's address in the store. Over a new one the lower rank then says that they have met, and waits until the
+other knows: that connects the two in full. UCX would put it off until the first large message, which the receiver must
+then help along: nothing from a rank that aborts at that moment, its farewell least of all, would arrive.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import time
 import msgspec
 
 from holdfast.backends.ucx import libucp, standby
-from holdfast.backends.ucx.connections import Connections, Link, name_of
+from holdfast.backends.ucx.connections import Connections, name_of
 from holdfast.backends.ucx.libucp import UcxError
-from holdfast.backends.ucx.notices import WORDS, Hello
+from holdfast.backends.ucx.notices import WORDS, Hello, Met
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.algorithms import cost
@@ -73,7 +75,7 @@ class _Meeting:
         self._connections, self._notices = transport.connections, transport.notices
         self._worker = self._connections.worker
         self._missing = [(context.rank + step) % context.size for step in range(1, context.size)]
-        self._unfinished: dict[int, int] = {}
+        self._mets: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._published = False
         self._began = time.monotonic()
@@ -117,26 +119,40 @@ class _Meeting:
             pass
         self._connections.sweep()
         self._notices.look()
-        for rank, request in list(self._unfinished.items()):
-            status = self._worker.lib.call.ucp_request_check_status(request) if request > 0 else request
-            if status != libucp.IN_PROGRESS:
-                del self._unfinished[rank]
-                if request > 0:
-                    self._worker.lib.call.ucp_request_free(request)
-                if status != libucp.OK:
-                    raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
-                self._greet(rank)
         links, hellos = self._transport.links, self._notices.hellos
-        for rank in [rank for rank in self._missing if rank in links and rank not in self._unfinished]:
+        for rank in [rank for rank in self._missing if rank in links]:
             if links[rank].key in self._connections.broken:
-                self._connections.drop(links.pop(rank))
+                self._drop(rank)
             elif (hello := hellos.get(rank)) is None:
                 continue
             elif hello.worker == links[rank].worker and hello.since == self._since[rank]:
-                self._missing.remove(rank)
+                if self._since[rank] != _NEW or self._met(rank):
+                    self._missing.remove(rank)
             elif self._since[rank] != _NEW:
-                self._connections.drop(links.pop(rank))
+                self._drop(rank)
         return self._missing
+
+    def _met(self, rank: int) -> bool:
+        """Whether a new link to `rank`, over which it said hello, works both ways, which the lower rank sees to."""
+        if rank < self._context.rank:
+            met = self._notices.mets.get(rank)
+            return met is not None and met.worker == self._transport.links[rank].worker
+        if rank not in self._mets:
+            self._mets[rank] = self._notices.meet(self._transport.links[rank].endpoint, Met(self._connections.name))
+        request = self._mets[rank]
+        status = self._worker.lib.call.ucp_request_check_status(request) if request > 0 else request
+        if status == libucp.IN_PROGRESS:
+            return False
+        if request > 0:
+            self._worker.lib.call.ucp_request_free(request)
+        del self._mets[rank]
+        if status != libucp.OK:
+            raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
+        return True
+
+    def _drop(self, rank: int) -> None:
+        self._connections.drop(self._transport.links.pop(rank))
+        self._mets.pop(rank, None)
 
     def _judge(self, now: float) -> None:
         """Raise if there is no point in waiting any longer."""
@@ -160,21 +176,13 @@ class _Meeting:
         except TimeoutError:
             return False
         link = self._transport.links.get(rank)
-        if link is not None and (link.worker == name_of(address) or rank in self._unfinished):
+        if link is not None and link.worker == name_of(address):
             return False
-        self._link(rank, address, link)
-        return True
-
-    def _link(self, rank: int, address: bytes, old: Link | None) -> None:
-        """Connect to the worker at `address`, and help until that is so.
-
-        UCX would put it off until the first large message, which the receiver must then help along: nothing from a rank
-        that aborts at that moment, its farewell least of all, would arrive.
-        """
-        if old is not None:
-            self._connections.drop(old)
+        if link is not None:
+            self._drop(rank)
         try:
-            link = self._transport.links[rank] = self._connections.link(address)
+            self._transport.links[rank] = self._connections.link(address)
         except UcxError as error:
             raise PeerFailed((rank,), f"no connection to it: {error}") from error
-        self._unfinished[rank] = self._worker.lib.call.ucp_ep_flush_nbx(link.endpoint, self._worker.plain)
+        self._greet(rank)
+        return True

@@ -1,5 +1,5 @@
-"""Short messages from each rank to all, beside the tagged messages of ops: hello once it is connected to a peer, and
-farewell when it leaves or aborts.
+"""Short messages from each rank to all, beside the tagged messages of ops: hello once it has a link to a peer, met once
+it has heard the hello that came over a new one, and farewell when it leaves or aborts.
 
 Messages from one rank arrive in order, so a farewell comes after everything that its rank sent before. A tag is: the
 notice bit, the sender's rank in 20 bits, the epoch in 10, and 33 of the user's or an op's. Epoch after epoch may use
@@ -20,7 +20,7 @@ from holdfast.comms.algorithms.cost import Link
 from holdfast.comms.errors import CorruptData
 
 CLOSED, ABORTED = 0, 1
-_HELLO = 2
+_HELLO, _MET = 2, 3
 _NOTICE = 1 << 63
 _RANK_SHIFT, _EPOCH_SHIFT = 43, 33
 _EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
@@ -42,6 +42,12 @@ class Hello(msgspec.Struct, frozen=True):
     greeting: tuple[int, ...]
     link: Link
     broken: str
+
+
+class Met(msgspec.Struct, frozen=True):
+    """The second word over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
+
+    worker: bytes
 
 
 class Tags:
@@ -68,7 +74,7 @@ def _rank_of(tag: int) -> int:
 
 
 class Notices:
-    """Sends this rank's; receives the others': `hellos` by rank, and `left`: rank -> (CLOSED or ABORTED, why, when).
+    """Sends this rank's; receives the others': `hellos`, `mets`, and `left`: rank -> (CLOSED or ABORTED, why, when).
 
     What no rank says is kept as an error, which `check` raises: this rank listens on, and can still take its leave.
     """
@@ -84,6 +90,7 @@ class Notices:
         self._said = False
         self._request = 0
         self.hellos: dict[int, Hello] = {}
+        self.mets: dict[int, Met] = {}
         self.left: dict[int, tuple[int, str, float]] = {}
         self._corrupt: CorruptData | None = None
         self._listen()
@@ -125,6 +132,8 @@ class Notices:
             return
         if isinstance(body, Hello):
             self.hellos[rank] = body
+        elif isinstance(body, Met):
+            self.mets[rank] = body
         else:
             self.left[rank] = (kind, body, time.monotonic())
 
@@ -132,9 +141,22 @@ class Notices:
         """Say hello to one peer."""
         text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
         kept = self._ffi.from_buffer(text)
-        request = self._send(endpoint, kept)
+        request = self._send(endpoint, kept, self._call.ucp_tag_send_nbx)
         if request > 0:
             self._worker.give_up(request, kept)
+
+    def meet(self, endpoint: Any, met: Met) -> int:
+        """Tell one peer, whose hello was heard, that it was; the request, which ends once that one knows.
+
+        UCX answers for the peer only over a connection that stands in both directions, so this makes it. Never before
+        the peer's hello: UCX (1.22) ends a process that is asked to connect by one that it has no endpoint to, if that
+        one's memory is gone by then.
+        """
+        kept = self._ffi.from_buffer(bytes([_MET]) + msgspec.msgpack.encode(met))
+        request = self._send(endpoint, kept, self._call.ucp_tag_send_sync_nbx)
+        if request > 0:
+            self._worker.abandon(kept)
+        return request
 
     def say(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
         """Tell every peer that this rank leaves, and why; only the first time. Returns within milliseconds."""
@@ -142,14 +164,14 @@ class Notices:
             return
         self._said = True
         kept = self._ffi.from_buffer(bytes([kind]) + why.encode()[: _NOTE_BYTES - 64])
-        requests = [self._send(endpoint, kept) for endpoint in endpoints]
+        requests = [self._send(endpoint, kept, self._call.ucp_tag_send_nbx) for endpoint in endpoints]
         self._worker.progress()
         if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
             self._worker.abandon(kept)
 
-    def _send(self, endpoint: Any, kept: Any) -> int:
+    def _send(self, endpoint: Any, kept: Any, how: Any) -> int:
         address = int(self._ffi.cast("uintptr_t", kept))
-        return int(self._call.ucp_tag_send_nbx(endpoint, address, len(kept), self._tag, self._worker.plain))
+        return int(how(endpoint, address, len(kept), self._tag, self._worker.plain))
 
     def close(self) -> None:
         """Stop listening."""
@@ -159,14 +181,16 @@ class Notices:
             self._request = 0
 
 
-def parse(text: bytes) -> tuple[int, Hello | str]:
+def parse(text: bytes) -> tuple[int, Hello | Met | str]:
     """A notice's kind and body. Raises `CorruptData`."""
     kind, body = text[:1], text[1:]
-    if kind == bytes([_HELLO]):
-        try:
+    try:
+        if kind == bytes([_HELLO]):
             return _HELLO, msgspec.msgpack.decode(body, type=Hello)
-        except msgspec.DecodeError as error:
-            raise CorruptData(f"a peer's hello over ucx: {error}") from error
+        if kind == bytes([_MET]):
+            return _MET, msgspec.msgpack.decode(body, type=Met)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"a peer's greeting over ucx: {error}") from error
     if kind in (bytes([CLOSED]), bytes([ABORTED])):
         return kind[0], body.decode(errors="replace")
-    raise CorruptData(f"a notice over ucx that is neither hello nor farewell: {text[:16]!r}")
+    raise CorruptData(f"a notice over ucx that is neither greeting nor farewell: {text[:16]!r}")

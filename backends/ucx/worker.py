@@ -87,7 +87,7 @@ class Worker:
         self._endpoints: list[Endpoint] = []
         self._bounce: Any = None
         self._kept: list[object] = []
-        resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & (libucp.FEATURE_TAG | libucp.FEATURE_AM) else {}
+        resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
         self._context = self._make_context(
             features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
         )
