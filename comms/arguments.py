@@ -13,6 +13,7 @@ from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import BackendInfo
 
 Tensor = torch.Tensor
+_STRIDED = torch.strided
 
 
 class Arguments:
@@ -24,6 +25,7 @@ class Arguments:
         self._backend = info.name
         self._reduces = info.capabilities.reduces.get(device.type, frozenset())
         self._widens = info.capabilities.widens(device.type)
+        self._carried = frozenset(EIGHT_BIT_FLOATS if self._widens else ())
         self._moves = info.capabilities.moves.get(device.type, frozenset())
         self._allowed: set[tuple[torch.dtype, str]] = set()
 
@@ -34,7 +36,7 @@ class Arguments:
         here = tensor.is_cpu if self._on_cpu else tensor.device.type == self._device.type
         if not here:
             raise ValueError(f"a tensor on {tensor.device} cannot be used by a communicator on {self._device}")
-        if tensor.layout != torch.strided:
+        if tensor.layout is not _STRIDED:
             raise Unsupported(f"{tensor.layout} tensors", "pass a dense tensor: tensor.to_dense()")
 
     def movable(self, tensor: Any) -> None:
@@ -60,9 +62,7 @@ class Arguments:
 
     def carrier(self, tensor: Tensor) -> Tensor:
         """What is reduced in the place of `tensor`: itself, or a copy in float32."""
-        if self._widens and tensor.dtype in EIGHT_BIT_FLOATS:
-            return tensor.float()
-        return tensor
+        return tensor.float() if tensor.dtype in self._carried else tensor
 
     def rank(self, rank: Any, what: str) -> None:
         """ValueError unless it is a rank of this communicator."""

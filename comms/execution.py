@@ -100,7 +100,7 @@ class Executor:
                 body = self._observed(body, name, self._seq, nbytes)
             if self._journal is not None:
                 body = partial(_recorded, self._journal, body, name, self._seq, nbytes, about, detail, peer)
-            if not async_op and self._last.done():
+            if not async_op and (self._last is DONE or self._last.done()):
                 self._run(name, self._seq, body, deadline)
                 return DONE
             if self._transport.streams:

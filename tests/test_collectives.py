@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,15 +25,55 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result() -> None:
-    """Direct transports compare what ranks are about to do anyway: they would read each other's memory wrongly."""
+@pytest.mark.parametrize("counts", [(50_000, 4), (11, 10), (10, 11), (4, 5), (1, 0)])
+def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result(counts: tuple[int, int]) -> None:
+    """Direct transports compare what ranks are about to do anyway: they would read each other's memory wrongly.
+
+    Up to 40 bytes, ten floats, are told on one line with what the op is; more are not.
+    """
 
     def body(comm: Communicator) -> str:
         try:
-            comm.all_reduce(torch.ones(4 if comm.rank else 50_000), timeout=5.0)
+            comm.all_reduce(torch.ones(counts[comm.rank]), timeout=5.0)
         except (Mismatch, Revoked) as error:
             return type(error).__name__
         return "no error"
 
     with LocalCluster(2, "shm", environ={"HOLDFAST_CHECK": "0"}) as cluster:
         assert "no error" not in cluster.run(body)
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm"])
+def test_ops_that_fit_on_a_line_and_others_may_follow_each_other(backend: str) -> None:
+    """In any order, with ranks that run ahead of others, and others that are late."""
+
+    def body(comm: Communicator) -> None:
+        order = random.Random(7)
+        for step in range(400):
+            count, root = order.choice([0, 1, 10, 11, 300, 20_000]), order.randrange(comm.size)
+            kind, late = order.choice(["all_reduce", "reduce", "broadcast", "all_gather", "barrier"]), order.random()
+            if late < 0.1 and comm.rank == step % comm.size:
+                time.sleep(0.003)
+            tensor = torch.full((count,), float(step + comm.rank))
+            total = torch.full((count,), float(comm.size * step + sum(range(comm.size))))
+            match kind:
+                case "all_reduce":
+                    comm.all_reduce(tensor)
+                    assert torch.equal(tensor, total)
+                case "reduce":
+                    comm.reduce(tensor, root)
+                    assert comm.rank != root or torch.equal(tensor, total)
+                case "broadcast":
+                    comm.broadcast(tensor, root)
+                    assert torch.equal(tensor, torch.full((count,), float(step + root)))
+                case "all_gather":
+                    outputs = [torch.empty(count) for _ in range(comm.size)]
+                    comm.all_gather(outputs, tensor)
+                    assert all(
+                        torch.equal(each, torch.full((count,), float(step + r))) for r, each in enumerate(outputs)
+                    )
+                case _:
+                    comm.barrier()
+
+    with LocalCluster(3, backend) as cluster:
+        cluster.run(body)

@@ -41,6 +41,8 @@ LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
 _EXACT = (1 << 64) - 1
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
+_FIRST_ROUNDS = 20
+"""So many waits after a failure sleep rather than give way: the kernel still frees the memory of whoever died."""
 _FLUSH_SECONDS = 0.5
 _GRACE_SECONDS = 0.1
 """How long an op goes on after the abort of a rank that it does not wait for: it may be complete but for us."""
@@ -78,6 +80,7 @@ class UcxTransport(MessageTransport):
         )
         crowded = context.size > len(os.sched_getaffinity(0))
         self._spins, self._yields = (50, 50) if crowded else (_SPINS, _YIELDS)
+        self._first_rounds = 0 if context.previous is None else _FIRST_ROUNDS
         self.links: dict[int, Link] = {}
         self._progress: ProgressThread | None = None
         self._peers = context.peers
@@ -195,6 +198,7 @@ class UcxTransport(MessageTransport):
         worker, began = self._worker, time.monotonic()
         progress, handle = self._call.ucp_worker_progress, worker.handle
         look_at, turn = began + _LOOK_SECONDS, 0
+        patience = self._spins + (0 if self._rounds <= self._first_rounds else self._yields)
         while True:
             progress(handle)
             while waiting and self._done(waiting[-1]):
@@ -214,7 +218,7 @@ class UcxTransport(MessageTransport):
                 if now >= deadline:
                     missing = sorted({each.peer for each in waiting if not self._done(each)})
                     raise OpTimeout(op, seq, now - began, missing)
-            if turn >= self._spins + self._yields:
+            if turn >= patience:
                 self.sleep(min(look_at, deadline) - time.monotonic())
             elif turn >= self._spins:
                 os.sched_yield()

@@ -65,19 +65,16 @@ class DirectTransport(Transport):
     # -- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        ops, given, nbytes = self._ops, arithmetic.before(tensor, op), tensor.nbytes
-        source = (given.data_ptr(), nbytes)
-        copied = ops.publish(
-            "all_reduce", source, deadline, dtype=tensor.dtype, reduction=op.name, count=tensor.numel()
-        )
-        ops.meet_all("all_reduce", deadline)
-        if copied:
-            ops.combine(0, arithmetic.kind(tensor.dtype, op), tensor.data_ptr(), nbytes)
+        ops, given, at, nbytes = self._ops, arithmetic.before(tensor, op), tensor.data_ptr(), tensor.nbytes
+        source = (at if given is tensor else given.data_ptr(), nbytes)
+        if ops.exchange("all_reduce", source, deadline, tensor.dtype, op.name, tensor.numel()):
+            ops.combine(0, arithmetic.kind(tensor.dtype, op), at, nbytes)
         elif self.size == 1:
-            copy(tensor.data_ptr(), *source)
+            copy(at, *source)
+            ops.finish()
         else:
             self._staging.all_reduce(given, tensor, op, deadline, ops.number)
-        ops.finish()
+            ops.finish()
         arithmetic.after(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
@@ -91,14 +88,17 @@ class DirectTransport(Transport):
         else:
             ops.meet(dst, "reduce", deadline)
         kind = arithmetic.kind(tensor.dtype, op)
-        if self.size == 1:
+        if here and copied:
+            ops.combine(0, kind, *target)
+        elif copied:
+            ops.finish()
+        elif self.size == 1:
             copy(target[0], *source)
-        elif not copied:
+            ops.finish()
+        else:
             give, into = (0, 0) * dst + source, target if here else (0, 0)
             self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
-        elif here:
-            ops.combine(0, kind, *target)
-        ops.finish()
+            ops.finish()
         if here:
             arithmetic.after(tensor, op, self.size)
 
@@ -114,13 +114,13 @@ class DirectTransport(Transport):
 
     def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
         ops, target = self._ops, (output.data_ptr(), output.nbytes)
-        ops.publish("reduce_scatter", given, deadline, dtype=output.dtype, reduction=op.name)
-        ops.meet_all("reduce_scatter", deadline)
+        ops.exchange("reduce_scatter", given, deadline, output.dtype, op.name)
         kind = arithmetic.kind(output.dtype, op)
         if ops.collect(0, ()):
             ops.combine(self.rank, kind, *target)
         elif self.size == 1:
             copy(target[0], *given)
+            ops.finish()
         else:
             for rank in ops.around():
                 ops.expect(rank, self.rank, target[1])
@@ -128,7 +128,7 @@ class DirectTransport(Transport):
             into, longest = (result.data_ptr(), result.nbytes), max(given[1::2])
             self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
             unpack(result, output)
-        ops.finish()
+            ops.finish()
         arithmetic.after(output, op, self.size)
 
     # -- moves
@@ -219,8 +219,7 @@ class DirectTransport(Transport):
         return any(start < at + n and at < stop for rank, (at, n) in enumerate(pieces) if rank != self.rank)
 
     def barrier(self, deadline: float) -> None:
-        self._ops.publish("barrier", (), deadline)
-        self._ops.meet_all("barrier", deadline)
+        self._ops.exchange("barrier", (), deadline)
         self._ops.finish()
 
     # -- point to point

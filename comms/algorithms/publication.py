@@ -22,6 +22,7 @@ Spans = tuple[int, ...]
 STARTED = 3
 """The phase in which a rank has done op 0, to connect."""
 
+_READ, _NOT_MET = -1, 2
 _LATE, _ALIKE, _DONE = -2, -1, -1
 
 
@@ -49,18 +50,36 @@ class Publications:
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
-        board = self._board
-        board.check()
-        self.number = number = self.number + 1
-        key = (op, dtype, root, reduction, count)
+        packed = self._begin((op, dtype, root, reduction, count))
+        while (copied := self._native.publish(self.number, packed, inputs)) == _READ:
+            self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
+        return copied == 1
+
+    def exchange(
+        self,
+        op: str,
+        inputs: Spans,
+        deadline: float,
+        dtype: torch.dtype | None = None,
+        reduction: str = "",
+        count: int = 0,
+    ) -> bool:
+        """`publish`, and `meet_all`."""
+        packed = self._begin((op, dtype, 0, reduction, count))
+        while (copied := self._native.exchange(self.number, packed, inputs)) == _READ:
+            self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
+        if copied >= _NOT_MET:
+            self.meet_all(op, deadline)
+        return copied & 1 == 1
+
+    def _begin(self, key: tuple[str, torch.dtype | None, int, str, int]) -> int:
+        """Number one more op; its signature."""
+        self._board.check()
+        self.number += 1
         packed = self._signatures.get(key)
         if packed is None:
             packed = self._signatures[key] = signature(*key)
-        copied = self._native.publish(number, packed, inputs)
-        while copied < 0:
-            board.wait_all(4 * (number - 2) + 3, deadline, op, number)
-            copied = self._native.publish(number, packed, inputs)
-        return copied == 1
+        return packed
 
     def meet(self, rank: int, op: str, deadline: float) -> None:
         """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""
@@ -121,7 +140,7 @@ class Publications:
         )
 
     def combine(self, index: int, kind: int, into: int, nbytes: int) -> None:
-        """Reduce input `index` of all ranks, out of their slots and in rank order, to an address."""
+        """Reduce input `index` of all ranks, out of their slots and in rank order, to an address, and `finish`."""
         rank = self._native.combine(self.number, index, kind, into, nbytes)
         if rank >= 0:
             self.refuse_size(rank, self.nbytes(rank, index), nbytes)

@@ -16,8 +16,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, ASLEEP = 8, DOORBELL = 16, TABLE = 32 };
-#define INLINED ((uint64_t)1 << 63)
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, ASLEEP = 8, DOORBELL = 16, LINES = 32, TABLE = 48 };
+enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
+
+typedef struct {
+    char *at;
+    uint64_t nbytes;
+} span;
 
 typedef struct {
     char *base;
@@ -26,6 +31,7 @@ typedef struct {
     uint64_t row, table, slots, slot, stage, block; /* bytes; table, slots and stage from the start of a row */
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
+    uint64_t all_finished;                          /* an op that all ranks are known to have finished */
     atomic_int stopped;
     _Atomic uint64_t restful; /* waits for less than this do not give way */
 } board;
@@ -38,14 +44,6 @@ static inline word *word_of(const board *b, int rank, int number) {
 
 static inline uint64_t flag_of(const board *b, int rank, int flag) {
     return atomic_load_explicit(word_of(b, rank, flag), memory_order_acquire);
-}
-
-static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
-    return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
-}
-
-static inline char *slot_of(const board *b, int rank, uint64_t op) {
-    return b->base + (uint64_t)rank * b->row + b->slots + (op & 1) * b->slot;
 }
 
 /* Where `src` stages a block of its input for `dst`, or, for itself, one that is for all. */
@@ -80,12 +78,35 @@ static inline void relax(void) {
 #endif
 }
 
-/* Look until `rank` (-1: every other rank) has raised a flag to `value`, then give way between looks. Returns the rank
- * that has not: -1 if all have. Gives up early once the board is stopped, or where the caller is to sleep at once. */
+/* Whether `rank` has told of an op on the line that is the op's. */
+static inline int published_on_line(const board *b, int rank, uint64_t op) {
+    return flag_of(b, rank, LINES + 8 * (int)(op & 1)) == op;
+}
+
+static inline int published(const board *b, int rank, uint64_t op) {
+    return published_on_line(b, rank, op) || flag_of(b, rank, FLAG) >= 4 * op + 1;
+}
+
+/* Whether `rank` has raised a flag to `value`, or published op `value`. Where a line is expected the flag, which lies on
+ * another, is looked at now and then: it is raised just as well by a rank whose op is another. */
+static inline int has_come(const board *b, int rank, int flag, uint64_t value, long turn) {
+    switch (flag) {
+    case PUBLISHED:
+        return published(b, rank, value);
+    case PUBLISHED_ON_LINE:
+        return turn % 16 == 15 ? published(b, rank, value) : published_on_line(b, rank, value);
+    default:
+        return flag_of(b, rank, flag) >= value;
+    }
+}
+
+/* Look until `rank` (-1: every other rank) has come, then give way between looks. Returns the rank that has not: -1 if all
+ * have. Gives up early once the board is stopped, or where the caller is to sleep at once. */
 static inline int look(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
+    uint64_t phase = flag < 0 ? 4 * value + 1 : value;
     for (long turn = 0;; turn++) {
-        while (at < end && (at == b->rank || flag_of(b, at, flag) >= value))
+        while (at < end && (at == b->rank || has_come(b, at, flag, value, turn)))
             at++;
         if (at == end)
             return -1;
@@ -93,7 +114,7 @@ static inline int look(const board *b, int rank, int flag, uint64_t value, long 
             return at;
         if (turn < spins)
             relax();
-        else if (value < atomic_load_explicit(&b->restful, memory_order_relaxed))
+        else if (phase < atomic_load_explicit(&b->restful, memory_order_relaxed))
             return at;
         else
             sched_yield();

@@ -9,6 +9,7 @@
 
 #include "exact.h"
 #include "pipeline.h"
+#include "publication.h"
 
 typedef struct {
     PyObject_HEAD
@@ -213,82 +214,72 @@ static PyObject *board_yield(Board *self, PyObject *nothing) {
 
 /* -- small ops: publish, meet, fetch or combine */
 
-/* publish(op, signature, inputs): 1 if the inputs were copied into the slot, 0 if they are too large, -1 if a rank has
- * still to read what the slot held before. */
-static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
+enum { ALIKE = -1, LATE = -2 };
+
+/* Arguments: op, signature, inputs. 1 if the inputs were copied, 0 if they are too large, -1 if a rank has still to read
+ * what lies in their place, -2 if Python has an error. */
+static int publish_(Board *self, PyObject *const *args, Py_ssize_t count, uint64_t *op) {
     uint64_t a[2];
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
-        return NULL;
+        return -2;
     }
     if (!numbers(args, 2, 2, a) || !ours(self, 0))
-        return NULL;
-    board *b = &self->b;
-    uint64_t op = a[0];
-    Py_ssize_t inputs = PyTuple_Size(args[2]) / 2;
-    if (op > 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
-        return PyLong_FromLong(-1);
-    if (inputs > b->size) {
-        PyErr_SetString(PyExc_ValueError, "more inputs than ranks");
-        return NULL;
-    }
-    uint64_t *table = table_of(b, b->rank, op), total = 0;
-    table[0] = a[1];
-    for (Py_ssize_t i = 0; i < inputs; i++) {
-        table[1 + 2 * i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[2], 2 * i));
-        total += table[2 + 2 * i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[2], 2 * i + 1));
-    }
-    if (PyErr_Occurred())
-        return NULL;
-    int fits = total <= b->slot;
-    if (fits) {
-        char *slot = slot_of(b, b->rank, op);
-        for (Py_ssize_t i = 0; i < inputs; i++) {
-            uint64_t nbytes = table[2 + 2 * i];
-            memcpy(slot, (const void *)(uintptr_t)table[1 + 2 * i], nbytes);
-            table[1 + 2 * i] = (uint64_t)(slot - b->base) | INLINED;
-            slot += nbytes;
-        }
-    } else {
-        for (Py_ssize_t i = 0; i < inputs; i++)
-            table[1 + 2 * i] = 0;
-    }
-    raise_flag(b, FLAG, 4 * op + 1);
-    return PyLong_FromLong(fits);
+        return -2;
+    Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
+    if (inputs < 0)
+        return -2;
+    *op = a[0];
+    if (*op > 2 && self->b.all_finished < *op - 2 && await(self, -1, FLAG, 4 * (*op - 2) + 3) >= 0)
+        return -1;
+    return publish(&self->b, *op, a[1], self->p.give, (int)inputs);
 }
 
-static int agrees(const board *b, int rank, uint64_t op) { return *table_of(b, rank, op) == *table_of(b, b->rank, op); }
+/* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
+static int meet_all(Board *self, uint64_t op, int how) {
+    board *b = &self->b;
+    if (await(self, -1, how, op) >= 0)
+        return LATE;
+    if (op > b->all_finished)
+        b->all_finished = op - 1;
+    for (int rank = 0; rank < b->size; rank++)
+        if (!agrees(b, rank, op))
+            return rank;
+    return ALIKE;
+}
+
+/* publish(op, signature, inputs): 1 if the inputs were copied, 0 if they are too large, -1 if it is too early. */
+static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t op;
+    int copied = publish_(self, args, count, &op);
+    return copied == -2 ? NULL : PyLong_FromLong(copied);
+}
+
+/* exchange(op, signature, inputs): as publish, and 2 more unless all ranks have published the same. */
+static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t op;
+    int copied = publish_(self, args, count, &op);
+    if (copied == -2)
+        return NULL;
+    int how = copied == 1 && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
+    return PyLong_FromLong(copied == -1 || meet_all(self, op, how) == ALIKE ? copied : copied + 2);
+}
 
 /* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
 static PyObject *board_meet(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
     if (!numbers(args, count, 2, a) || !ours(self, a[0]))
         return NULL;
-    if (await(self, (int)a[0], FLAG, 4 * a[1] + 1) >= 0)
-        return PyLong_FromLong(-2);
-    return PyLong_FromLong(agrees(&self->b, (int)a[0], a[1]) ? -1 : (long)a[0]);
+    if (await(self, (int)a[0], PUBLISHED, a[1]) >= 0)
+        return PyLong_FromLong(LATE);
+    return PyLong_FromLong(agrees(&self->b, (int)a[0], a[1]) ? ALIKE : (long)a[0]);
 }
 
 static PyObject *board_meet_all(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[1];
     if (!numbers(args, count, 1, a) || !ours(self, 0))
         return NULL;
-    if (await(self, -1, FLAG, 4 * a[0] + 1) >= 0)
-        return PyLong_FromLong(-2);
-    for (int rank = 0; rank < self->b.size; rank++)
-        if (!agrees(&self->b, rank, a[0]))
-            return PyLong_FromLong(rank);
-    return PyLong_FromLong(-1);
-}
-
-/* Input `index` of `rank` in an op, in its slot; NULL if it is not there. */
-static const char *input(const board *b, int rank, uint64_t op, uint64_t index, uint64_t *nbytes) {
-    const uint64_t *entry = table_of(b, rank, op) + 1 + 2 * index;
-    *nbytes = entry[1];
-    uint64_t offset = entry[0] & ~INLINED;
-    if (!(entry[0] & INLINED) || offset > b->nbytes || *nbytes > b->nbytes - offset)
-        return NULL;
-    return b->base + offset;
+    return PyLong_FromLong(meet_all(self, a[0], PUBLISHED));
 }
 
 static int has_input(const Board *self, uint64_t rank, uint64_t index) {
@@ -348,8 +339,8 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
     return PyLong_FromLong(-1);
 }
 
-/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose
- * input has another size. */
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order, and say that this rank has taken
+ * all it needs. -1 if done, else a rank whose input has another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5], nbytes;
     if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]))
@@ -375,6 +366,7 @@ static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t co
     }
     if (b->size == 1)
         memcpy(into, first, a[4]);
+    raise_flag(b, FLAG, 4 * a[0] + 3);
     return PyLong_FromLong(-1);
 }
 
@@ -524,6 +516,7 @@ static PyMethodDef board_methods[] = {
     PLAIN("get_up", board_get_up),
     PLAIN("give_way", board_yield),
     FAST("publish", board_publish),
+    FAST("exchange", board_exchange),
     FAST("meet", board_meet),
     FAST("meet_all", board_meet_all),
     FAST("input", board_input),

@@ -18,11 +18,6 @@
 #endif
 
 typedef struct {
-    char *at;
-    uint64_t nbytes;
-} span;
-
-typedef struct {
     board *b;
     span *give, *take; /* give[d]: this rank's bytes for d (for itself: for all); take[s]: where those of s belong */
     const char *own;   /* of a reducing move: this rank's own input to what it takes */

@@ -1,0 +1,78 @@
+/* Small ops: a rank publishes what an op is and its inputs, and takes those of the others, out of their rows.
+ *
+ * An op has one of two tables of a row: its signature, then where each input lies and how long it is. Small inputs lie in
+ * one of two slots. One input of a few bytes, or none, is told on a single line instead, with the signature and the number
+ * of the op: a cache line is all that has to cross from core to core, which takes longer than all else that such an op
+ * does. Whoever looks at a rank's flag finds the same said there. */
+
+#ifndef HOLDFAST_PUBLICATION_H
+#define HOLDFAST_PUBLICATION_H
+
+#include "board.h"
+
+#define INLINED ((uint64_t)1 << 63)
+enum { LINE_OP = 0, LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
+
+static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
+    return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
+}
+
+static inline char *slot_of(const board *b, int rank, uint64_t op) {
+    return b->base + (uint64_t)rank * b->row + b->slots + (op & 1) * b->slot;
+}
+
+/* The line of `rank` if it tells of this op, else NULL. */
+static inline const uint64_t *line_of(const board *b, int rank, uint64_t op) {
+    return published_on_line(b, rank, op) ? (const uint64_t *)word_of(b, rank, LINES + 8 * (int)(op & 1)) : NULL;
+}
+
+/* Publish an op: 1 if its inputs were copied, 0 if they are too large. All ranks have finished the op before the last. */
+static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int count) {
+    uint64_t *table = table_of(b, b->rank, op), total = 0;
+    table[0] = signature;
+    for (int i = 0; i < count; i++)
+        total += table[2 + 2 * i] = inputs[i].nbytes;
+    int fits = total <= b->slot;
+    if (count <= 1 && total <= LINE_INPUT_BYTES) {
+        word *line = word_of(b, b->rank, LINES + 8 * (int)(op & 1));
+        uint64_t *plain = (uint64_t *)line;
+        plain[LINE_SIGNATURE] = signature, plain[LINE_NBYTES] = total;
+        if (count)
+            memcpy(plain + LINE_INPUT, inputs->at, total);
+        atomic_store_explicit(line + LINE_OP, op, memory_order_release);
+    } else {
+        char *slot = slot_of(b, b->rank, op);
+        for (int i = 0; i < count; i++) {
+            table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
+            if (fits) {
+                memcpy(slot, inputs[i].at, inputs[i].nbytes);
+                slot += inputs[i].nbytes;
+            }
+        }
+    }
+    raise_flag(b, FLAG, 4 * op + 1);
+    return fits;
+}
+
+/* Whether a rank that has published an op has published the same as this one. */
+static inline int agrees(const board *b, int rank, uint64_t op) {
+    const uint64_t *line = line_of(b, rank, op);
+    return (line ? line[LINE_SIGNATURE] : *table_of(b, rank, op)) == *table_of(b, b->rank, op);
+}
+
+/* Input `index` of `rank` in an op, where it was copied to; NULL if it was not. */
+static inline const char *input(const board *b, int rank, uint64_t op, uint64_t index, uint64_t *nbytes) {
+    const uint64_t *line = index ? NULL : line_of(b, rank, op);
+    if (line) {
+        *nbytes = line[LINE_NBYTES];
+        return *nbytes <= LINE_INPUT_BYTES ? (const char *)(line + LINE_INPUT) : NULL;
+    }
+    const uint64_t *entry = table_of(b, rank, op) + 1 + 2 * index;
+    *nbytes = entry[1];
+    uint64_t offset = entry[0] & ~INLINED;
+    if (!(entry[0] & INLINED) || offset > b->nbytes || *nbytes > b->nbytes - offset)
+        return NULL;
+    return b->base + offset;
+}
+
+#endif
