@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -113,9 +113,8 @@ class ShmPlane(BlockCopyPlane):
     def _reach(self, handle: Handle, writing: bool) -> Reach:
         self._notice_fork()
         if not writing:
-            idle = self._readers.get(handle.address)
-            if idle:
-                return idle.pop()
+            with suppress(KeyError, IndexError):
+                return self._readers[handle.address].pop()
         address = Address.decode(handle.address)
         owner = address.owner
         if owner.host != this_host():

@@ -256,6 +256,31 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
         loss.backward()
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """What torch would share a large copy among."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
+    """Odd sizes and an offset too; a region that closes meanwhile is gone for all of them, and none goes on."""
+    tensor = torch.arange(2 * block_copy.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
+    into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
+    with plane.expose(tensor) as region:
+        plane.read(region.handle, into, 7).wait()
+        assert torch.equal(into, tensor[7:])
+        with pytest.raises(OpTimeout):
+            plane.read(region.handle, into, timeout=0.0).wait()
+    running = threading.active_count()
+    with pytest.raises(RegionGone):
+        plane.read(region.handle, into).wait()
+    assert threading.active_count() == running
+
+
 # -- inproc
 
 
@@ -331,6 +356,7 @@ def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None
             assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_a_process_killed_in_the_middle_of_a_read(start: Callable[..., Child]) -> None:
     owner = start(_owner, 64 << 20)
     handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
