@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import threading
 import time
@@ -28,7 +27,6 @@ from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
 from holdfast.comms.plane import Handle
 
-HUGE_PAGE = 2 << 20
 LOCK_SECONDS = 5.0
 
 READERS = 256
@@ -72,16 +70,6 @@ class ShmPlane(BlockCopyPlane):
             if self._table is not None:
                 self._table.close()
             self._begin()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        if nbytes < HUGE_PAGE:
-            return super().empty(nbytes)
-        memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel built without them: only slower
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> ShmRegion:
         self._check_open()

@@ -256,6 +256,23 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
         loss.backward()
 
 
+def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
+    """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
+
+    def advice(tensor: torch.Tensor) -> str:
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                return line
+        raise AssertionError("no such memory")
+
+    assert " hg" in advice(plane.empty(32 << 20).fill_(3))
+    assert " hg" not in advice(plane.empty(100).fill_(3))
+    assert plane.empty(100).shape == (100,)
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """What torch would share a large copy among."""
@@ -570,24 +587,6 @@ def test_a_process_of_another_user_may_not_read(start: Callable[..., Child]) -> 
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
 )
-def test_large_memory_from_empty_lies_on_huge_pages() -> None:
-    """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
-
-    def advice(tensor: torch.Tensor) -> str:
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
-            elif inside and line.startswith("VmFlags:"):
-                return line
-        raise AssertionError("no such memory")
-
-    with shm_memory.open_plane() as plane:
-        assert " hg" in advice(plane.empty(32 << 20).fill_(3))
-        assert " hg" not in advice(plane.empty(100).fill_(3))
-        assert plane.empty(100).shape == (100,)
-
-
 # -- by name
 
 

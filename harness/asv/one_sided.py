@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import ctypes
+import statistics
+import time
+from typing import TYPE_CHECKING, ClassVar
 
 from holdfast.harness.asv.common import CLOCK, RANKS, RankTimes, need, profile
+
+if TYPE_CHECKING:
+    from holdfast.comms.communicator import Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -72,3 +78,43 @@ class Memory:
         with comms.memory("shm") as plane:
             region = plane.expose(torch.ones(16 << 20))
             plane.read(region.handle, torch.empty(16 << 20)).wait()
+
+
+class BesideCopy:
+    """How many times as fast as a copy within one process: a read of 64 MiB of another, which waits."""
+
+    params: ClassVar = (["shm", "ucx"], [1, 2])
+    param_names: ClassVar = ["plane", "threads"]
+    unit = "times as fast"
+    timeout = 120
+
+    def track_speed_up(self, plane: str, threads: int) -> float:
+        from holdfast.harness import LocalCluster
+
+        with LocalCluster(2, "shm", timeout=60.0) as ranks:
+            return ranks.run(_read_and_copy, plane, threads)[0]
+
+
+def _read_and_copy(comm: Communicator, plane: str, threads: int) -> float:
+    """The ratio on rank 0, in turns; the other rank's memory is what is read."""
+    import torch
+
+    from holdfast import comms
+
+    torch.set_num_threads(threads)
+    with comms.memory(plane) as opened:
+        given, into = opened.empty(64 * MIB), opened.empty(64 * MIB)
+        given.fill_(comm.rank)
+        with opened.expose(given) as region:
+            handle = comms.Handle.decode(comm.all_gather_object(region.handle.encode())[1])
+            ratios = []
+            for _ in range(0 if comm.rank else 40):
+                began = time.perf_counter()
+                ctypes.memmove(into.data_ptr(), given.data_ptr(), into.nbytes)
+                copied = time.perf_counter()
+                opened.read(handle, into).wait()
+                ratios.append((copied - began) / (time.perf_counter() - copied))
+                if int(into[0]) != 1:
+                    raise ArithmeticError("what was read is not what the other has")
+            comm.barrier()
+    return statistics.median(ratios) if ratios else 0.0
