@@ -101,8 +101,8 @@ def combine(kind: int, out: int, a: int, b: int, count: int, /) -> None:
 def copy(into: int, from_: int, nbytes: int, /) -> None:
     """Copy between two addresses of this process; nothing where they are one."""
 
-def pieces(address: int, nbytes: int, count: int, /) -> tuple[int, ...]:
-    """Memory in `count` pieces: (address, nbytes) of each, flat."""
+def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[int, ...]:
+    """Memory in `count` pieces: (address, nbytes) of each, flat. Piece `but` is said to be empty."""
 
 def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) -> int:
     """The correctly rounded sums of `count` floats at each of up to 64 addresses. Returns how many were done: it stops

@@ -99,13 +99,30 @@ class Arguments:
         if tensor.numel() != count:
             raise ValueError(f"{what} has {tensor.numel()} elements; it needs {count}: {meaning}")
 
+    def divided(self, tensor: Tensor, what: str) -> None:
+        """ValueError unless the rows of dimension 0 can be divided evenly over the ranks."""
+        total = tensor.size(0) if tensor.dim() else 1
+        if total % self._size:
+            raise ValueError(f"{what} has {total} rows, not a multiple of {self._size}; pass split sizes")
+
     def split_rows(self, tensor: Tensor, counts: Sequence[int] | None, what: str) -> list[int]:
         """The rows of dimension 0 for each rank: `counts`, or an even division."""
         total = tensor.shape[0] if tensor.dim() else 1
         if counts is None:
-            if total % self._size:
-                raise ValueError(f"{what} has {total} rows, not a multiple of {self._size}; pass split sizes")
+            self.divided(tensor, what)
             return [total // self._size] * self._size
         if len(counts) != self._size or sum(counts) != total or min(counts) < 0:
             raise ValueError(f"{what}: split sizes {list(counts)} do not divide {total} rows over {self._size} ranks")
         return list(counts)
+
+    def own_part(self, output: Tensor, to_output: Sequence[int], tensor: Tensor, of_tensor: Sequence[int]) -> None:
+        """ValueError unless what this rank keeps of `tensor` fills its own part of `output`."""
+        kept, room = (
+            counts[self._rank] * (each.numel() // (sum(counts) or 1))
+            for each, counts in ((tensor, of_tensor), (output, to_output))
+        )
+        if kept != room:
+            raise ValueError(
+                f"rank {self._rank} keeps {kept} elements of tensor, where output has room for {room}: the split sizes "
+                "for itself must agree"
+            )

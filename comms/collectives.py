@@ -226,16 +226,23 @@ class Collectives:
         """
         self._check.movable(tensor)
         self._check.like(output, tensor)
-        to_output = self._check.split_rows(output, output_split_sizes, "output")
-        of_tensor = self._check.split_rows(tensor, input_split_sizes, "tensor")
+        splits = None
+        if output_split_sizes is None and input_split_sizes is None and output.numel() == tensor.numel():
+            self._check.divided(output, "output")
+            self._check.divided(tensor, "tensor")
+        else:
+            to_output = self._check.split_rows(output, output_split_sizes, "output")
+            of_tensor = self._check.split_rows(tensor, input_split_sizes, "tensor")
+            self._check.own_part(output, to_output, tensor, of_tensor)
+            splits = to_output, of_tensor
 
         def body(deadline: float) -> None:
             flat, given = packed(output), packed(tensor)
-            if output_split_sizes is None and input_split_sizes is None and output.numel() == tensor.numel():
+            if splits is None:
                 self._transport.all_to_all_single(flat, given, deadline)
             else:
-                into = rows(flat, output, to_output)
-                self._transport.all_to_all(into, rows(given, tensor, of_tensor), deadline)
+                into, out_of = rows(flat, output, splits[0]), rows(given, tensor, splits[1])
+                self._transport.all_to_all(into, out_of, deadline)
             unpack(flat, output)
 
         return self._executor.issue(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -164,17 +165,20 @@ class DirectTransport(Transport):
         ops.finish()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
-        self._all_to_all(_spans(outputs), _spans(inputs), inputs[self.rank].dtype, deadline)
+        own = inputs[self.rank]
+        given = [(0, 0) if rank == self.rank else (t.data_ptr(), t.nbytes) for rank, t in enumerate(inputs)]
+        self._all_to_all(_spans(outputs), tuple(chain(*given)), own.data_ptr(), own.dtype, deadline)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        nbytes = tensor.nbytes // self.size
-        into, given = (pieces(each.data_ptr(), nbytes, self.size) for each in (output, tensor))
-        self._all_to_all(into, given, tensor.dtype, deadline)
+        nbytes, start = tensor.nbytes // self.size, tensor.data_ptr()
+        into, given = pieces(output.data_ptr(), nbytes, self.size), pieces(start, nbytes, self.size, self.rank)
+        self._all_to_all(into, given, start + self.rank * nbytes, tensor.dtype, deadline)
 
-    def _all_to_all(self, into: Spans, given: Spans, dtype: torch.dtype, deadline: float) -> None:
-        ops, own = self._ops, 2 * self.rank
+    def _all_to_all(self, into: Spans, given: Spans, own: int, dtype: torch.dtype, deadline: float) -> None:
+        """`given` without what this rank keeps, which lies at `own`."""
+        ops = self._ops
         ops.publish("all_to_all", given, deadline, dtype=dtype)
-        copy(into[own], given[own], given[own + 1])
+        copy(into[2 * self.rank], own, into[2 * self.rank + 1])
         ops.meet_all("all_to_all", deadline)
         if not ops.collect(self.rank, into) and self.size > 1:
             ranks = range(self.size)

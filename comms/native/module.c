@@ -470,16 +470,16 @@ static PyObject *sum_exactly(PyObject *module, PyObject *args) {
     return PyLong_FromSize_t(done);
 }
 
-/* pieces(address, nbytes, count): memory in `count` pieces of `nbytes` each, flat. */
+/* pieces(address, nbytes, count[, but]): memory in `count` pieces of `nbytes` each, flat; piece `but` is empty. */
 static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
-    uint64_t a[3];
-    if (!numbers(args, count, 3, a))
+    uint64_t a[4] = {0, 0, 0, UINT64_MAX};
+    if (!numbers(args, count, count == 4 ? 4 : 3, a))
         return NULL;
     PyObject *flat = PyTuple_New(2 * (Py_ssize_t)a[2]);
     for (Py_ssize_t i = 0; flat && i < (Py_ssize_t)a[2]; i++) {
         PyObject *address = PyLong_FromUnsignedLongLong(a[0] + (uint64_t)i * a[1]);
-        PyObject *nbytes = PyLong_FromUnsignedLongLong(a[1]);
+        PyObject *nbytes = PyLong_FromUnsignedLongLong((uint64_t)i == a[3] ? 0 : a[1]);
         if (!address || !nbytes || PyTuple_SetItem(flat, 2 * i, address) || PyTuple_SetItem(flat, 2 * i + 1, nbytes))
             Py_CLEAR(flat);
     }

@@ -375,6 +375,7 @@ def test_split_makes_a_communicator_of_some_ranks(ranks: LocalCluster) -> None:
 def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> None:
         one = torch.ones(4)
+        for_itself = [int(rank == comm.rank) for rank in range(comm.size)]
         refused: list[tuple[type[Exception], Callable[[], object]]] = [
             (ValueError, lambda: comm.broadcast(one, comm.size)),
             (ValueError, lambda: comm.broadcast(one, -1)),
@@ -387,6 +388,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) ->
             (ValueError, lambda: comm.all_gather([one] * (comm.size + 1), one)),
             (ValueError, lambda: comm.split([comm.size])),
             (ValueError, lambda: comm.all_to_all_single(one, one, [5] * comm.size, [5] * comm.size)),
+            (ValueError, lambda: comm.all_to_all_single(one, one[:1], [4 * n for n in for_itself], for_itself)),
             (TypeError, lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
             (TypeError, lambda: comm.all_reduce(one, "sum")),  # type: ignore[arg-type]
             (Unsupported, lambda: comm.all_reduce(one, ReduceOp.BXOR)),
