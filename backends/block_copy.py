@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -150,30 +151,25 @@ class BlockCopyPlane(CheckedPlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        shares = 1 if writing else max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
+        shares = 1 if writing else min(torch.get_num_threads(), nbytes // SHARE_BYTES)
+        if shares > 1:
+            self._in_shares(handle, address, offset, nbytes, shares, look)
+        else:
+            self._copy_share(handle, address, offset, nbytes, writing, look)
+
+    def _in_shares(
+        self, handle: Handle, address: int, offset: int, nbytes: int, shares: int, look: Callable[[], None]
+    ) -> None:
+        """Read by so many threads, this one among them. All have ended when this does, however it ends."""
         share = -(-nbytes // shares)
-        failures: list[BaseException] = []
-
-        def look_at_others() -> None:
-            look()
-            if failures:
-                raise failures[0]
-
-        def copy(start: int) -> None:
-            try:
-                length = min(share, nbytes - start)
-                self._copy_share(handle, address + start, offset + start, length, writing, look_at_others)
-            except BaseException as error:
-                failures.append(error)
-
-        helpers = [threading.Thread(target=copy, args=(share * number,)) for number in range(1, shares)]
-        for helper in helpers:
-            helper.start()
-        copy(0)
-        for helper in helpers:
-            helper.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(shares - 1, "holdfast-read") as pool:
+            others = [
+                pool.submit(self._copy_share, handle, address + at, offset + at, min(share, nbytes - at), False, look)
+                for at in range(share, nbytes, share)
+            ]
+            self._copy_share(handle, address, offset, share, False, look)
+        for other in others:
+            other.result()
 
     def _copy_share(
         self, handle: Handle, address: int, offset: int, nbytes: int, writing: bool, look: Callable[[], None]
