@@ -9,7 +9,6 @@ A row, in 8-byte words, hot words on cache lines of their own:
     1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
     2   reduced     how many blocks of results it has staged
     3   taken       how many blocks of the others' results it has taken
-    4   how         how this rank stages blocks, and 2 words on what those of either kind take it to copy out
     8   asleep      1 while this rank sleeps on its doorbell
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED, ABORTED or REPLACED

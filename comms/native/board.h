@@ -16,10 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, HOW = 4, COPYING = 5, ASLEEP = 8, DOORBELL = 16, LINES = 32, TABLE = 48 };
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, ASLEEP = 8, DOORBELL = 16, LINES = 32, TABLE = 48 };
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
-
-typedef _Atomic uint64_t word;
 
 typedef struct {
     char *at;
@@ -34,10 +32,11 @@ typedef struct {
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
     uint64_t all_finished;                          /* an op that all ranks are known to have finished */
-    word staging[2];                                /* what it takes to stage; see staging.h */
     atomic_int stopped;
     _Atomic uint64_t restful; /* waits for less than this do not give way */
 } board;
+
+typedef _Atomic uint64_t word;
 
 static inline word *word_of(const board *b, int rank, int number) {
     return (word *)(b->base + (uint64_t)rank * b->row + 8 * (uint64_t)number);
