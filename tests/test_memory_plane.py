@@ -256,6 +256,9 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
         loss.backward()
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
+)
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
     """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
 
@@ -584,9 +587,6 @@ def test_a_process_of_another_user_may_not_read(start: Callable[..., Child]) -> 
         assert "one user" in start(reader, region.handle).hear()
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
-)
 # -- by name
 
 

@@ -16,7 +16,7 @@ from waiting import eventually
 from holdfast.backends.ucx import meeting, standby
 from holdfast.backends.ucx.connections import Connections, Link
 from holdfast.backends.ucx.libucp import UcxError
-from holdfast.backends.ucx.notices import Hello, parse
+from holdfast.backends.ucx.notices import Hello, Met, parse
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
@@ -230,6 +230,7 @@ def test_a_notice_that_is_none_is_refused(text: bytes) -> None:
         return
     assert kind == text[0]
     assert isinstance(body, Hello) == (kind == 2)
+    assert isinstance(body, Met) == (kind == 3)
 
 
 def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(

@@ -72,13 +72,7 @@ class Connections:
         self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
         for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:
             self.drop(link)
-        check, free = self.worker.lib.call.ucp_request_check_status, self.worker.lib.call.ucp_request_free
-        sent, self._sent = self._sent, []
-        for request, tensor in sent:
-            if check(request) == libucp.IN_PROGRESS:
-                self._sent.append((request, tensor))
-            else:
-                free(request)
+        self._sent = [each for each in self._sent if self.worker.status(each[0]) == libucp.IN_PROGRESS]
         return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
 
     def leave(self, request: int, tensor: torch.Tensor) -> None:

@@ -139,12 +139,9 @@ class _Meeting:
             return met is not None and met.worker == self._transport.links[rank].worker
         if rank not in self._mets:
             self._mets[rank] = self._notices.meet(self._transport.links[rank].endpoint, Met(self._connections.name))
-        request = self._mets[rank]
-        status = self._worker.lib.call.ucp_request_check_status(request) if request > 0 else request
+        status = self._worker.status(self._mets[rank])
         if status == libucp.IN_PROGRESS:
             return False
-        if request > 0:
-            self._worker.lib.call.ucp_request_free(request)
         del self._mets[rank]
         if status != libucp.OK:
             raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")

@@ -141,7 +141,7 @@ class Notices:
         """Say hello to one peer."""
         text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
         kept = self._ffi.from_buffer(text)
-        request = self._send(endpoint, kept, self._call.ucp_tag_send_nbx)
+        request = self._send(endpoint, kept)
         if request > 0:
             self._worker.give_up(request, kept)
 
@@ -153,7 +153,7 @@ class Notices:
         one's memory is gone by then.
         """
         kept = self._ffi.from_buffer(bytes([_MET]) + msgspec.msgpack.encode(met))
-        request = self._send(endpoint, kept, self._call.ucp_tag_send_sync_nbx)
+        request = self._send(endpoint, kept, synchronous=True)
         if request > 0:
             self._worker.abandon(kept)
         return request
@@ -164,14 +164,15 @@ class Notices:
             return
         self._said = True
         kept = self._ffi.from_buffer(bytes([kind]) + why.encode()[: _NOTE_BYTES - 64])
-        requests = [self._send(endpoint, kept, self._call.ucp_tag_send_nbx) for endpoint in endpoints]
+        requests = [self._send(endpoint, kept) for endpoint in endpoints]
         self._worker.progress()
         if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
             self._worker.abandon(kept)
 
-    def _send(self, endpoint: Any, kept: Any, how: Any) -> int:
+    def _send(self, endpoint: Any, kept: Any, synchronous: bool = False) -> int:
+        send = self._call.ucp_tag_send_sync_nbx if synchronous else self._call.ucp_tag_send_nbx
         address = int(self._ffi.cast("uintptr_t", kept))
-        return int(how(endpoint, address, len(kept), self._tag, self._worker.plain))
+        return int(send(endpoint, address, len(kept), self._tag, self._worker.plain))
 
     def close(self) -> None:
         """Stop listening."""

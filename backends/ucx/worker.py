@@ -175,6 +175,15 @@ class Worker:
         self.lib.check(status, "going to sleep")
         return True
 
+    def status(self, request: int) -> int:
+        """What has become of a request; it is freed once that is not IN_PROGRESS any more."""
+        if request <= 0:
+            return request
+        status = int(self._call.ucp_request_check_status(request))
+        if status != libucp.IN_PROGRESS:
+            self._call.ucp_request_free(request)
+        return status
+
     def finish(self, request: int, seconds: float) -> bool:
         """Progress until `request` is done, at most so long; free it either way. False if it is still under way."""
         if request <= 0:

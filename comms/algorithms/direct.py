@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
@@ -70,11 +69,11 @@ class DirectTransport(Transport):
         source = (at if given is tensor else given.data_ptr(), nbytes)
         if ops.exchange("all_reduce", source, deadline, tensor.dtype, op.name, tensor.numel()):
             ops.combine(0, arithmetic.kind(tensor.dtype, op), at, nbytes)
-        elif self.size == 1:
-            copy(at, *source)
-            ops.finish()
         else:
-            self._staging.all_reduce(given, tensor, op, deadline, ops.number)
+            if self.size == 1:
+                copy(at, *source)
+            else:
+                self._staging.all_reduce(given, tensor, op, deadline, ops.number)
             ops.finish()
         arithmetic.after(tensor, op, self.size)
 
@@ -91,14 +90,12 @@ class DirectTransport(Transport):
         kind = arithmetic.kind(tensor.dtype, op)
         if here and copied:
             ops.combine(0, kind, *target)
-        elif copied:
-            ops.finish()
-        elif self.size == 1:
-            copy(target[0], *source)
-            ops.finish()
         else:
-            give, into = (0, 0) * dst + source, target if here else (0, 0)
-            self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
+            if not copied and self.size == 1:
+                copy(target[0], *source)
+            elif not copied:
+                give, into = (0, 0) * dst + source, target if here else (0, 0)
+                self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
             ops.finish()
         if here:
             arithmetic.after(tensor, op, self.size)
@@ -119,16 +116,16 @@ class DirectTransport(Transport):
         kind = arithmetic.kind(output.dtype, op)
         if ops.collect(0, ()):
             ops.combine(self.rank, kind, *target)
-        elif self.size == 1:
-            copy(target[0], *given)
-            ops.finish()
         else:
-            for rank in ops.around():
-                ops.expect(rank, self.rank, target[1])
-            result = torch.empty_like(output) if self._overlaps_others(target, given) else output
-            into, longest = (result.data_ptr(), result.nbytes), max(given[1::2])
-            self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
-            unpack(result, output)
+            if self.size == 1:
+                copy(target[0], *given)
+            else:
+                for rank in ops.around():
+                    ops.expect(rank, self.rank, target[1])
+                result = torch.empty_like(output) if self._overlaps_others(target, given) else output
+                into, longest = (result.data_ptr(), result.nbytes), max(given[1::2])
+                self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
+                unpack(result, output)
             ops.finish()
         arithmetic.after(output, op, self.size)
 
@@ -165,9 +162,9 @@ class DirectTransport(Transport):
         ops.finish()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
-        own = inputs[self.rank]
-        given = [(0, 0) if rank == self.rank else (t.data_ptr(), t.nbytes) for rank, t in enumerate(inputs)]
-        self._all_to_all(_spans(outputs), tuple(chain(*given)), own.data_ptr(), own.dtype, deadline)
+        given, own = _spans(inputs), 2 * self.rank
+        others = (*given[: own + 1], 0, *given[own + 2 :])
+        self._all_to_all(_spans(outputs), others, given[own], inputs[self.rank].dtype, deadline)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
         nbytes, start = tensor.nbytes // self.size, tensor.data_ptr()

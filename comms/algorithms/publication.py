@@ -10,6 +10,8 @@ tables have two parities, so op k+2 waits until all have finished op k before it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from holdfast.comms.algorithms.board import FLAG, Board
@@ -19,10 +21,13 @@ from holdfast.comms.errors import Mismatch
 Spans = tuple[int, ...]
 """Memory of this process: address and size in bytes of one piece after the other, flat."""
 
+_Key = tuple[str, torch.dtype | None, int, str, int]
+"""What an op is: its name, dtype, root, reduction and count."""
+
 STARTED = 3
 """The phase in which a rank has done op 0, to connect."""
 
-_READ, _NOT_MET = -1, 2
+_EARLY, _NOT_MET = -1, 2
 _LATE, _ALIKE, _DONE = -2, -1, -1
 
 
@@ -33,7 +38,7 @@ class Publications:
         self.rank, self.size = board.rank, board.size
         self.number = 0
         self._board, self._native = board, board.native
-        self._signatures: dict[tuple[str, torch.dtype | None, int, str, int], int] = {}
+        self._signatures: dict[_Key, int] = {}
 
     def publish(
         self,
@@ -50,10 +55,7 @@ class Publications:
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
-        packed = self._begin((op, dtype, root, reduction, count))
-        while (copied := self._native.publish(self.number, packed, inputs)) == _READ:
-            self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
-        return copied == 1
+        return self._post(self._native.publish, (op, dtype, root, reduction, count), inputs, deadline) == 1
 
     def exchange(
         self,
@@ -65,21 +67,21 @@ class Publications:
         count: int = 0,
     ) -> bool:
         """`publish`, and `meet_all`."""
-        packed = self._begin((op, dtype, 0, reduction, count))
-        while (copied := self._native.exchange(self.number, packed, inputs)) == _READ:
-            self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
+        copied = self._post(self._native.exchange, (op, dtype, 0, reduction, count), inputs, deadline)
         if copied >= _NOT_MET:
             self.meet_all(op, deadline)
         return copied & 1 == 1
 
-    def _begin(self, key: tuple[str, torch.dtype | None, int, str, int]) -> int:
-        """Number one more op; its signature."""
+    def _post(self, call: Callable[[int, int, Spans], int], key: _Key, inputs: Spans, deadline: float) -> int:
+        """Number one more op, and `call` for it once the others have read what lies in its place."""
         self._board.check()
         self.number += 1
         packed = self._signatures.get(key)
         if packed is None:
             packed = self._signatures[key] = signature(*key)
-        return packed
+        while (copied := call(self.number, packed, inputs)) == _EARLY:
+            self._board.wait_all(4 * (self.number - 2) + 3, deadline, key[0], self.number)
+        return copied
 
     def meet(self, rank: int, op: str, deadline: float) -> None:
         """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""

@@ -78,9 +78,11 @@ static inline void relax(void) {
 #endif
 }
 
-/* Whether `rank` has told of an op on the line that is the op's. */
+/* The line on which `rank` tells of an op; its first word is the number of the op that it tells of. */
+static inline word *line_at(const board *b, int rank, uint64_t op) { return word_of(b, rank, LINES + 8 * (int)(op & 1)); }
+
 static inline int published_on_line(const board *b, int rank, uint64_t op) {
-    return flag_of(b, rank, LINES + 8 * (int)(op & 1)) == op;
+    return atomic_load_explicit(line_at(b, rank, op), memory_order_acquire) == op;
 }
 
 static inline int published(const board *b, int rank, uint64_t op) {

@@ -214,24 +214,24 @@ static PyObject *board_yield(Board *self, PyObject *nothing) {
 
 /* -- small ops: publish, meet, fetch or combine */
 
-enum { ALIKE = -1, LATE = -2 };
+enum { EARLY = -1, FAILED = -2, ALIKE = -1, LATE = -2 };
 
-/* Arguments: op, signature, inputs. 1 if the inputs were copied, 0 if they are too large, -1 if a rank has still to read
- * what lies in their place, -2 if Python has an error. */
+/* Arguments: op, signature, inputs. 1 if the inputs were copied, 0 if they are too large, EARLY if a rank has still to read
+ * what lies in their place, FAILED if Python has an error. */
 static int publish_(Board *self, PyObject *const *args, Py_ssize_t count, uint64_t *op) {
     uint64_t a[2];
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
-        return -2;
+        return FAILED;
     }
     if (!numbers(args, 2, 2, a) || !ours(self, 0))
-        return -2;
+        return FAILED;
     Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
     if (inputs < 0)
-        return -2;
+        return FAILED;
     *op = a[0];
     if (*op > 2 && self->b.all_finished < *op - 2 && await(self, -1, FLAG, 4 * (*op - 2) + 3) >= 0)
-        return -1;
+        return EARLY;
     return publish(&self->b, *op, a[1], self->p.give, (int)inputs);
 }
 
@@ -240,8 +240,7 @@ static int meet_all(Board *self, uint64_t op, int how) {
     board *b = &self->b;
     if (await(self, -1, how, op) >= 0)
         return LATE;
-    if (op > b->all_finished)
-        b->all_finished = op - 1;
+    b->all_finished = op - 1;
     for (int rank = 0; rank < b->size; rank++)
         if (!agrees(b, rank, op))
             return rank;
@@ -252,17 +251,17 @@ static int meet_all(Board *self, uint64_t op, int how) {
 static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t op;
     int copied = publish_(self, args, count, &op);
-    return copied == -2 ? NULL : PyLong_FromLong(copied);
+    return copied == FAILED ? NULL : PyLong_FromLong(copied);
 }
 
 /* exchange(op, signature, inputs): as publish, and 2 more unless all ranks have published the same. */
 static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t op;
     int copied = publish_(self, args, count, &op);
-    if (copied == -2)
+    if (copied == FAILED)
         return NULL;
     int how = copied == 1 && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
-    return PyLong_FromLong(copied == -1 || meet_all(self, op, how) == ALIKE ? copied : copied + 2);
+    return PyLong_FromLong(copied == EARLY || meet_all(self, op, how) == ALIKE ? copied : copied + 2);
 }
 
 /* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */

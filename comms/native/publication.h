@@ -11,7 +11,7 @@
 #include "board.h"
 
 #define INLINED ((uint64_t)1 << 63)
-enum { LINE_OP = 0, LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
+enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
     return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
@@ -23,7 +23,7 @@ static inline char *slot_of(const board *b, int rank, uint64_t op) {
 
 /* The line of `rank` if it tells of this op, else NULL. */
 static inline const uint64_t *line_of(const board *b, int rank, uint64_t op) {
-    return published_on_line(b, rank, op) ? (const uint64_t *)word_of(b, rank, LINES + 8 * (int)(op & 1)) : NULL;
+    return published_on_line(b, rank, op) ? (const uint64_t *)line_at(b, rank, op) : NULL;
 }
 
 /* Publish an op: 1 if its inputs were copied, 0 if they are too large. All ranks have finished the op before the last. */
@@ -34,12 +34,11 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
         total += table[2 + 2 * i] = inputs[i].nbytes;
     int fits = total <= b->slot;
     if (count <= 1 && total <= LINE_INPUT_BYTES) {
-        word *line = word_of(b, b->rank, LINES + 8 * (int)(op & 1));
-        uint64_t *plain = (uint64_t *)line;
-        plain[LINE_SIGNATURE] = signature, plain[LINE_NBYTES] = total;
+        uint64_t *line = (uint64_t *)line_at(b, b->rank, op);
+        line[LINE_SIGNATURE] = signature, line[LINE_NBYTES] = total;
         if (count)
-            memcpy(plain + LINE_INPUT, inputs->at, total);
-        atomic_store_explicit(line + LINE_OP, op, memory_order_release);
+            memcpy(line + LINE_INPUT, inputs->at, total);
+        atomic_store_explicit(line_at(b, b->rank, op), op, memory_order_release);
     } else {
         char *slot = slot_of(b, b->rank, op);
         for (int i = 0; i < count; i++) {
