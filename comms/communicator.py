@@ -12,7 +12,7 @@ import torch
 from holdfast.comms import objects
 from holdfast.comms.arguments import Arguments
 from holdfast.comms.collectives import Collectives
-from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution import Body, Executor
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
@@ -57,6 +57,7 @@ class Communicator(Collectives):
         self._context = context
         self._recorder = recorder
         self._splits: dict[tuple[int, ...], int] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
 
@@ -108,7 +109,9 @@ class Communicator(Collectives):
     # -- other communicators
 
     def split(self, ranks: Sequence[int], timeout: float | None = None) -> Communicator:
-        """A communicator of `ranks` of this one, in that order; called by exactly those ranks."""
+        """A communicator of `ranks` of this one, in that order; called by exactly those ranks, within `timeout`
+        seconds. It ends when this one is aborted or an op fails here, but outlives `close()`.
+        """
         from holdfast.comms.connect import connect_members
 
         members = tuple(ranks)
@@ -119,7 +122,7 @@ class Communicator(Collectives):
         count = self._splits.get(members, 0)
         self._splits[members] = count + 1
         name = f"{self.name}/{'-'.join(map(str, members))}.{count}"
-        return connect_members(
+        part = connect_members(
             self.backend,
             rank=members.index(self.rank),
             size=len(members),
@@ -130,8 +133,21 @@ class Communicator(Collectives):
             device=self.device,
             timeout=self._executor.timeout if timeout is None else timeout,
             op_timeout=self._executor.timeout,
+            over=lambda: self.over,
             recorder=self._recorder,
         )
+        self._members[name] = members
+        self._executor.carry(part._executor)
+        return part
+
+    def in_its_ranks(self, failure: HoldfastError) -> HoldfastError:
+        """`failure`, of this communicator or of one that was split from it, in ranks of this one."""
+        if not isinstance(failure, PeerFailed) or failure.communicator in ("", self.name):
+            return failure
+        members = self._members.get(failure.communicator)
+        if members is None:
+            return Revoked(self.epoch, str(failure))
+        return PeerFailed([members[rank] for rank in failure.ranks], failure.evidence)
 
     def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
         """Let every rank read and write this rank's `tensor`, and reach theirs; collective.

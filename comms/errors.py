@@ -85,10 +85,12 @@ class OpTimeout(HoldfastError, TimeoutError):
 
 
 class PeerFailed(HoldfastError):
-    """Other ranks are gone. `ranks` names them, `evidence` says how that is known."""
+    """Other ranks are gone. `ranks` names them, `evidence` says how that is known. `communicator` names the one whose
+    ranks these are, if an op of one has failed."""
 
     def __init__(self, ranks: Sequence[int], evidence: str) -> None:
         self.ranks, self.evidence = tuple(ranks), evidence
+        self.communicator = ""
         super().__init__(f"{_ranks(self.ranks)} failed: {evidence}; rebuild the communicator without them")
 
 

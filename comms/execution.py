@@ -8,12 +8,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
 from holdfast.comms.agreement import Agreement
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import About, Journal
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
@@ -53,6 +54,7 @@ class Executor:
         self._seq = self._joint = 0
         self._over: HoldfastError | None = None
         self._closed = False
+        self._parts: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     @property
     def over(self) -> HoldfastError | None:
@@ -120,6 +122,8 @@ class Executor:
             self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
             raise OpTimeout(name, seq, error.waited, error.missing_ranks) from None
         except BaseException as error:
+            if isinstance(error, PeerFailed):
+                error.communicator = self._name
             self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
             raise
 
@@ -167,6 +171,14 @@ class Executor:
         """End the op that is running, and all later ones. The first reason stays."""
         self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
 
+    def carry(self, part: Executor) -> None:
+        """End `part` when this ends, unless that is by being closed."""
+        with self._ending:
+            if self._over is None:
+                self._parts.add(part)
+                return
+        part.abort(self._end_of_whole(self._over))
+
     def announce(self, word: bytes) -> bool:
         """`Transport.announce`, while ops can run here."""
         with self._ending:
@@ -174,9 +186,16 @@ class Executor:
 
     def _end(self, error: HoldfastError) -> None:
         with self._ending:
-            if self._over is None:
-                self._over = error
-                self._transport.abort(error)
+            if self._over is not None:
+                return
+            self._over = error
+            self._transport.abort(error)
+            parts = list(self._parts)
+        for part in parts:
+            part.abort(self._end_of_whole(error))
+
+    def _end_of_whole(self, error: HoldfastError) -> Revoked:
+        return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
 
     def close(self) -> None:
         """Abort what is pending and release the transport. Idempotent."""

@@ -67,20 +67,29 @@ def sum_contributions(
 
 
 def scatter_contributions(
-    comm: Communicator, contributions: Sequence[Tensor], output: Tensor, timeout: float | None = None
+    comm: Communicator,
+    contributions: Sequence[Tensor],
+    output: Tensor,
+    *,
+    parts: int = 0,
+    timeout: float | None = None,
 ) -> None:
-    """Fill `output`, on rank i, with the i-th part of the sum of all contributions of all ranks; collective.
+    """Fill `output`, on rank i, with the i-th of so many `parts` (0: as many as there are ranks) of the sum of all
+    contributions of all ranks; collective. Ranks from `parts` on get nothing: their `output` stays as it is.
 
-    As `sum_contributions`, with contributions of size times `output`'s elements. The parts hold the same bits as the
+    As `sum_contributions`, with contributions of `parts` times `output`'s elements. The parts hold the same bits as the
     whole sum would.
     """
+    parts = parts or comm.size
+    if not 1 <= parts <= comm.size:
+        raise ValueError(f"parts={parts}: there are {comm.size} ranks to get one each")
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
     for tensor in contributions:
-        if (tensor.numel(), tensor.dtype, tensor.device) != (output.numel() * comm.size, output.dtype, output.device):
+        if (tensor.numel(), tensor.dtype, tensor.device) != (output.numel() * parts, output.dtype, output.device):
             raise ValueError(
                 f"a contribution is {tensor.numel()} x {tensor.dtype} on {tensor.device}; it must be "
-                f"{comm.size} times output's {output.numel()} x {output.dtype} on {output.device}"
+                f"{parts} times output's {output.numel()} x {output.dtype} on {output.device}"
             )
 
     def body(deadline: float) -> None:
@@ -88,20 +97,22 @@ def scatter_contributions(
         counts = [torch.zeros(1, dtype=torch.int64, device=output.device) for _ in range(comm.size)]
         transport.all_gather(counts, torch.full_like(counts[0], len(contributions)), deadline)
         flat = packed(output).view(-1)
-        given = [packed(each).view(comm.size, flat.numel()) for each in contributions]
-        step = max(1, _SEGMENT_BYTES // flat.element_size() // comm.size)
+        given = [packed(each).view(parts, flat.numel()) for each in contributions]
+        step = max(1, _SEGMENT_BYTES // flat.element_size() // parts)
         buffers = [flat.new_empty(int(count.item()) * min(step, flat.numel())) for count in counts]
         rows = [int(count.item()) for count in counts]
         for start in range(0, flat.numel(), step):
-            parts = [[each[r, start : start + step] for each in given] for r in range(comm.size)]
-            _add_up(transport, parts, rows, buffers, flat[start : start + step], deadline)
-        unpack(flat.view(output.shape), output)
+            sent = [[each[r, start : start + step] for each in given] if r < parts else [] for r in range(comm.size)]
+            mine = flat[start : start + step] if comm.rank < parts else flat[:0]
+            _add_up(transport, sent, rows, buffers, mine, deadline)
+        if comm.rank < parts:
+            unpack(flat.view(output.shape), output)
 
     comm.issue(
         "scatter_contributions",
-        output.nbytes * comm.size * len(contributions),
+        output.nbytes * parts * len(contributions),
         body,
-        lambda: f"{output.dtype}, {tuple(output.shape)}",
+        lambda: f"{output.dtype}, {tuple(output.shape)}, {parts} parts",
         timeout,
     )
 

@@ -6,12 +6,16 @@ Every rank's shards are copied to a neighbour with each committed step. The kill
 spare in its place, or without a spare to those that are left; if the copies died too, from the last checkpoint
 (`--checkpoint DIR`). The losses are the same to the last bit as without the kill, on any number of ranks.
 
+With `--replicas 2` the ranks are two replicas of each shard (HSDP) for as long as their number is even; then a dead
+rank's shards come from its replica, and `--copies 0` saves the memory and the time of copies.
+
 Needs transformers: pip install 'holdfast[rl]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import signal
@@ -27,6 +31,13 @@ from holdfast import ft
 SHARDS = 6
 """Parts of the global batch: fixed, so that what is computed does not depend on how many ranks there are."""
 TEXT = torch.tensor(list(b"what was promised will be kept, and what is kept was promised; so it holds. " * 4))
+
+
+def laid_out(size: int, replicas: int) -> dict[str, int]:
+    """A mesh of `size` ranks: so many replicas of each shard, or one if that does not come out even."""
+    if size % replicas:
+        replicas = 1
+    return {"replicate": replicas, "shard": size // replicas}
 
 
 def build(mesh: Any) -> dict[str, Any]:
@@ -61,10 +72,19 @@ def fingerprint(model: torch.nn.Module) -> str:
     return xxhash.xxh3_64_hexdigest(torch.cat([each.detach().flatten() for each in whole]).numpy().data)
 
 
-def train(session: ft.Session, steps: int, kill_rank: int = -1, kill_step: int = -1, checkpoint: str = "") -> str:
+def train(
+    session: ft.Session,
+    steps: int,
+    kill_rank: int = -1,
+    kill_step: int = -1,
+    checkpoint: str = "",
+    replicas: int = 1,
+    copies: int = 1,
+) -> str:
     """Train; the fingerprint of the weights at the end."""
     torch.set_num_threads(1)
-    things = session.attach_sharded(build)
+    shape = None if replicas == 1 else functools.partial(laid_out, replicas=replicas)
+    things = session.attach_sharded(build, copies=copies, mesh=shape)
     if checkpoint:
         session.checkpoints(checkpoint, every=5)
     first: ft.Attempt | None = None
@@ -106,10 +126,20 @@ def main() -> None:
     parser.add_argument("--kill-rank", type=int, default=-1, help="this rank ends itself with SIGKILL ...")
     parser.add_argument("--kill-step", type=int, default=-1, help="... in the middle of this step")
     parser.add_argument("--checkpoint", default="", help="a directory for checkpoints, one every 5 steps")
+    parser.add_argument("--replicas", type=int, default=1, help="how many ranks have the same shards (HSDP)")
+    parser.add_argument("--copies", type=int, default=1, help="how many neighbours keep copies of a rank's shards")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with ft.Session(shards=SHARDS) as session:
-        train(session, asked.steps, asked.kill_rank, asked.kill_step, asked.checkpoint)
+        train(
+            session,
+            asked.steps,
+            asked.kill_rank,
+            asked.kill_step,
+            asked.checkpoint,
+            replicas=asked.replicas,
+            copies=asked.copies,
+        )
 
 
 if __name__ == "__main__":

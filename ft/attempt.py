@@ -31,21 +31,18 @@ class Transaction(Protocol):
 class Attempt:
     """One try at step number `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
 
-    `shards` are the parts of the step that are this rank's: together the ranks have each of the job's shards once, and
-    none has more than `rounds` of them.
+    `shards` are the parts of the step that are this rank's, of `total`: together the ranks have each of them once.
     After the `with` block `committed` says whether the step is done, on all ranks alike. If it is not, a peer has
     failed, and the same step comes again.
     """
 
-    def __init__(
-        self, transaction: Transaction, comm: Communicator, step: int, shards: tuple[int, ...], rounds: int = 0
-    ) -> None:
+    def __init__(self, transaction: Transaction, comm: Communicator, step: int, total: int) -> None:
         self.step = step
         self.comm = comm
         self.epoch = comm.epoch
         self.rank = comm.rank
-        self.shards = shards
-        self.rounds = max(rounds, len(shards))
+        self.total = total
+        self.shards = self.share(comm.rank, comm.size)
         self.committed = False
         self.entered = False
         self._transaction = transaction
@@ -53,6 +50,12 @@ class Attempt:
     def __repr__(self) -> str:
         state = ", committed" * self.committed
         return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
+
+    def share(self, part: int, parts: int) -> tuple[int, ...]:
+        """The shards of part `part`, if the step is divided into so many: neighbours, as evenly as can be. For ranks
+        that work on the same shards, such as those of one tensor-parallel group.
+        """
+        return tuple(range(self.total * part // parts, self.total * (part + 1) // parts))
 
     def process_group(self) -> BorrowedProcessGroup:
         """torch.distributed's default group in this epoch: what DDP, `fully_shard` and DeviceMesh work over. It runs on

@@ -9,6 +9,10 @@ whoever died. That costs one gradient of memory for each of a rank's shards.
     for turn in sums.turns():
         loss = model(batch(attempt.step, turn.shard)).loss / SHARDS
         loss.backward()
+
+With `fully_shard` over a mesh of two dimensions, replicas of shards (HSDP), it is the same. Where ranks work together
+on the same shards (tensor parallelism), say which dimension divides the data: `ShardSums(attempt, mesh["data"])`. What
+tensor parallelism adds up itself, it adds up in its own order: there the bits depend on how many ranks take part.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.exact_sum import add_exactly
 from holdfast.comms.reproducible import scatter_contributions, sum_contributions
 from holdfast.ft.attempt import Attempt
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Tensor = torch.Tensor
 
@@ -43,8 +49,13 @@ class Turn:
 class ShardSums:
     """The gradients of one attempt: the exact sum over all its shards, on all ranks, once the last turn is over."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, data: DeviceMesh | None = None) -> None:
+        """`data` is the mesh whose ranks divide the shards among them, if that is not all ranks.
+
+        Raises ValueError for a `data` of more than one dimension that does not hold all ranks.
+        """
         self._attempt = attempt
+        self._comm = attempt.comm if data is None else _communicator(attempt.comm, data)
         self._turn: Turn | None = None
         self._replica: nn.parallel.DistributedDataParallel | None = None
         self._earlier: list[dict[nn.Parameter, Tensor]] = []
@@ -55,11 +66,11 @@ class ShardSums:
 
         Raises HoldfastError if there are more ranks than shards: then some have nothing to compute.
         """
-        shards, rounds = self._attempt.shards, self._attempt.rounds
-        if not shards:
+        part, parts, total = self._comm.rank, self._comm.size, self._attempt.total
+        shards, rounds = self._attempt.share(part, parts), -(-total // parts)
+        if total < parts:
             raise HoldfastError(
-                f"rank {self._attempt.rank} of {self._attempt.comm.size} has no shard; give the session at least as "
-                "many shards as ranks"
+                f"{parts} ranks divide {total} shards: some would have none; give the session at least as many shards"
             )
         for number in range(rounds):
             turn = Turn(shards[min(number, len(shards) - 1)], number < len(shards), number == rounds - 1)
@@ -136,13 +147,11 @@ class ShardSums:
         for module in sharded:
             sums: Any = getattr(module, "holdfast_sums", None)
             if sums is None:
-                sums = module.holdfast_sums = _ShardedSum(self._attempt.comm)
+                sums = module.holdfast_sums = _ShardedSum(self._comm)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if self._attempt.comm.size > 1:
-                    module.set_custom_reduce_scatter(sums)
-                else:
-                    module.set_all_reduce_hook(sums.alone)
+                module.set_custom_reduce_scatter(sums)
+                module.set_all_reduce_hook(sums.replicated)
             sums.sums = self
         return model
 
@@ -183,32 +192,44 @@ class _Replica:
 class _ShardedSum:
     """What `fully_shard` calls with the gradients of one of its groups of parameters, in every turn.
 
-    It adds up what it is given over the turns; so all but the last give zeros.
+    It adds up what it is given over the turns; so all but the last give zeros. torch allocates room for a group's
+    gradients and for this rank's part of their sum; reduces and scatters the one into the other, if there is more than
+    one part; adds up the parts of replicas, if there are any; and calls the hook.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._parts: list[Tensor] = []
+        self._given: Tensor | None = None
         self.sums: ShardSums | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        room = torch.empty(*size, dtype=dtype, device=device)
+        if self._given is None:
+            self._given = room
+        return room
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
+        """The sum, to the first replica; to the others what changes nothing when torch adds it to that."""
+        self._given = None
         turn = self._take(input_tensor)
         if turn.last:
-            scatter_contributions(self._comm, self._parts, output_tensor)
+            if self._comm.rank >= group.size():
+                output_tensor.fill_(-0.0)
+            scatter_contributions(self._comm, self._parts, output_tensor, parts=group.size())
             self._parts.clear()
         else:
             output_tensor.zero_()
 
-    def alone(self, gradients: Tensor) -> None:
-        """The same where one rank has all: in place."""
-        turn = self._take(gradients)
+    def replicated(self, gradients: Tensor) -> None:
+        """The sum where every rank has all, in place of what torch has added up of this turn."""
+        if self._given is None:
+            return
+        turn, self._given = self._take(self._given), None
         if turn.last:
-            add_exactly(self._parts, gradients)
+            sum_contributions(self._comm, self._parts, gradients)
             self._parts.clear()
         else:
             gradients.zero_()
@@ -219,3 +240,17 @@ class _ShardedSum:
         if turn.counts:
             self._parts.append(gradients.clone())
         return turn
+
+
+def _communicator(comm: Communicator, data: DeviceMesh) -> Communicator:
+    """That of the ranks of `data`, in whose order shards are divided."""
+    if data.mesh.flatten().tolist() == list(range(comm.size)):
+        return comm
+    if data.ndim != 1:
+        raise ValueError(
+            f"data is a mesh of {tuple(data.shape)}: give one dimension of a mesh, or several as one: "
+            "mesh['replicate', 'shard']._flatten('data')"
+        )
+    group: Any = data.get_group()
+    found: Communicator = group.communicator
+    return found

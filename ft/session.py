@@ -27,7 +27,7 @@ from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.control.interface import check_ours
 from holdfast.ft.copies.checkpoints import Checkpoints
 from holdfast.ft.copies.keeper import Keeper
-from holdfast.ft.copies.sharded import Build, Sharded
+from holdfast.ft.copies.sharded import Build, Shape, Sharded
 from holdfast.ft.events import EventLog, Listener
 from holdfast.ft.gaps import Gaps
 from holdfast.ft.ledger import Ledger
@@ -166,8 +166,9 @@ class Session:
         take_apart(thing.state_dict())
         self._keeper.attached[name] = thing
 
-    def attach_sharded(self, build: Build, *, copies: int = 1) -> Sharded:
-        """Keep what `build(mesh)` makes (a dict: model, optimizer ...), sharded over a DeviceMesh of all ranks.
+    def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
+        """Keep what `build(mesh)` makes (a dict: model, optimizer ...), sharded over a DeviceMesh of all ranks: of one
+        dimension, or as `mesh(size)` lays them out, such as {"replicate": size // 2, "shard": 2}.
 
         It is built in every epoch anew, and gets the state that it had: `copies` neighbours of each rank keep a copy of
         its part in memory, refreshed with every commit. A part that is lost with all copies comes from the newest of
@@ -179,9 +180,11 @@ class Session:
             raise HoldfastError("attach_sharded() must be called before steps()")
         if self._keeper.sharded is not None:
             raise HoldfastError("something sharded is attached already; let one build() return everything")
-        sharded, size = Sharded(build, copies), self._settings.size
+        sharded, size = Sharded(build, copies, mesh), self._settings.size
         if size and copies >= max(size, 2):
             raise ValueError(f"copies={copies}: in a job of {size} ranks each has {size - 1} neighbours")
+        if size:
+            sharded.mesh(size)
         import torch.distributed.tensor  # noqa: F401  # here, so that a spare need not when it is promoted
 
         self._keeper.sharded = sharded
@@ -263,8 +266,8 @@ class Session:
             if self._ledger.done >= self._ledger.total:
                 self._finish(runtime)
                 continue
-            assert self._comm is not None
-            attempt = Attempt(self, self._comm, self._ledger.done, self._shards(), self._rounds())
+            assert self._comm is not None and self._view is not None
+            attempt = Attempt(self, self._comm, self._ledger.done, self._view.job.shards)
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
@@ -334,6 +337,7 @@ class Session:
         epoch, word = self._comm.epoch, self._comm.announced
         if word is not None:
             self._tenure.heed(word)
+        failure = self._comm.in_its_ranks(failure)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
 
@@ -472,17 +476,6 @@ class Session:
             _log.warning("the communicator of epoch %d could not be closed: %s", comm.epoch, error)
 
     # Small things ---------------------------------------------------------------------------------------------
-
-    def _shards(self) -> tuple[int, ...]:
-        """This rank's shards: neighbours, as evenly divided as can be."""
-        assert self._view is not None and self._comm is not None
-        rank, size, shards = self._comm.rank, self._comm.size, self._view.job.shards
-        return tuple(range(shards * rank // size, shards * (rank + 1) // size))
-
-    def _rounds(self) -> int:
-        """The most shards that any rank has."""
-        assert self._view is not None and self._comm is not None
-        return -(-self._view.job.shards // self._comm.size)
 
     def _hosts(self) -> list[str]:
         """Each rank's host."""

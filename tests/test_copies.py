@@ -15,14 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast import comms
-from holdfast.comms import HoldfastError, PeerFailed, Revoked
+from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
 from holdfast.comms.plane import MemoryPlane
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.copies.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
-from holdfast.ft.copies.leaves import PLAIN, Layout, Leaf
-from holdfast.ft.copies.restoring import assemble, complete_size, needed
+from holdfast.ft.copies.leaves import Layout, Leaf, _cuts, _placements
+from holdfast.ft.copies.mesh import Mesh, all_ranks, box_of, shape_of
+from holdfast.ft.copies.restoring import assemble, choose, complete_size, needed
 from holdfast.ft.copies.shelf import Shelf, shifts
 from holdfast.ft.gradients import ShardSums
 from holdfast.harness import LocalCluster
@@ -53,7 +57,7 @@ def test_copies_go_to_another_host_if_they_can() -> None:
 
 def test_a_version_is_there_until_the_next_is_committed() -> None:
     shelf = Shelf(torch.device("cpu"))
-    layout = Layout((Leaf("w", "float32", (3,), 0),), 1, 0)
+    layout = Layout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
     for version in (4, 5):
         part = shelf.new(version, layout, b"")
         layout.view(part.buffer, 0).fill_(version)
@@ -68,62 +72,103 @@ def test_a_version_is_there_until_the_next_is_committed() -> None:
 
 # -- parts put together anew
 
-leaves = st.builds(
-    lambda shape, dim, dtype, n: Leaf(f"t{n}", dtype, tuple(shape), min(dim, len(shape) - 1) if shape else PLAIN),
-    st.lists(st.integers(0, 7), max_size=3),
-    st.integers(PLAIN, 2),
-    st.sampled_from(["float32", "bfloat16", "int64", "bool"]),
-    st.integers(),
-)
+NAMES = ("data", "tensor", "pipe")
+meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: Mesh(NAMES, tuple(sizes)))
 
 
-@given(st.lists(leaves, min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@st.composite
+def leaf(draw: st.DrawFn) -> Leaf:
+    """Any tensor, cut by any of the mesh's dimensions in any order."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    by = draw(st.lists(st.sampled_from(NAMES), unique=True)) if shape else []
+    cuts = tuple((draw(st.integers(0, len(shape) - 1)), name) for name in by)
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int64", "bool"]))
+    return Leaf(f"t{draw(st.integers())}", dtype, shape, NAMES, cuts)
+
+
+def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor:
+    """What a rank has of a tensor, by torch's chunks."""
+    place = mesh.place_of(part)
+    for dim, name in leaf.cuts:
+        chunks = [*tensor.chunk(mesh.size_of(name), dim)] if tensor.shape[dim] else []
+        tensor = chunks[place[name]] if place[name] < len(chunks) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+@given(st.lists(leaf(), min_size=1, max_size=4), meshes, meshes, st.data())
+@settings(max_examples=150, deadline=None)
 def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
-    made: list[Leaf], before: int, after: int
+    made: list[Leaf], before: Mesh, after: Mesh, data: st.DataObject
 ) -> None:
-    """What a new part does not need is poisoned: it must not show."""
+    """One of those parts that are alike is there, and what a new part does not need is poisoned: it must not show."""
     whole = [
         torch.arange(math.prod(leaf.shape)).view(leaf.shape).to(leaf.torch_dtype) + 1 * (leaf.dtype != "bool")
         for leaf in made
     ]
-
-    def cut(leaf: Leaf, tensor: torch.Tensor, size: int, part: int) -> torch.Tensor:
-        if leaf.dim < 0:
-            return tensor
-        low, high = leaf.rows(size, part)
-        return tensor.narrow(leaf.dim, low, high - low)
-
-    buffers = []
-    for part in range(before):
-        layout = Layout(tuple(made), before, part)
-        buffers.append(torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8))
-        for index, leaf in enumerate(made):
-            layout.view(buffers[part], index).copy_(cut(leaf, whole[index], before, part))
-    for part in range(after):
+    layouts = [Layout(tuple(made), before, part) for part in range(before.size)]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for part, layout in enumerate(layouts):
+        alike.setdefault(layout.share, []).append(part)
+    there = {data.draw(st.sampled_from(parts)) for parts in alike.values()}
+    assert {count for _, count in alike} == {len(alike)}
+    buffers = {part: torch.full((layouts[part].nbytes,), 0xAA, dtype=torch.uint8) for part in there}
+    for part, buffer in buffers.items():
+        for index, each in enumerate(made):
+            layouts[part].view(buffer, index).copy_(cut(each, whole[index], before, part))
+    for part in range(after.size):
         new = Layout(tuple(made), after, part)
+        pieces = choose(new, before, sorted(there)[:1], there)
         given_bytes = {}
-        for old, ranges in needed(new, before).items():
+        for old, ranges in needed(new, before, pieces).items():
             given_bytes[old] = torch.full_like(buffers[old], 0x55)
             for begin, end in ranges:
                 given_bytes[old][begin:end] = buffers[old][begin:end]
-        for index, tensor in enumerate(assemble(new, before, given_bytes)):
+        for index, tensor in enumerate(assemble(new, before, pieces, given_bytes)):
             assert torch.equal(tensor, cut(made[index], whole[index], after, part))
 
 
-def test_shards_lie_as_torch_divides_them() -> None:
+def test_a_piece_that_nobody_has_is_named() -> None:
+    new = Layout((Leaf("model.w", "float32", (4, 2), ("ranks",), ((0, "ranks"),)),), all_ranks(1), 0)
+    with pytest.raises(CorruptData, match=r"nobody has \[\(2, 4\), \(0, 2\)\] of model.w"):
+        choose(new, all_ranks(2), [], [0])
+
+
+@pytest.mark.parametrize(
+    ("placements", "cuts"),
+    [
+        ([Shard(0), Shard(0)], ((0, "data"), (0, "tensor"))),
+        ([_StridedShard(0, split_factor=2), Shard(0)], ((0, "tensor"), (0, "data"))),
+        ([_StridedShard(1, split_factor=2), Shard(1)], ((1, "tensor"), (1, "data"))),
+        ([Shard(0), Shard(1)], ((0, "data"), (1, "tensor"))),
+        ([Replicate(), Shard(1)], ((1, "tensor"),)),
+        ([Replicate(), Replicate()], ()),
+    ],
+)
+def test_tensors_lie_as_torch_places_them(placements: list[Any], cuts: Any) -> None:
+    """Each rank of a mesh of 3 x 2 has what DTensor gives it, and is told of it in DTensor's words."""
+    mesh, shape = Mesh(("data", "tensor"), (3, 2)), (12, 6)
+    assert sorted(_cuts("w", placements, mesh.names, mesh, 2)) == sorted(cuts)
+    assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == placements
+    for rank in range(mesh.size):
+        there, first = _compute_local_shape_and_global_offset(shape, mesh.sizes, [*divmod(rank, 2)], placements)
+        box = box_of(shape, cuts, mesh, rank)
+        assert (shape_of(box), tuple(low for low, _ in box)) == (there, first)
+
+
+def test_uneven_tensors_lie_as_torch_divides_them() -> None:
     for length, size in [(7, 3), (2, 4), (0, 2), (9, 3)]:
-        leaf = Leaf("w", "float32", (length, 2), 0)
+        boxes = [box_of((length, 2), ((0, "ranks"),), all_ranks(size), part) for part in range(size)]
         chunks = list(torch.arange(length).chunk(size)) if length else []
         chunks += [torch.arange(0)] * (size - len(chunks))
-        assert [leaf.shape_of(size, part)[0] for part in range(size)] == [len(chunk) for chunk in chunks]
+        assert [shape_of(box)[0] for box in boxes] == [len(chunk) for chunk in chunks]
 
 
 def test_a_state_is_whole_if_every_part_is_somewhere() -> None:
-    assert complete_size([[(3, 0), (3, 2)], [], [(3, 1)]], 2) == 3
-    assert complete_size([[(3, 0)], [(3, 1)]], 3) is None
+    assert complete_size([[(3, 0, 3), (3, 2, 3)], [], [(3, 1, 3)]], 2) == 3
+    assert complete_size([[(3, 0, 3)], [(3, 1, 3)]], 3) is None
     assert complete_size([], 3) is None
-    assert complete_size([[(3, 0), (2, 0)], [(3, 1), (2, 1)], [(3, 2)]], 2) == 2, "as many as there are ranks"
+    assert complete_size([[(3, 0, 3), (2, 0, 2)], [(3, 1, 3), (2, 1, 2)], [(3, 2, 3)]], 2) == 2, "as many as ranks"
+    assert complete_size([[(4, 0, 2)], [(4, 1, 2)]], 2) == 4, "a replica is as good"
 
 
 # -- bytes from several sources

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
@@ -36,6 +37,20 @@ class BorrowedProcessGroup(HoldfastProcessGroup):
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
         super().__init__(store, communicator, options, timeout)
         self.kept: dict[int, Ending] = {}
+
+    def part(self, ranks: Sequence[int], options: Options) -> Communicator:
+        """A communicator of `ranks` for a subgroup, which ends with this one; called by exactly those ranks.
+
+        Raises `Unsupported` for one over another transport: the session would not end it.
+        """
+        ours = self.communicator
+        if options.backend not in (ours.backend, "auto") or torch.device(options.device).type != ours.device.type:
+            raise Unsupported(
+                f"a subgroup over {options.backend!r} on {options.device} in a session over {ours.backend!r} on "
+                f"{ours.device}",
+                "a session ends the ops of its own transport; give the subgroup no options",
+            )
+        return ours.split(ranks)
 
     def reconfigure(
         self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None

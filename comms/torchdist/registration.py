@@ -13,7 +13,7 @@ from holdfast.comms.connect import connect
 from holdfast.comms.registry import registry
 from holdfast.comms.torchdist.group import HoldfastProcessGroup
 from holdfast.comms.torchdist.monitored import accept_holdfast
-from holdfast.comms.torchdist.options import Options, chosen
+from holdfast.comms.torchdist.options import chosen
 
 BACKEND = "holdfast"
 
@@ -32,11 +32,17 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
 
     Raises as `holdfast.comms.connect` does, TypeError for foreign `pg_options`.
     """
-    options = chosen(pg_options, _default_options())
-    timeout = given.timeout.total_seconds()
-    if options.over is not None:
-        from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
 
+    default = c10d.GroupMember.WORLD if dist.is_initialized() else None
+    inherited = replace(default.options, over=None) if isinstance(default, HoldfastProcessGroup) else None
+    timeout = given.timeout.total_seconds()
+    if isinstance(default, BorrowedProcessGroup):
+        options = inherited if pg_options is None else chosen(pg_options, inherited)
+        assert options is not None
+        return HoldfastProcessGroup(given.store, default.part(given.global_ranks_in_group, options), options, timeout)
+    options = chosen(pg_options, inherited)
+    if options.over is not None:
         return BorrowedProcessGroup(given.store, options.over, options, timeout)
     communicator = connect(
         options.backend,
@@ -48,9 +54,3 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
         timeout=timeout,
     )
     return HoldfastProcessGroup(given.store, communicator, options, timeout)
-
-
-def _default_options() -> Options | None:
-    """The options of the default group, if it is one of ours."""
-    world = c10d.GroupMember.WORLD if dist.is_initialized() else None
-    return replace(world.options, over=None) if isinstance(world, HoldfastProcessGroup) else None

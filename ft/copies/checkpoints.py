@@ -18,7 +18,8 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.copies.leaves import Layout, Leaf, place
+from holdfast.ft.copies.leaves import Leaf, place
+from holdfast.ft.copies.mesh import Mesh, shape_of
 from holdfast.ft.skeleton import put_together
 
 DESCRIPTION = "holdfast.description"
@@ -70,10 +71,11 @@ class Checkpoints:
             for old in sorted(self._complete())[:-KEPT]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self, done: int, size: int, rank: int, mesh: Any, device: torch.device) -> dict[str, Any]:
-        """The state after `done` steps, sharded over the ranks of `mesh`; collective over the default group.
+    def load(self, done: int, mesh: Mesh, devices: Any, rank: int, device: torch.device) -> dict[str, Any]:
+        """The state after `done` steps, sharded over `devices`, the DeviceMesh that `mesh` describes; collective over
+        the default group.
 
-        Raises `CorruptData` for a checkpoint that holdfast did not write.
+        Raises `CorruptData` for a checkpoint that holdfast did not write, `Mismatch` for one of another kind of mesh.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -88,14 +90,15 @@ class Checkpoints:
             contents = _decoder.decode(raw.numpy().tobytes())
         except msgspec.DecodeError as error:
             raise CorruptData(f"{path}: {DESCRIPTION!r} is not a description: {error}") from error
-        layout = Layout(contents.leaves, size, rank)
         tensors = [
-            place(leaf, torch.zeros(shape, dtype=leaf.torch_dtype, device=device), mesh)
-            for leaf, shape in zip(layout.leaves, layout.shapes, strict=True)
+            place(
+                leaf, torch.zeros(shape_of(leaf.box(mesh, rank)), dtype=leaf.torch_dtype, device=device), mesh, devices
+            )
+            for leaf in contents.leaves
         ]
         with _quiet():
             dcp.load(
-                {leaf.path: tensor for leaf, tensor in zip(layout.leaves, tensors, strict=True)}, checkpoint_id=path
+                {leaf.path: tensor for leaf, tensor in zip(contents.leaves, tensors, strict=True)}, checkpoint_id=path
             )
         state: dict[str, Any] = put_together(contents.description, tensors)
         return state

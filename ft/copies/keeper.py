@@ -24,6 +24,7 @@ from holdfast.ft.copies import pulling
 from holdfast.ft.copies.checkpoints import Checkpoints
 from holdfast.ft.copies.fetching import Fetched, Fetcher
 from holdfast.ft.copies.leaves import Layout, Leaf, place, take_shards
+from holdfast.ft.copies.mesh import Mesh, all_ranks
 from holdfast.ft.copies.planes import Planes
 from holdfast.ft.copies.restoring import complete_size, restore
 from holdfast.ft.copies.sharded import Sharded
@@ -59,7 +60,8 @@ class Keeper:
         self._planes, self._fetcher = Planes(), Fetcher()
         self._shelf: Shelf | None = None
         self._epoch = -1
-        self._mesh: DeviceMesh | None = None
+        self._mesh = Mesh((), ())
+        self._known: dict[str, Leaf] = {}
         self._layouts: dict[int, Layout] = {}
         self._seen: list[tuple[torch.Tensor, int]] = []
         self._saved = -1
@@ -72,7 +74,6 @@ class Keeper:
 
     def drop(self) -> None:
         """The epoch is over: what was built for it is of no use any more."""
-        self._mesh = None
         self._seen = []
         if self.sharded is not None:
             self.sharded.drop()
@@ -89,7 +90,9 @@ class Keeper:
 
     def check(self) -> None:
         """Raise ValueError for what is attached in a way that cannot work."""
-        if self.sharded is not None and self.sharded.copies == 0 and self.checkpoints is None:
+        if self.sharded is None or self.sharded.copies or self.checkpoints is not None:
+            return
+        if not self.sharded.may_have_replicas:
             raise ValueError("copies=0 and no checkpoints(): the death of any rank would end the job")
 
     # What every rank has whole --------------------------------------------------------------------------------
@@ -179,6 +182,7 @@ class Keeper:
         with _library(comm):
             done, source, fetched = self._enter(comm, hosts, done)
         self._epoch = comm.epoch
+        self._check_replicas(comm, done, source == "built")
         if source:
             _log.info("state after %d steps restored from: %s", done, source)
             self._events.emit(
@@ -196,15 +200,16 @@ class Keeper:
 
     def _enter(self, comm: Communicator, hosts: Sequence[str], done: int) -> tuple[int, str, Fetched]:
         shelf = self._on_shelf(comm.device)
+        self._mesh = all_ranks(comm.size) if self.sharded is None else self.sharded.mesh(comm.size)
         kept = shelf.of(done)
         newest = -1 if self.checkpoints is None else self.checkpoints.newest()
-        held = comm.all_gather_object([part.key for part in kept])
+        held = comm.all_gather_object([part.share for part in kept])
         newest = min(comm.all_gather_object(newest))
         size = complete_size(held, comm.size)
         if self.sharded is None:
             if done == 0 < newest:
                 assert self.checkpoints is not None
-                self._load_all(self.checkpoints.load(newest, comm.size, comm.rank, None, comm.device))
+                self._load_all(self.checkpoints.load(newest, self._mesh, None, comm.rank, comm.device))
                 return newest, "checkpoint", Fetched()
             return done, "", Fetched()
         if size is None and newest < 0 and done > 0:
@@ -212,7 +217,7 @@ class Keeper:
                 f"the state after {done} steps is lost: no rank has kept {_missing(held)}, and there is no checkpoint; "
                 "keep more copies, or checkpoints()"
             )
-        mesh = self._build(comm)
+        devices = self._build(comm)
         fetched = Fetched()
         if size is not None:
             self._reach("restore.before_fetch")
@@ -222,6 +227,7 @@ class Keeper:
                 plane,
                 kept,
                 size,
+                self._mesh,
                 self._fetcher,
                 timeout=self._timeouts.operation,
                 patience=self.patience,
@@ -229,12 +235,13 @@ class Keeper:
                 before_chunk=lambda: self._reach("restore.before_chunk"),
             )
             fetched = found.fetched
-            self._load(found.description, found.layout.leaves, found.tensors, mesh, comm.device)
+            self._known = {leaf.path: leaf for leaf in found.layout.leaves}
+            self._load(found.description, found.layout.leaves, found.tensors, devices, comm.device)
             self._fetcher.forget()
             source = "own" if found.parts <= {part.layout.part for part in kept if part.own} else "neighbour"
         elif newest >= 0:
             assert self.checkpoints is not None
-            state = self.checkpoints.load(newest, comm.size, comm.rank, mesh, comm.device)
+            state = self.checkpoints.load(newest, self._mesh, devices, comm.rank, comm.device)
             self._load_all(state)
             done, source = newest, "checkpoint"
         else:
@@ -245,32 +252,50 @@ class Keeper:
         shelf.keep_only(done, comm.size)
         return done, source, fetched
 
+    def _check_replicas(self, comm: Communicator, done: int, first: bool) -> None:
+        """Whether the state that was built can outlive a rank: ValueError if not at `first`, later a warning."""
+        if self.sharded is None or self.sharded.copies or self.checkpoints is not None:
+            return
+        (own,) = self._on_shelf(comm.device).of(done)
+        if own.layout.share[1] < comm.size:
+            return
+        said = "copies=0, no checkpoints(), and no two ranks have the same part of the state: the death of any ends it"
+        if first:
+            raise ValueError(said)
+        _log.warning("%s", said)
+
     def _build(self, comm: Communicator) -> DeviceMesh:
         import torch.distributed as dist
-        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         assert self.sharded is not None
         self.sharded.drop()
         if self._shelf is not None and self._shelf.nbytes > _LARGE:
             gc.collect()
+        names, sizes, kind = self._mesh.names, self._mesh.sizes, comm.device.type
         group: Any = dist.group.WORLD
-        self._mesh = DeviceMesh.from_group(group, comm.device.type, mesh_dim_names=("ranks",))
-        self.sharded.build(self._mesh)
+        if len(names) == 1:
+            devices = DeviceMesh.from_group(group, kind, mesh_dim_names=names)
+        else:
+            devices = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        self.sharded.build(devices)
         twice = self.sharded.things.keys() & self.attached.keys()
         if twice:
             raise ValueError(f"{min(twice)!r} is attached, and returned by build() too")
-        return self._mesh
+        return devices
 
     def _load(
         self,
         description: bytes,
         leaves: Sequence[Leaf],
         tensors: Sequence[torch.Tensor],
-        mesh: DeviceMesh,
+        devices: DeviceMesh,
         device: torch.device,
     ) -> None:
         assert self.sharded is not None
-        whole = [place(leaf, local.to(device), mesh) for leaf, local in zip(leaves, tensors, strict=True)]
+        whole = [
+            place(leaf, local.to(device), self._mesh, devices) for leaf, local in zip(leaves, tensors, strict=True)
+        ]
         state = put_together(description, whole)
         transfer.check_names(state, self.sharded.things)
         transfer.load(state, self.sharded.things)
@@ -314,7 +339,7 @@ class Keeper:
             state = {name: thing.state_dict() for name, thing in self.attached.items()}
             if self.sharded is not None:
                 state |= {name: thing.state_dict() for name, thing in self.sharded.things.items()}
-            taken, leaves, _ = take_shards(state, comm.size, comm.rank)
+            taken, leaves, _ = take_shards(state, self._mesh, comm.rank, self._known)
             self._reach("checkpoint.before_save")
             self.checkpoints.save(done, taken.description, leaves, taken.tensors)
         self._saved = done
@@ -327,8 +352,8 @@ class Keeper:
         shelf = self._on_shelf(comm.device)
         with torch.no_grad():
             state = {name: _state_of(thing) for name, thing in self.sharded.things.items()}
-            taken, leaves, mine = take_shards(state, comm.size, comm.rank)
-            own = shelf.new(version, self._layout(leaves, comm.size, comm.rank), taken.description)
+            taken, leaves, mine = take_shards(state, self._mesh, comm.rank, self._known)
+            own = shelf.new(version, self._layout(leaves, comm.rank), taken.description)
             for index, tensor in enumerate(mine):
                 own.layout.view(own.buffer, index).copy_(tensor)
         parts = [own]
@@ -336,7 +361,7 @@ class Keeper:
         to = shifts(hosts, self.sharded.copies)
         for shift in to:
             theirs = (comm.rank - shift) % comm.size
-            copy = shelf.new(version, self._layout(leaves, comm.size, theirs), taken.description, own=False)
+            copy = shelf.new(version, self._layout(leaves, theirs), taken.description, own=False)
             moves += [Send(own.buffer, (comm.rank + shift) % comm.size), Recv(copy.buffer, theirs)]
             parts.append(copy)
         if moves:
@@ -348,10 +373,11 @@ class Keeper:
         self.sharded.copied.note(nbytes, seconds, shelf.nbytes)
         self._events.emit("copied", step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds)
 
-    def _layout(self, leaves: tuple[Leaf, ...], size: int, part: int) -> Layout:
+    def _layout(self, leaves: tuple[Leaf, ...], part: int) -> Layout:
         known = self._layouts.get(part)
-        if known is None or known.size != size or known.leaves != leaves:
-            known = self._layouts[part] = Layout(leaves, size, part)
+        if known is None or known.mesh != self._mesh or known.leaves != leaves:
+            known = self._layouts[part] = Layout(leaves, self._mesh, part)
+            self._known = {leaf.path: leaf for leaf in leaves}
         return known
 
     def _on_shelf(self, device: torch.device) -> Shelf:
@@ -381,12 +407,12 @@ def _library(comm: Communicator) -> Iterator[None]:
         raise
 
 
-def _missing(held: Sequence[Sequence[tuple[int, int]]]) -> str:
+def _missing(held: Sequence[Sequence[tuple[int, int, int]]]) -> str:
     there: dict[int, set[int]] = {}
     for rank in held:
-        for size, part in rank:
-            there.setdefault(size, set()).add(part)
+        for _, number, count in rank:
+            there.setdefault(count, set()).add(number)
     if not there:
         return "any part of it"
-    size = max(there, key=lambda size: len(there[size]))
-    return f"part {', '.join(map(str, sorted(set(range(size)) - there[size])))} of {size}"
+    count = max(there, key=lambda count: len(there[count]))
+    return f"part {', '.join(map(str, sorted(set(range(count)) - there[count])))} of {count}"

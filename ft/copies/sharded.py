@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.copies.mesh import Mesh, all_ranks
 from holdfast.ft.transfer import Stateful
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 Build = Callable[["DeviceMesh"], Mapping[str, Stateful]]
 """Makes model, optimizer and the like over a mesh of all ranks. Called in each epoch; must make the same every time."""
+Shape = Callable[[int], Mapping[str, int]]
+"""How so many ranks are laid out: the mesh's dimensions by name, such as {"replicate": 2, "shard": 4} for 8 ranks.
+Called for each number of ranks that there may be; must give dimensions of the same names every time."""
 
 MOST_COPIES = 64
 
@@ -24,16 +28,20 @@ class Sharded(Mapping[str, Any]):
     After each epoch ask for it again: what was built for the last one is of no use.
     """
 
-    def __init__(self, build: Build, copies: int) -> None:
+    def __init__(self, build: Build, copies: int, shape: Shape | None) -> None:
         if not callable(build):
             raise TypeError(f"build must be a function of a DeviceMesh, not {type(build).__name__}")
         if not isinstance(copies, int) or isinstance(copies, bool):
             raise TypeError(f"copies must be a whole number, not {copies!r}")
         if not 0 <= copies <= MOST_COPIES:
             raise ValueError(f"copies={copies} is out of range: 0 to {MOST_COPIES} neighbours keep a copy of each part")
+        if shape is not None and not callable(shape):
+            raise TypeError(f"mesh must be a function of the number of ranks, not {type(shape).__name__}")
         self.copies = copies
         self.copied = Copied()
         self._build = build
+        self._shape = shape
+        self._names: tuple[str, ...] = ()
         self._things: dict[str, Stateful] = {}
 
     def __repr__(self) -> str:
@@ -58,6 +66,29 @@ class Sharded(Mapping[str, Any]):
     def drop(self) -> None:
         """Let go of what was built for an epoch that is over."""
         self._things = {}
+
+    @property
+    def may_have_replicas(self) -> bool:
+        """Whether ranks may have the same part: on a mesh of more than one dimension, that is seen when it is built."""
+        return self._shape is not None
+
+    def mesh(self, size: int) -> Mesh:
+        """How `size` ranks are laid out. Raises ValueError, TypeError for what is no mesh of so many."""
+        if self._shape is None:
+            return all_ranks(size)
+        asked = self._shape(size)
+        if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
+            raise TypeError(f"mesh({size}) must give a dict of sizes by name, not {asked!r}")
+        sizes = tuple(asked.values())
+        if any(not isinstance(each, int) or isinstance(each, bool) or each < 1 for each in sizes):
+            raise ValueError(f"mesh({size}) gave {dict(asked)}: each size must be a whole number, 1 or more")
+        found = Mesh(tuple(asked), sizes)
+        if not sizes or found.size != size:
+            raise ValueError(f"mesh({size}) gave {dict(asked)}, which is a mesh of {found.size} ranks")
+        if self._names not in ((), found.names):
+            raise ValueError(f"mesh({size}) has dimensions {found.names}; for other sizes they were {self._names}")
+        self._names = found.names
+        return found
 
     def build(self, mesh: DeviceMesh) -> None:
         """Build for a new epoch. Raises TypeError for what has no state."""

@@ -32,6 +32,11 @@ class Kept:
         """Of how many parts, and which."""
         return self.layout.size, self.layout.part
 
+    @property
+    def share(self) -> tuple[int, int, int]:
+        """Of how many parts; which of those that differ, and how many these are."""
+        return self.layout.size, *self.layout.share
+
 
 class Shelf:
     """Memory that is thrown out is used again, so that a step allocates nothing."""

@@ -1,0 +1,98 @@
+"""How the ranks of an epoch are laid out, and which part of a tensor each of them has: arithmetic, without torch.
+
+A tensor is cut along its dimensions by dimensions of the mesh, one cut after the other, each as `torch.chunk` does it.
+So what a rank has is always a box: one stretch along each dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import lru_cache
+
+import msgspec
+
+from holdfast.comms.errors import Mismatch
+
+Box = tuple[tuple[int, int], ...]
+"""Along each dimension of a tensor the first index, and the one after the last."""
+Cuts = tuple[tuple[int, str], ...]
+"""Dimensions of a tensor, each with the dimension of the mesh that divides it, in the order in which they are cut."""
+
+
+class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Ranks 0, 1, ... in the order of the last dimension first, as in `init_device_mesh`."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size_of(self, name: str) -> int:
+        """Raises `Mismatch` for a dimension that this mesh does not have."""
+        if name not in self.names:
+            raise Mismatch(
+                f"a tensor was sharded over a dimension {name!r} of a mesh; this job's has {', '.join(self.names)}"
+            )
+        return self.sizes[self.names.index(name)]
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Where a rank is along each dimension."""
+        found = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+
+def all_ranks(size: int) -> Mesh:
+    """A mesh of one dimension."""
+    return Mesh(("ranks",), (size,))
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """All of a tensor."""
+    return tuple((0, length) for length in shape)
+
+
+@lru_cache(maxsize=1 << 16)
+def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
+    """What `rank` has of a tensor."""
+    box = list(whole(shape))
+    place = mesh.place_of(rank)
+    for dim, name in cuts:
+        low, high = box[dim]
+        chunk = -(-(high - low) // mesh.size_of(name))
+        box[dim] = (min(low + place[name] * chunk, high), min(low + (place[name] + 1) * chunk, high))
+    return tuple(box)
+
+
+@lru_cache(maxsize=1 << 12)
+def who_has(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box, list[int]]:
+    """The boxes that a tensor is cut into, those without elements left out, and the ranks that have each."""
+    found: defaultdict[Box, list[int]] = defaultdict(list)
+    for rank in range(mesh.size):
+        box = box_of(shape, cuts, mesh, rank)
+        if math.prod(shape_of(box)):
+            found[box].append(rank)
+    return dict(found)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(high - low for low, high in box)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """What lies in both boxes; None if nothing does."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(low < high for low, high in both) else None
+
+
+def stretch(part: Box, box: Box) -> tuple[int, int]:
+    """Where the elements of `part` lie among those of `box`, which holds it: the first, and the one after the last."""
+    first = last = 0
+    for (low, high), (begin, end) in zip(part, box, strict=True):
+        first = first * (end - begin) + low - begin
+        last = last * (end - begin) + high - 1 - begin
+    return first, last + 1

@@ -1,0 +1,115 @@
+"""Communicators that were split from another end with it, and what they say of others is said in their own ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, PeerFailed, Revoked
+from holdfast.ft import Session, Timeouts
+from holdfast.harness import LocalCluster
+
+BACKENDS = ["inproc", "shm", "gloo", "ucx"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_abort_ends_what_was_split_off(backend: str) -> None:
+    """Rank 0 waits for rank 1 in a part of two; rank 1 never comes. The abort of the whole frees it."""
+
+    def waits(comm: Communicator) -> str:
+        with comm.split([0, 1]) as part, part.split([0, 1]) as part_of_part:
+            if comm.rank == 1:
+                comm.barrier()
+                return "did not come"
+            threading.Timer(0.2, comm.abort, ["enough"]).start()
+            with pytest.raises(Revoked, match=r"split from, is over: .*enough"):
+                part_of_part.barrier(timeout=20.0)
+            with pytest.raises(Revoked, match=r"split from, is over: .*enough"):
+                part.barrier()
+        return "freed"
+
+    def whole(comm: Communicator) -> str:
+        try:
+            return waits(comm)
+        except (Revoked, PeerFailed):
+            return "did not come"
+
+    with LocalCluster(2, backend) as ranks:
+        assert ranks.run(whole) == ["freed", "did not come"]
+
+
+def test_what_is_split_off_outlives_the_whole_if_that_is_closed() -> None:
+    def outlives(comm: Communicator) -> float:
+        part = comm.split([1, 0])
+        comm.close()
+        with part:
+            sum_of_ranks = torch.tensor([float(part.rank)])
+            part.all_reduce(sum_of_ranks)
+            return sum_of_ranks.item()
+
+    with LocalCluster(2, "shm") as ranks:
+        assert ranks.run(outlives) == [1.0, 1.0]
+
+
+def test_a_failure_is_told_in_ranks_of_the_whole() -> None:
+    def tells(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            return None
+        with comm.split([2, 1]) as part:
+            mine = PeerFailed([0], "seen there")
+            mine.communicator = part.name
+            other = PeerFailed([2], "seen here")
+            translated: Any = comm.in_its_ranks(mine)
+            unknown = PeerFailed([0], "seen elsewhere")
+            unknown.communicator = "another"
+            assert comm.in_its_ranks(other) is other
+            assert isinstance(comm.in_its_ranks(unknown), Revoked), "nobody is blamed"
+            return translated.ranks
+
+    with LocalCluster(3, "inproc") as ranks:
+        assert ranks.run(tells) == [None, (2,), (2,)]
+
+
+def in_pairs(session: Session) -> dict[str, Any]:
+    """Sums within pairs of ranks, then of all. In step 5 rank 3 ends: rank 2 waits for it, rank 1 for rank 2, and
+    rank 0 for rank 1, each in another communicator."""
+    first, pair, seen = 0, None, []
+    for attempt in session.steps(10):
+        first = first or attempt.epoch
+        with attempt:
+            comm = attempt.comm
+            if attempt.epoch not in seen:
+                if pair is not None:
+                    pair.close()
+                seen.append(attempt.epoch)
+                partner = comm.rank ^ 1
+                pair = comm.split(sorted({comm.rank, partner})) if partner < comm.size else None
+            if attempt.step == 5 and attempt.epoch == first and comm.rank in (1, 3):
+                if comm.rank == 3:
+                    time.sleep(0.1)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                comm.send(torch.zeros(1 << 20), 2)
+            if pair is not None:
+                pair.all_reduce(torch.ones(4))
+            comm.all_reduce(torch.ones(4))
+    if pair is not None:
+        pair.close()
+    return {"id": session.rank, "seen": seen}
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_a_session_ends_what_was_split_from_its_epoch_and_blames_the_right_rank(backend: str) -> None:
+    """Nobody sits out the timeout of an op."""
+    quick = Timeouts(heartbeat=0.2, suspect=2.0, operation=60.0, rebuild=20.0, join=20.0)
+    with LocalCluster(4, backend, session={"timeouts": quick, "size": 4}) as ranks:
+        job = ranks.start(in_pairs)
+        results, events = job.results(timeout=40.0), job.events()
+    assert len(results) == 3
+    assert all(len(result["seen"]) == 2 for result in results), "one death, one more epoch"
+    assert len({member for event in events if event["kind"] == "detected" for member in event["members"]}) == 1
