@@ -105,5 +105,8 @@ def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[in
     """Memory in `count` pieces: (address, nbytes) of each, flat. Piece `but` is said to be empty."""
 
 def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) -> int:
-    """The correctly rounded sums of `count` floats at each of up to 64 addresses. Returns how many were done: it stops
+    """The correctly rounded sums of `count` floats at each of up to 256 addresses. Returns how many were done: it stops
     before 1024 of them that need more than two doubles, or hold what is not finite. `out` may be one of the inputs."""
+
+def make_nans_alike(dtype: str, address: int, count: int, /) -> None:
+    """Put torch's own NaN in place of every one among `count` floats."""

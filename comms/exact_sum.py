@@ -30,10 +30,8 @@ Tensor = torch.Tensor
 _BLOCK = 1 << 10
 """Elements of a block on the host."""
 
-_COMPILED = 64
+_COMPILED = 256
 """The most contributions that the compiled code adds."""
-
-_CHECKED = 1 << 15
 
 
 def add_exactly(contributions: Sequence[Tensor], output: Tensor) -> None:
@@ -69,21 +67,10 @@ def _done(contributions: Sequence[Tensor], output: Tensor, start: int) -> int:
 
 def make_nans_alike(tensor: Tensor) -> None:
     """Every NaN of a contiguous tensor as torch's own: which one an addition gives depends on its order."""
-    flat = tensor.view(-1)
-    step = _CHECKED if tensor.device.type == "cpu" else max(1, flat.numel())
-    for start in range(0, flat.numel(), step):
-        block = flat[start : start + step]
-        if _has_nan(block):
-            block.masked_fill_(torch.isnan(block), math.nan)
-
-
-def _has_nan(block: Tensor) -> bool:
-    if block.device.type != "cpu":
-        return bool(torch.isnan(block).any())
-    if block.dtype.itemsize > 2:
-        return math.isnan(block.numpy().max())
-    infinity = np.uint16(0xF800 if block.dtype == torch.float16 else 0xFF00)
-    return bool((block.view(torch.int16).numpy().view(np.uint16) << np.uint16(1)).max() > infinity)
+    if tensor.device.type == "cpu":
+        _native.make_nans_alike(str(tensor.dtype).removeprefix("torch."), tensor.data_ptr(), tensor.numel())
+    else:
+        tensor.masked_fill_(torch.isnan(tensor), math.nan)
 
 
 def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tensor]) -> None:
@@ -111,28 +98,8 @@ def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tenso
 
 
 def _exact_in_double(blocks: Sequence[Tensor]) -> bool:
-    """Whether float64 holds every sum of these: their bits span no more than its own. Looks at the host's memory only.
-
-    float16 never spans more.
-    """
-    dtype = blocks[0].dtype
-    carry = (len(blocks) - 1).bit_length()
-    if dtype == torch.float16:
-        return carry <= 13
-    if dtype == torch.float64 or blocks[0].device.type != "cpu":
-        return False
-    integer, kind = (torch.int32, np.uint32) if dtype == torch.float32 else (torch.int16, np.uint16)
-    top, bottom = 0, 1 << 32
-    for block in blocks:
-        bits: Any = block.view(integer).numpy().view(kind)
-        doubled = bits << kind(1)  # without the sign
-        top = max(top, int(doubled.max()))
-        doubled -= kind(1)  # zeros, which have no bits, are now the largest
-        bottom = min(bottom, int(doubled.min()) + 1)
-    shift = 8 * dtype.itemsize - 8
-    highest, lowest = max(top >> shift, 1), max(min(bottom, top) >> shift, 1)
-    mantissa = 24 if dtype == torch.float32 else 8
-    return highest < 255 and highest - lowest <= 53 - mantissa - carry
+    """Whether float64 holds every sum of these, whatever they are: float16 spans 40 bits."""
+    return blocks[0].dtype == torch.float16 and (len(blocks) - 1).bit_length() <= 13
 
 
 def _for(run: Any, tensor: Tensor) -> Any:

@@ -1,7 +1,10 @@
-/* The correctly rounded sum of several blocks, elementwise: what holdfast/comms/exact_sum.py computes, where two partial
- * sums in double precision hold it exactly. That is so for nearly all numbers; the others are left to Python.
+/* The correctly rounded sum of several blocks, elementwise: what holdfast/comms/exact_sum.py computes, where one partial
+ * sum in double precision, or two, hold it exactly. That is so for nearly all numbers; the others are left to Python.
  *
- * D. Knuth's TwoSum, cascaded twice; the last digit of what is rounded again is made odd (S. Boldo, G. Melquiond, 2008). */
+ * One holds all sums of a chunk whose numbers, from the last digit of the smallest to the first of the largest, span no
+ * more than its 53 bits, those for carries included: floats of 24 bits that differ by a factor of less than 2^27. They
+ * are simply added. Two: D. Knuth's TwoSum, cascaded twice. The last digit of what is rounded again is made odd
+ * (S. Boldo, G. Melquiond, 2008). */
 
 #ifndef HOLDFAST_EXACT_H
 #define HOLDFAST_EXACT_H
@@ -72,6 +75,76 @@ FOR_EACH_CPU static uint64_t settle(double *sum, const double *carry, int rounde
     return beyond;
 }
 
+FOR_EACH_CPU static void add_floats(double *sum, const float *terms, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) sum[i] += (double)terms[i];
+}
+
+FOR_EACH_CPU static void take_floats(double *sum, const float *terms, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) sum[i] = (double)terms[i];
+}
+
+FOR_EACH_CPU static void round_to_floats(float *into, const double *sum, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) into[i] = (float)sum[i];
+}
+
+/* Cut off after 20 binary digits, the last of them odd if anything was cut off: what rounds to fewer as `sum` does. */
+FOR_EACH_CPU static void cut_to_floats(float *into, const double *sum, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) {
+        uint64_t bits = bits_of_double(sum[i]);
+        uint64_t rest = (bits & 0xffffffffu) + 0xffffffffu;
+        into[i] = (float)double_of((bits | (rest & (1ull << 32))) & ~0xffffffffull);
+    }
+}
+
+/* `lowest`: one less than the least of the bit patterns, so that zeros count as the greatest. */
+#define EXTREMES(BITS)                                                                                                 \
+    FOR_EACH_CPU static void extremes_##BITS(const uint##BITS##_t *from, size_t count, uint##BITS##_t *lowest,         \
+                                             uint##BITS##_t *highest) {                                                \
+        const uint##BITS##_t unsigned_ = (uint##BITS##_t)~0ull >> 1;                                                   \
+        uint##BITS##_t low = *lowest, high = *highest;                                                                 \
+        for (size_t i = 0; i < count; i++) {                                                                           \
+            uint##BITS##_t bits = from[i] & unsigned_, below = bits - 1;                                               \
+            low = below < low ? below : low, high = bits > high ? bits : high;                                         \
+        }                                                                                                              \
+        *lowest = low, *highest = high;                                                                                \
+    }
+
+EXTREMES(16)
+EXTREMES(32)
+
+/* NAME_plainly: whether a chunk could simply be added, and was. NUMBERS of BITS bits have DIGITS binary digits. */
+#define PLAINLY(NAME, TYPE, BITS, DIGITS, WIDEN, CUT, NARROW)                                                          \
+    static int NAME##_plainly(TYPE *out, const void *const *inputs, size_t number, size_t at, size_t count) {          \
+        uint##BITS##_t lowest = (uint##BITS##_t)~0ull, highest = 0;                                                    \
+        for (size_t i = 0; i < number; i++)                                                                            \
+            extremes_##BITS((const uint##BITS##_t *)inputs[i] + at, count, &lowest, &highest);                         \
+        const int exponents = (1 << (BITS - DIGITS)) - 1;                                                              \
+        int low = (uint##BITS##_t)(lowest + 1) >> (DIGITS - 1), high = highest >> (DIGITS - 1), carries = 0;           \
+        while (((size_t)1 << carries) < number) carries++;                                                             \
+        if (high == exponents || high - (low ? low : 1) + DIGITS + carries > 53)                                       \
+            return 0;                                                                                                  \
+        double sum[CHUNK];                                                                                             \
+        float floats[CHUNK];                                                                                           \
+        for (size_t i = 0; i < number; i++)                                                                            \
+            (i ? add_floats : take_floats)(sum, WIDEN(floats, (const TYPE *)inputs[i] + at, count), count);            \
+        float *rounded = sizeof(TYPE) == sizeof(float) ? (float *)out + at : floats;                                   \
+        CUT(rounded, sum, count);                                                                                      \
+        NARROW(out + at, rounded, count);                                                                              \
+        return 1;                                                                                                      \
+    }
+
+static inline const float *as_they_are(float *room, const float *from, size_t count) {
+    (void)room, (void)count;
+    return from;
+}
+
+static inline void rounded_already(float *into, const float *from, size_t count) { (void)into, (void)from, (void)count; }
+
+PLAINLY(f32, float, 32, 24, as_they_are, round_to_floats, rounded_already)
+PLAINLY(bf16, uint16_t, 16, 8, bf16_widen, cut_to_floats, bf16_narrow)
+PLAINLY(f16, uint16_t, 16, 11, f16_widen, cut_to_floats, f16_narrow)
+#define f64_plainly(out, inputs, number, at, count) 0
+
 #define EXACT(NAME, TYPE, LOAD, STORE, ROUNDED_AGAIN)                                                                  \
     FOR_EACH_CPU static void NAME##_load(double *into, const TYPE *from, size_t count) {                               \
         INDEPENDENT for (size_t i = 0; i < count; i++) into[i] = (double)LOAD(from[i]);                                \
@@ -85,6 +158,8 @@ FOR_EACH_CPU static uint64_t settle(double *sum, const double *carry, int rounde
         for (; done < count; done += CHUNK) {                                                                          \
             size_t here = count - done < CHUNK ? count - done : CHUNK;                                                 \
             uint64_t failed = 0;                                                                                       \
+            if (NAME##_plainly(out, inputs, number, done, here))                                                       \
+                continue;                                                                                              \
             memset(carry, 0, sizeof carry);                                                                            \
             NAME##_load(sum, (const TYPE *)inputs[0] + done, here);                                                    \
             for (size_t i = 1; i < number; i++) {                                                                      \
@@ -108,14 +183,51 @@ EXACT(f32, float, AS_IT_IS, TO_FLOAT, 1)
 EXACT(bf16, uint16_t, from_bf16, TO_BF16, 1)
 EXACT(f16, uint16_t, from_half, TO_HALF, 1)
 
+/* The one NaN that torch makes, in place of every one. */
+#define NANS(NAME, TYPE, UNSIGNED, INFINITE, THE_NAN)                                                                  \
+    FOR_EACH_CPU static int NAME##_has_nan(const TYPE *numbers, size_t count) {                                        \
+        TYPE found = 0;                                                                                                \
+        for (size_t i = 0; i < count; i++) found |= (TYPE)-((TYPE)(numbers[i] & UNSIGNED) > INFINITE);                 \
+        return found != 0;                                                                                             \
+    }                                                                                                                  \
+    static void NAME##_make_nans_alike(void *numbers_, size_t count) {                                                 \
+        TYPE *numbers = numbers_;                                                                                      \
+        for (size_t done = 0; done < count; done += CHUNK) {                                                           \
+            size_t here = count - done < CHUNK ? count - done : CHUNK;                                                 \
+            if (NAME##_has_nan(numbers + done, here))                                                                  \
+                for (size_t i = done; i < done + here; i++)                                                            \
+                    if ((TYPE)(numbers[i] & UNSIGNED) > INFINITE)                                                      \
+                        numbers[i] = THE_NAN;                                                                          \
+        }                                                                                                              \
+    }
+
+NANS(f64, int64_t, INT64_MAX, 0x7ff0000000000000, 0x7ff8000000000000)
+NANS(f32, int32_t, INT32_MAX, 0x7f800000, 0x7fc00000)
+NANS(bf16, int16_t, INT16_MAX, 0x7f80, 0x7fc0)
+NANS(f16, int16_t, INT16_MAX, 0x7c00, 0x7e00)
+
 typedef size_t (*exact)(void *out, const void *const *inputs, size_t number, size_t count);
 
-static inline exact exact_of(const char *dtype) {
-    return !strcmp(dtype, "float32")    ? f32_sum_exactly
-           : !strcmp(dtype, "float64")  ? f64_sum_exactly
-           : !strcmp(dtype, "bfloat16") ? bf16_sum_exactly
-           : !strcmp(dtype, "float16")  ? f16_sum_exactly
-                                        : NULL;
+typedef struct {
+    const char *dtype;
+    exact sum_exactly;
+    void (*make_nans_alike)(void *numbers, size_t count);
+} floats;
+
+#define FLOATS(DTYPE, NAME) {DTYPE, NAME##_sum_exactly, NAME##_make_nans_alike}
+
+static const floats all_floats[] = {
+    FLOATS("float32", f32),
+    FLOATS("float64", f64),
+    FLOATS("bfloat16", bf16),
+    FLOATS("float16", f16),
+};
+
+static inline const floats *floats_of(const char *dtype) {
+    for (size_t i = 0; i < sizeof all_floats / sizeof all_floats[0]; i++)
+        if (!strcmp(dtype, all_floats[i].dtype))
+            return &all_floats[i];
+    return NULL;
 }
 
 #endif

@@ -130,13 +130,51 @@ SHORT_FLOATS(bf16, from_bf16, to_bf16)
 COMPLEX(c64, float, f32_sum)
 COMPLEX(c128, double, f64_sum)
 
+#define CONVERSIONS(NAME, FROM, TO)                                                                                    \
+    FOR_EACH_CPU static const float *NAME##_widen(float *into, const uint16_t *from, size_t count) {                   \
+        INDEPENDENT for (size_t i = 0; i < count; i++) into[i] = FROM(from[i]);                                        \
+        return into;                                                                                                   \
+    }                                                                                                                  \
+    FOR_EACH_CPU static void NAME##_narrow(uint16_t *into, const float *from, size_t count) {                          \
+        INDEPENDENT for (size_t i = 0; i < count; i++) into[i] = TO(from[i]);                                          \
+    }
+
+CONVERSIONS(plain_f16, from_half, to_half)
+CONVERSIONS(bf16, from_bf16, to_bf16)
+
 /* Half precision by the instructions that x86 has for it: several times as fast. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#define WITH_HALVES __attribute__((target("avx,f16c")))
+
+WITH_HALVES static size_t fast_f16_widen(float *into, const uint16_t *from, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(into + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    return i;
+}
+
+WITH_HALVES static size_t fast_f16_narrow(uint16_t *into, const float *from, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(into + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+
+static const float *f16_widen(float *into, const uint16_t *from, size_t count) {
+    size_t done = __builtin_cpu_supports("f16c") ? fast_f16_widen(into, from, count) : 0;
+    plain_f16_widen(into + done, from + done, count - done);
+    return into;
+}
+
+static void f16_narrow(uint16_t *into, const float *from, size_t count) {
+    size_t done = __builtin_cpu_supports("f16c") ? fast_f16_narrow(into, from, count) : 0;
+    plain_f16_narrow(into + done, from + done, count - done);
+}
+
 #define HALVES(OP, RESULT)                                                                                             \
-    __attribute__((target("avx,f16c"))) static void fast_f16_##OP(void *out_, const void *a_, const void *b_,          \
-                                                                  size_t count) {                                      \
+    WITH_HALVES static void fast_f16_##OP(void *out_, const void *a_, const void *b_, size_t count) {                  \
         uint16_t *out = out_;                                                                                          \
         const uint16_t *a = a_, *b = b_;                                                                               \
         size_t i = 0;                                                                                                  \
@@ -158,6 +196,8 @@ HALVES(min, UNLESS_NAN(_mm256_min_ps(x, y)))
 HALVES(max, UNLESS_NAN(_mm256_max_ps(x, y)))
 #define F16_ROW FLOAT_ROW(f16)
 #else
+#define f16_widen plain_f16_widen
+#define f16_narrow plain_f16_narrow
 #define F16_ROW FLOAT_ROW(plain_f16)
 #endif
 

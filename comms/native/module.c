@@ -442,6 +442,8 @@ static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
+#define MOST_INPUTS 256
+
 /* sum_exactly(dtype, out, count, inputs): the correctly rounded sums of the numbers at several addresses. Returns how many
  * were done: it stops before a chunk that needs more than two doubles, or holds what is not finite. */
 static PyObject *sum_exactly(PyObject *module, PyObject *args) {
@@ -449,13 +451,13 @@ static PyObject *sum_exactly(PyObject *module, PyObject *args) {
     const char *dtype;
     unsigned long long out, count;
     PyObject *addresses;
-    const void *inputs[64];
+    const void *inputs[MOST_INPUTS];
     if (!PyArg_ParseTuple(args, "sKKO!", &dtype, &out, &count, &PyTuple_Type, &addresses))
         return NULL;
     Py_ssize_t number = PyTuple_Size(addresses);
-    exact add = exact_of(dtype);
-    if (!add || number < 1 || number > 64) {
-        PyErr_SetString(PyExc_ValueError, "floats, and from 1 to 64 inputs, are needed");
+    const floats *kind = floats_of(dtype);
+    if (!kind || number < 1 || number > MOST_INPUTS) {
+        PyErr_SetString(PyExc_ValueError, "floats, and from 1 to 256 inputs, are needed");
         return NULL;
     }
     for (Py_ssize_t i = 0; i < number; i++)
@@ -464,9 +466,27 @@ static PyObject *sum_exactly(PyObject *module, PyObject *args) {
         return NULL;
     size_t done;
     Py_BEGIN_ALLOW_THREADS;
-    done = add((void *)(uintptr_t)out, inputs, (size_t)number, count);
+    done = kind->sum_exactly((void *)(uintptr_t)out, inputs, (size_t)number, count);
     Py_END_ALLOW_THREADS;
     return PyLong_FromSize_t(done);
+}
+
+/* make_nans_alike(dtype, address, count): torch's own NaN in place of every one. */
+static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *dtype;
+    unsigned long long address, count;
+    if (!PyArg_ParseTuple(args, "sKK", &dtype, &address, &count))
+        return NULL;
+    const floats *kind = floats_of(dtype);
+    if (!kind) {
+        PyErr_SetString(PyExc_ValueError, "floats are needed");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    kind->make_nans_alike((void *)(uintptr_t)address, count);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 /* pieces(address, nbytes, count[, but]): memory in `count` pieces of `nbytes` each, flat; piece `but` is empty. */
@@ -545,6 +565,7 @@ static PyMethodDef module_methods[] = {
     FAST("copy", copy_),
     FAST("pieces", pieces),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
+    {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
