@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from holdfast.backends.process_memory import HUGE_PAGE
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.work import Work
@@ -26,9 +27,6 @@ from holdfast.comms.work import Work
 BLOCK_BYTES = 2 << 20
 """Bytes between two looks at deadline and generation: large enough to cost nothing, 0.2 ms at memory speed.
 """
-
-HUGE_PAGE = 2 << 20
-"""The kernel finds the memory of another process page by page: with pages of 4 KiB that takes as long as the copy."""
 
 SHARE_BYTES = 8 << 20
 """Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,23 @@ class _Iovec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+HUGE_PAGE = 2 << 20
+"""The kernel finds the memory of another process page by page: with pages of 4 KiB that takes as long as the copy."""
+_MADV_COLLAPSE = 25  # since Linux 6.1
+_AT_ONCE = 8 * HUGE_PAGE
+
+
+def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> None:
+    """Let this memory of ours lie on huge pages, as far as they fit into it and it goes in so many seconds (64 MiB take
+    0.04 to 0.3). What it holds does not change; what the kernel cannot move stays where it is.
+    """
+    until, end = time.monotonic() + seconds, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
+    for begin in range(-(-address // HUGE_PAGE) * HUGE_PAGE, end, _AT_ONCE):
+        if time.monotonic() > until:
+            return
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(min(_AT_ONCE, end - begin)), _MADV_COLLAPSE)
 
 
 def read_process(pid: int, pieces: Sequence[tuple[int, int, int]]) -> int:

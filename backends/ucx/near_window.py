@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.backends.local_cpu import give_way
+from holdfast.backends.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.leftovers import leave_behind
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
@@ -28,6 +29,8 @@ from holdfast.comms.transport import Peer, Transport
 
 BLOCK_BYTES = 4 << 20
 """Bytes that are copied at once; between two looks at the deadline."""
+_MOVING_SECONDS = 1.0
+"""The longest that a window's memory is put on huge pages, which halves the time of a large get or put."""
 
 
 class NearWindow(MappedWindow):
@@ -41,6 +44,8 @@ class NearWindow(MappedWindow):
         self._reply = ffi.new("uint64_t[2]")
         self._reply_at = int(ffi.cast("uintptr_t", self._reply))
         self._atomic = libucp.atomic_parameters(side.worker.lib, 8, self._reply)
+        if tensor.nbytes >= BLOCK_BYTES:
+            put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, _MOVING_SECONDS)
         super().__init__(side, transport, tensor, deadline)
 
     def _mapped(self, key: Any, header: int) -> Any:

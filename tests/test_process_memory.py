@@ -1,0 +1,47 @@
+"""Memory that other processes read through the kernel: on huge pages, where the kernel can move it there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.backends.process_memory import HUGE_PAGE, put_on_huge_pages
+
+pytestmark = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
+)
+
+
+def huge_bytes(tensor: torch.Tensor) -> int:
+    """How much of the mapping that holds a tensor lies on huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such memory")
+
+
+def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0)
+    assert huge_bytes(tensor) > 0
+    assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
+
+
+def test_when_the_time_is_over_the_rest_stays_where_it_is() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    before = huge_bytes(tensor)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
+    assert huge_bytes(tensor) == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1])
+def test_what_is_smaller_than_a_page_is_left_alone(nbytes: int) -> None:
+    tensor = torch.ones(HUGE_PAGE, dtype=torch.uint8)
+    put_on_huge_pages(tensor.data_ptr() + 1, nbytes, 1.0)
+    assert bool((tensor == 1).all())
