@@ -148,7 +148,7 @@ def test_tensors_lie_as_torch_places_them(placements: list[Any], cuts: Any) -> N
     """Each rank of a mesh of 3 x 2 has what DTensor gives it, and is told of it in DTensor's words."""
     mesh, shape = Mesh(("data", "tensor"), (3, 2)), (12, 6)
     assert sorted(_cuts("w", placements, mesh.names, mesh, 2)) == sorted(cuts)
-    assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == placements
+    assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == tuple(placements)
     for rank in range(mesh.size):
         there, first = _compute_local_shape_and_global_offset(shape, mesh.sizes, [*divmod(rank, 2)], placements)
         box = box_of(shape, cuts, mesh, rank)

@@ -22,7 +22,10 @@ from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, hookimp
 from holdfast.comms.registry import InvalidPlugin, Registry
 from holdfast.comms.transport import Peer
 from holdfast.ft import Session
+from holdfast.ft import vocabulary as v
 from holdfast.ft.detectors import plugin as own_detectors
+from holdfast.ft.detectors.detector import Surroundings
+from holdfast.ft.detectors.observing import NOBODY_LISTENS, Observing
 from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
 from holdfast.ft.processes import ProcessWatch, cpu_ticks, is_stopped
 from holdfast.ft.progress import Place, Progress
@@ -130,6 +133,37 @@ def test_a_new_epoch_forgets_what_was_said_in_the_old_one() -> None:
     later = View(4, "running", view_of("AABBCC").members, view_of("A").job, "test")
     mine.follow(later, later.members[1:])
     assert judged(mine, 5.0) == []
+
+
+@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", v.Stalled), (NOBODY_LISTENS, v.Proof)])
+def test_who_is_in_everybodys_way_is_ended_on_this_host_but_not_if_it_has_left(evidence: str, word: type) -> None:
+    """It may be about to join again, having learnt sooner than this process that both were evicted."""
+    view = view_of("AABBCC")
+    told: list[v.Event] = []
+    loop = asyncio.new_event_loop()
+    around = Surroundings(
+        view.members[0],
+        TIMES,
+        loop,
+        told.append,
+        _ignore,
+        _ignore,
+        _ignore,
+        lambda: Place(3, 0, False),
+        lambda who: False,
+    )
+    detector = Observing(around)
+    detector.follow(view, view.members[1:])
+    for observer in ("p2", "p4"):
+        detector.accused(observer, "p1", evidence, 0.0)
+    for step in range(40):
+        detector.look(step * 0.05)
+    loop.close()
+    about_p1 = [each for each in told if "p1" in repr(each)]
+    assert [type(each) for each in about_p1] == [word]
+
+
+def _ignore(*words: object, **fields: object) -> None: ...
 
 
 pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)

@@ -256,7 +256,7 @@ class Keeper:
         """Whether the state that was built can outlive a rank: ValueError if not at `first`, later a warning."""
         if self.sharded is None or self.sharded.copies or self.checkpoints is not None:
             return
-        (own,) = self._on_shelf(comm.device).of(done)
+        own = next(part for part in self._on_shelf(comm.device).of(done) if part.layout.part == comm.rank)
         if own.layout.share[1] < comm.size:
             return
         said = "copies=0, no checkpoints(), and no two ranks have the same part of the state: the death of any ends it"

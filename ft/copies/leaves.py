@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -159,7 +159,7 @@ def _placed(
     on = meshes.get(id(devices))
     if on is None:
         on = meshes[id(devices)] = _dimensions(path, devices, mesh, rank)
-    placements = list(tensor.placements)
+    placements = tuple(tensor.placements)
     if known is not None and known.on == on and _placements(on, known.cuts, mesh) == placements:
         return on, known.cuts, tensor.to_local()
     return on, _cuts(path, placements, on, mesh, max(tensor.dim(), 1)), tensor.to_local()
@@ -207,7 +207,8 @@ def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh,
     return tuple(found)
 
 
-def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> list[Any]:
+@lru_cache(maxsize=1 << 12)
+def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
     """torch's words for a tensor that is cut like this: the way back from `_cuts`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -222,4 +223,4 @@ def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> list[Any]:
         before = [by for other, by in cuts[:at] if other == dim and on.index(by) > on.index(name)]
         factor = math.prod(map(mesh.size_of, before))
         found.append(_StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
-    return found
+    return tuple(found)

@@ -14,6 +14,8 @@ from holdfast.ft.observers import Condemned, CutOff, Observers, Resign
 from holdfast.ft.silence import Silence, Verdict
 from holdfast.ft.view import Member, View
 
+NOBODY_LISTENS = "its host says that nobody listens at its address any more"
+
 
 class Observing(Detector):
     """Suspects the silent of other hosts; finds out that this process is cut off, and who is in everybody's way."""
@@ -55,7 +57,7 @@ class Observing(Detector):
         self._observers.report(observer, member, evidence, now)
 
     def refused(self, member_id: str, now: float) -> None:
-        self._suspect(self._silence.doubt(member_id, "its host says that nobody listens at its address any more"), now)
+        self._suspect(self._silence.doubt(member_id, NOBODY_LISTENS), now)
 
     def _suspect(self, verdicts: Iterable[Verdict], now: float) -> None:
         for seen in verdicts:
@@ -80,8 +82,10 @@ class Observing(Detector):
         self.doubtful = self._silence.somebody_is_silent or self._observers.in_doubt
 
     def _condemn(self, member: str, evidence: str) -> None:
-        """One of this host can be ended for certain; of another it has to be taken for gone."""
-        if self._host_of(member) == self.surroundings.me.peer.host:
+        """One of this host can be ended for certain; of another it has to be taken for gone. So has who listens no
+        more: it has left, and may be about to join again while this process still has to learn that both were evicted.
+        """
+        if self._host_of(member) == self.surroundings.me.peer.host and not evidence.endswith(NOBODY_LISTENS):
             self.surroundings.tell(v.Stalled(member, evidence))
         else:
             self.surroundings.tell(v.Proof((v.Death(member, evidence),)))
