@@ -22,6 +22,7 @@ from children import Child, children
 
 from holdfast.backends import block_copy, inproc_memory, process_memory, shm_memory
 from holdfast.backends.nixl import plane as nixl_plane
+from holdfast.backends.nixl.agent import Agent
 from holdfast.backends.region_table import Address
 from holdfast.backends.ucx import memory as ucx_memory
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
@@ -485,6 +486,26 @@ def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Ch
         assert into.tolist() == [1.0] * 8
         with pytest.raises(RegionGone):
             plane.read(theirs, into).wait()
+
+
+def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callable[..., Child]) -> None:
+    """The child would find it first, and end it in memory that both map: that ended the parent."""
+
+    def collects(pipe: Connection) -> None:
+        gc.collect()
+        pipe.send("collected")
+
+    def drops(pipe: Connection) -> None:
+        gc.disable()
+        circle: list[object] = [Agent()]
+        circle.append(circle)
+        del circle
+        with children() as begin:
+            assert begin(collects).hear() == "collected"
+        gc.collect()
+        pipe.send("ended it")
+
+    assert start(drops).hear() == "ended it"
 
 
 def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:

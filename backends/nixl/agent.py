@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,19 @@ _NAP_SECONDS = 0.0001
 _setting = threading.Lock()
 _abandoned: list[object] = []
 """Agents of a parent process, and transfers that were given up: they must not be destroyed."""
+
+
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _keep_all() -> None:
+    """In a forked child: an agent's end would spoil memory that the parent's goes on with, even one that the parent has
+    dropped and the collector has yet to find. NIXL's UCX ended the parent with a segmentation fault.
+    """
+    _abandoned.extend(_agents)
+
+
+os.register_at_fork(after_in_child=_keep_all)
 
 
 def keep(thing: object) -> None:
@@ -77,6 +91,7 @@ class Agent:
     def __init__(self) -> None:
         over = Transports.choose(one_host=True)
         self.local, self.tls = over.local, over.tls
+        _agents.add(self)
         self.name = secrets.token_hex(6)
         quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
         with _environment({"UCX_TLS": over.tls, **quiet}):
