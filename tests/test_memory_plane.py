@@ -8,7 +8,6 @@ import fcntl
 import gc
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import msgspec
 import pytest
 import torch
 from children import Child, children
+from mappings import needs_huge_pages, said_of
 
 from holdfast.backends import block_copy, inproc_memory, process_memory, shm_memory
 from holdfast.backends.nixl import plane as nixl_plane
@@ -257,23 +257,11 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
         loss.backward()
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
-)
+@needs_huge_pages
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
     """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
-
-    def advice(tensor: torch.Tensor) -> str:
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
-            elif inside and line.startswith("VmFlags:"):
-                return line
-        raise AssertionError("no such memory")
-
-    assert " hg" in advice(plane.empty(32 << 20).fill_(3))
-    assert " hg" not in advice(plane.empty(100).fill_(3))
+    assert " hg" in said_of(plane.empty(32 << 20).fill_(3), "VmFlags")
+    assert " hg" not in said_of(plane.empty(100).fill_(3), "VmFlags")
     assert plane.empty(100).shape == (100,)
 
 

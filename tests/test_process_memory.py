@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
+from mappings import needs_huge_pages, said_of
 
 from holdfast.backends.process_memory import HUGE_PAGE, put_on_huge_pages
 
-pytestmark = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
-)
+pytestmark = needs_huge_pages
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:
     """How much of the mapping that holds a tensor lies on huge pages."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no such memory")
+    return int(said_of(tensor, "AnonHugePages").split()[0]) << 10
 
 
 def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:

@@ -84,15 +84,18 @@ class Keeper:
         return self.sharded is not None or self.checkpoints is not None
 
     @property
+    def _relies_on_replicas(self) -> bool:
+        """Whether what is sharded has neither copies nor checkpoints."""
+        return self.sharded is not None and not self.sharded.copies and self.checkpoints is None
+
+    @property
     def patience(self) -> float:
         """Seconds that ranks wait for those that are still being given the state."""
         return self._timeouts.operation + self._timeouts.join
 
     def check(self) -> None:
         """Raise ValueError for what is attached in a way that cannot work."""
-        if self.sharded is None or self.sharded.copies or self.checkpoints is not None:
-            return
-        if not self.sharded.may_have_replicas:
+        if self._relies_on_replicas and self.sharded is not None and not self.sharded.may_have_replicas:
             raise ValueError("copies=0 and no checkpoints(): the death of any rank would end the job")
 
     # What every rank has whole --------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ class Keeper:
 
     def _check_replicas(self, comm: Communicator, done: int, first: bool) -> None:
         """Whether the state that was built can outlive a rank: ValueError if not at `first`, later a warning."""
-        if self.sharded is None or self.sharded.copies or self.checkpoints is not None:
+        if not self._relies_on_replicas:
             return
         own = next(part for part in self._on_shelf(comm.device).of(done) if part.layout.part == comm.rank)
         if own.layout.share[1] < comm.size:
