@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from sharded_model import build
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -237,16 +237,6 @@ def test_when_nobody_is_left_who_has_a_block_that_is_said(plane: MemoryPlane) ->
 
 
 # -- training with fully_shard while ranks are killed
-
-
-def build(mesh: Any) -> dict[str, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
 
 
 def train(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_model import build
 from torch import nn
 
 from holdfast.comms import HoldfastError
@@ -40,16 +41,6 @@ def pairs(size: int) -> dict[str, int]:
     return {"data": size // 2, "tensor": 2} if size % 2 == 0 else {"data": size, "tensor": 1}
 
 
-def hybrid(mesh: Any) -> dict[str, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
-
-
 def tensor_parallel(mesh: Any) -> dict[str, Any]:
     """Linear layers cut by columns and rows over "tensor"; these and the rest over "data"."""
     from torch.distributed.fsdp import fully_shard
@@ -62,15 +53,15 @@ def tensor_parallel(mesh: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)}
 
 
-BUILDS = {"replicate": (hybrid, replicas, 7), "data": (tensor_parallel, pairs, 8)}
+BUILDS = {"replicate": (build, replicas, 7), "data": (tensor_parallel, pairs, 8)}
 
 
 def train(
     session: Session, kind: str, kills: Mapping[int, tuple[int, ...]], gate: str, copies: int = 1, saved: str = ""
 ) -> dict[str, Any]:
     """Losses and final weights; `kills[step]` are the ranks of the first epoch that end in that step, all at once."""
-    build, shape, width = BUILDS[kind]
-    things = session.attach_sharded(build, copies=copies, mesh=shape)
+    make, shape, width = BUILDS[kind]
+    things = session.attach_sharded(make, copies=copies, mesh=shape)
     if saved:
         session.checkpoints(saved, every=2)
     first, losses, final = 0, {}, []
@@ -184,7 +175,7 @@ def test_a_checkpoint_of_a_mesh_can_be_read_on_another_of_its_kind(tmp_path: Pat
 def test_a_mesh_that_cannot_work_is_refused(mesh: Any, said: str) -> None:
     def refused(session: Session) -> str:
         try:
-            things = session.attach_sharded(hybrid, copies=0, mesh=mesh)
+            things = session.attach_sharded(build, copies=0, mesh=mesh)
             for attempt in session.steps(1):
                 with attempt:
                     assert things["model"]
@@ -201,7 +192,7 @@ def test_state_on_a_mesh_of_ones_own_is_refused() -> None:
     def own(mesh: Any) -> dict[str, Any]:
         from torch.distributed.device_mesh import init_device_mesh
 
-        return hybrid(init_device_mesh("cpu", (2, 1), mesh_dim_names=("mine", "too")))
+        return build(init_device_mesh("cpu", (2, 1), mesh_dim_names=("mine", "too")))
 
     def careless(session: Session) -> None:
         session.attach_sharded(own)
