@@ -51,8 +51,17 @@ class Board:
         """Publish (address, nbytes) of each input: 1 if they were copied into the slot, 0 if not, -1 if a rank still
         reads what the slot held before."""
 
-    def exchange(self, op: int, signature: int, inputs: tuple[int, ...], /) -> int:
-        """`publish` and `meet_all`: as the one, and 2 more unless the other is -1."""
+    def exchange(
+        self, op: int, signature: int, inputs: tuple[int, ...], into: tuple[int, ...], index: int, own: int, /
+    ) -> int:
+        """`publish`; copy what this rank keeps from `own` to its place among `into`; `meet_all`; `collect`; say that this
+        rank has taken all it needs. As `publish`, and 2 more unless all have published the same, or 4 more if all of it
+        was done."""
+
+    def reduce(
+        self, op: int, signature: int, inputs: tuple[int, ...], index: int, kind: int, into: int, nbytes: int, /
+    ) -> int:
+        """`publish`; `meet_all`; `combine`; say that this rank has taken all it needs. As `exchange`."""
 
     def meet(self, rank: int, op: int, /) -> int:
         """-1 once `rank` has published the same, -2 if that takes long, else `rank`: its op is another."""
@@ -71,8 +80,7 @@ class Board:
         are not all in slots, else a rank whose input has another size. `into` may be empty."""
 
     def combine(self, op: int, index: int, kind: int, into: int, nbytes: int, /) -> int:
-        """Reduce an input of all ranks, and say that this rank has taken all it needs: -1 if done, else a rank whose
-        input has another size."""
+        """Reduce an input of all ranks: -1 if done, else a rank whose input has another size."""
 
     def begin(
         self,

@@ -65,13 +65,13 @@ class DirectTransport(Transport):
     # -- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        ops, given, at, nbytes = self._ops, arithmetic.before(tensor, op), tensor.data_ptr(), tensor.nbytes
-        source = (at if given is tensor else given.data_ptr(), nbytes)
-        if ops.exchange("all_reduce", source, deadline, tensor.dtype, op.name, tensor.numel()):
-            ops.combine(0, arithmetic.kind(tensor.dtype, op), at, nbytes)
-        else:
+        ops, given, dtype = self._ops, arithmetic.before(tensor, op), tensor.dtype
+        target = (tensor.data_ptr(), tensor.nbytes)
+        source = target if given is tensor else (given.data_ptr(), given.nbytes)
+        kind = arithmetic.kind(dtype, op)
+        if not ops.reduce("all_reduce", source, 0, kind, target, deadline, dtype, op.name, tensor.numel()):
             if self.size == 1:
-                copy(at, *source)
+                copy(target[0], *source)
             else:
                 self._staging.all_reduce(given, tensor, op, deadline, ops.number)
             ops.finish()
@@ -88,15 +88,15 @@ class DirectTransport(Transport):
         else:
             ops.meet(dst, "reduce", deadline)
         kind = arithmetic.kind(tensor.dtype, op)
-        if here and copied:
-            ops.combine(0, kind, *target)
+        if copied:
+            if here:
+                ops.combine(0, kind, *target)
+        elif self.size == 1:
+            copy(target[0], *source)
         else:
-            if not copied and self.size == 1:
-                copy(target[0], *source)
-            elif not copied:
-                give, into = (0, 0) * dst + source, target if here else (0, 0)
-                self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
-            ops.finish()
+            give, into = (0, 0) * dst + source, target if here else (0, 0)
+            self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
+        ops.finish()
         if here:
             arithmetic.after(tensor, op, self.size)
 
@@ -112,11 +112,8 @@ class DirectTransport(Transport):
 
     def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
         ops, target = self._ops, (output.data_ptr(), output.nbytes)
-        ops.exchange("reduce_scatter", given, deadline, output.dtype, op.name)
         kind = arithmetic.kind(output.dtype, op)
-        if ops.collect(0, ()):
-            ops.combine(self.rank, kind, *target)
-        else:
+        if not ops.reduce("reduce_scatter", given, self.rank, kind, target, deadline, output.dtype, op.name):
             if self.size == 1:
                 copy(target[0], *given)
             else:
@@ -154,12 +151,10 @@ class DirectTransport(Transport):
 
     def _all_gather(self, into: Spans, tensor: torch.Tensor, deadline: float) -> None:
         ops, given = self._ops, (tensor.data_ptr(), tensor.nbytes)
-        ops.publish("all_gather", given, deadline, dtype=tensor.dtype)
-        copy(into[2 * self.rank], *given)
-        ops.meet_all("all_gather", deadline)
-        if not ops.collect(0, into) and self.size > 1:
-            self._staging.share("all_gather", given, into, max(into[1::2]), deadline, ops.number)
-        ops.finish()
+        if not ops.exchange("all_gather", given, into, 0, given[0], deadline, tensor.dtype):
+            if self.size > 1:
+                self._staging.share("all_gather", given, into, max(into[1::2]), deadline, ops.number)
+            ops.finish()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         given, own = _spans(inputs), 2 * self.rank
@@ -174,14 +169,12 @@ class DirectTransport(Transport):
     def _all_to_all(self, into: Spans, given: Spans, own: int, dtype: torch.dtype, deadline: float) -> None:
         """`given` without what this rank keeps, which lies at `own`."""
         ops = self._ops
-        ops.publish("all_to_all", given, deadline, dtype=dtype)
-        copy(into[2 * self.rank], own, into[2 * self.rank + 1])
-        ops.meet_all("all_to_all", deadline)
-        if not ops.collect(self.rank, into) and self.size > 1:
-            ranks = range(self.size)
-            longest = max(ops.nbytes(src, dst) for src in ranks for dst in ranks if src != dst)
-            self._staging.move("all_to_all", given, into, longest, deadline, ops.number)
-        ops.finish()
+        if not ops.exchange("all_to_all", given, into, self.rank, own, deadline, dtype):
+            if self.size > 1:
+                ranks = range(self.size)
+                longest = max(ops.nbytes(src, dst) for src in ranks for dst in ranks if src != dst)
+                self._staging.move("all_to_all", given, into, longest, deadline, ops.number)
+            ops.finish()
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
         ops, given, into = self._ops, (tensor.data_ptr(), tensor.nbytes), _spans(outputs or ())
@@ -220,8 +213,7 @@ class DirectTransport(Transport):
         return any(start < at + n and at < stop for rank, (at, n) in enumerate(pieces) if rank != self.rank)
 
     def barrier(self, deadline: float) -> None:
-        self._ops.exchange("barrier", (), deadline)
-        self._ops.finish()
+        self._ops.exchange("barrier", (), (), 0, 0, deadline)
 
     # -- point to point
 

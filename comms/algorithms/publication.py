@@ -27,7 +27,7 @@ _Key = tuple[str, torch.dtype | None, int, str, int]
 STARTED = 3
 """The phase in which a rank has done op 0, to connect."""
 
-_EARLY, _NOT_MET = -1, 2
+_EARLY, _NOT_MET, _DONE_AT_ONCE = -1, 2, 4
 _LATE, _ALIKE, _DONE = -2, -1, -1
 
 
@@ -55,33 +55,67 @@ class Publications:
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
-        return self._post(self._native.publish, (op, dtype, root, reduction, count), inputs, deadline) == 1
+        return self._post(self._native.publish, (op, dtype, root, reduction, count), deadline, inputs) == 1
 
     def exchange(
         self,
         op: str,
         inputs: Spans,
+        into: Spans,
+        index: int,
+        own: int,
         deadline: float,
         dtype: torch.dtype | None = None,
-        reduction: str = "",
+    ) -> bool:
+        """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input `index`
+        of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
+        """
+        key = (op, dtype, 0, "", 0)
+        if (outcome := self._post(self._native.exchange, key, deadline, inputs, into, index, own)) >= _DONE_AT_ONCE:
+            return True
+        if outcome & _NOT_MET:
+            self.meet_all(op, deadline)
+        if not self.collect(index, into):
+            return False
+        self.finish()
+        return True
+
+    def reduce(
+        self,
+        op: str,
+        inputs: Spans,
+        index: int,
+        kind: int,
+        into: tuple[int, int],
+        deadline: float,
+        dtype: torch.dtype,
+        reduction: str,
         count: int = 0,
     ) -> bool:
-        """`publish`, and `meet_all`."""
-        copied = self._post(self._native.exchange, (op, dtype, 0, reduction, count), inputs, deadline)
-        if copied >= _NOT_MET:
+        """`publish`, `meet_all`, `combine` and `finish`. False if all but the last two was done, for not all inputs are
+        in slots.
+        """
+        key = (op, dtype, 0, reduction, count)
+        if (outcome := self._post(self._native.reduce, key, deadline, inputs, index, kind, *into)) >= _DONE_AT_ONCE:
+            return True
+        if outcome & _NOT_MET:
             self.meet_all(op, deadline)
-        return copied & 1 == 1
+        if not self.collect(0, ()):
+            return False
+        self.combine(index, kind, *into)
+        self.finish()
+        return True
 
-    def _post(self, call: Callable[[int, int, Spans], int], key: _Key, inputs: Spans, deadline: float) -> int:
+    def _post(self, call: Callable[..., int], key: _Key, deadline: float, *arguments: Spans | int) -> int:
         """Number one more op, and `call` for it once the others have read what lies in its place."""
         self._board.check()
         self.number += 1
         packed = self._signatures.get(key)
         if packed is None:
             packed = self._signatures[key] = signature(*key)
-        while (copied := call(self.number, packed, inputs)) == _EARLY:
+        while (outcome := call(self.number, packed, *arguments)) == _EARLY:
             self._board.wait_all(4 * (self.number - 2) + 3, deadline, key[0], self.number)
-        return copied
+        return outcome
 
     def meet(self, rank: int, op: str, deadline: float) -> None:
         """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""
@@ -142,7 +176,7 @@ class Publications:
         )
 
     def combine(self, index: int, kind: int, into: int, nbytes: int) -> None:
-        """Reduce input `index` of all ranks, out of their slots and in rank order, to an address, and `finish`."""
+        """Reduce input `index` of all ranks, out of their slots and in rank order, to an address."""
         rank = self._native.combine(self.number, index, kind, into, nbytes)
         if rank >= 0:
             self.refuse_size(rank, self.nbytes(rank, index), nbytes)

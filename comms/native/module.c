@@ -212,27 +212,20 @@ static PyObject *board_yield(Board *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-/* -- small ops: publish, meet, fetch or combine */
+/* -- small ops: publish, meet, take */
 
 enum { EARLY = -1, FAILED = -2, ALIKE = -1, LATE = -2 };
+enum { COPIED = 1, NOT_MET = 2, DONE = 4 }; /* what has become of an op in one call */
 
-/* Arguments: op, signature, inputs. 1 if the inputs were copied, 0 if they are too large, EARLY if a rank has still to read
- * what lies in their place, FAILED if Python has an error. */
-static int publish_(Board *self, PyObject *const *args, Py_ssize_t count, uint64_t *op) {
-    uint64_t a[2];
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
+/* 1 if the inputs were copied, 0 if they are too large, EARLY if a rank has still to read what lies in their place, FAILED
+ * if Python has an error. */
+static int publish_(Board *self, uint64_t op, uint64_t signature, PyObject *inputs) {
+    Py_ssize_t count = spans_of(inputs, self->p.give, self->b.size);
+    if (count < 0)
         return FAILED;
-    }
-    if (!numbers(args, 2, 2, a) || !ours(self, 0))
-        return FAILED;
-    Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
-    if (inputs < 0)
-        return FAILED;
-    *op = a[0];
-    if (*op > 2 && self->b.all_finished < *op - 2 && await(self, -1, FLAG, 4 * (*op - 2) + 3) >= 0)
+    if (op > 2 && self->b.all_finished < op - 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
         return EARLY;
-    return publish(&self->b, *op, a[1], self->p.give, (int)inputs);
+    return publish(&self->b, op, signature, self->p.give, (int)count);
 }
 
 /* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
@@ -247,21 +240,89 @@ static int meet_all(Board *self, uint64_t op, int how) {
     return ALIKE;
 }
 
+/* After `publish_`: whether all ranks have published the same. */
+static int all_came(Board *self, uint64_t op, int copied) {
+    int how = copied && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
+    return meet_all(self, op, how) == ALIKE;
+}
+
+static PyObject *finish(Board *self, uint64_t op, int copied) {
+    raise_flag(&self->b, FLAG, 4 * op + 3);
+    return PyLong_FromLong(copied | DONE);
+}
+
 /* publish(op, signature, inputs): 1 if the inputs were copied, 0 if they are too large, -1 if it is too early. */
 static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t op;
-    int copied = publish_(self, args, count, &op);
+    uint64_t a[2];
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !ours(self, 0))
+        return NULL;
+    int copied = publish_(self, a[0], a[1], args[2]);
     return copied == FAILED ? NULL : PyLong_FromLong(copied);
 }
 
-/* exchange(op, signature, inputs): as publish, and 2 more unless all ranks have published the same. */
+/* Without the GIL if that takes time. */
+static void move(span into, const void *from) {
+    if (!into.nbytes || into.at == from)
+        return;
+    if (into.nbytes <= 1 << 14) {
+        memmove(into.at, from, into.nbytes);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    memmove(into.at, from, into.nbytes);
+    Py_END_ALLOW_THREADS;
+}
+
+/* exchange(op, signature, inputs, into, index, own): publish; copy from `own` what this rank keeps; meet all; collect, and
+ * say so. Returns COPIED if the inputs were, and NOT_MET or DONE; or -1 if it is too early. */
 static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t op;
-    int copied = publish_(self, args, count, &op);
-    if (copied == FAILED)
+    uint64_t a[2], b[2];
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "op, signature, inputs, into, index and own are needed");
         return NULL;
-    int how = copied == 1 && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
-    return PyLong_FromLong(copied == EARLY || meet_all(self, op, how) == ALIKE ? copied : copied + 2);
+    }
+    span *into = self->p.take;
+    if (!numbers(args, 2, 2, a) || !numbers(args + 4, 2, 2, b) || !ours(self, 0) || !ours(self, b[0]))
+        return NULL;
+    Py_ssize_t places = spans_of(args[3], into, self->b.size);
+    int copied = places < 0 ? FAILED : publish_(self, a[0], a[1], args[2]);
+    if (copied < 0)
+        return copied == FAILED ? NULL : PyLong_FromLong(copied);
+    move(into[self->b.rank], (const void *)(uintptr_t)b[1]);
+    if (!all_came(self, a[0], copied))
+        return PyLong_FromLong(copied | NOT_MET);
+    if (collect(&self->b, a[0], b[0], places ? into : NULL) != TAKEN_ALL)
+        return PyLong_FromLong(copied);
+    return finish(self, a[0], copied);
+}
+
+/* reduce(op, signature, inputs, index, kind, into, nbytes): publish; meet all; reduce input `index` of all ranks, and say
+ * so. Returns as `exchange`. */
+static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2], b[4];
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "op, signature, inputs, index, kind, into and nbytes are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !numbers(args + 3, 4, 4, b) || !ours(self, 0) || !ours(self, b[0]))
+        return NULL;
+    if (!kernel_of((long)b[1])) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    int copied = publish_(self, a[0], a[1], args[2]);
+    if (copied < 0)
+        return copied == FAILED ? NULL : PyLong_FromLong(copied);
+    if (!all_came(self, a[0], copied))
+        return PyLong_FromLong(copied | NOT_MET);
+    span into = {(char *)(uintptr_t)b[2], b[3]};
+    if (collect(&self->b, a[0], 0, NULL) != TAKEN_ALL || reduce_inputs(&self->b, a[0], b[0], (long)b[1], into) != TAKEN_ALL)
+        return PyLong_FromLong(copied);
+    return finish(self, a[0], copied);
 }
 
 /* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
@@ -309,64 +370,29 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
 /* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; to
  * nowhere if `into` is empty. -1 if done, -2 if they are not all in slots, else a rank whose input has another size. */
 static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[2], nbytes;
+    uint64_t a[2];
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "op, index and into are needed");
         return NULL;
     }
     if (!numbers(args, 2, 2, a) || !has_input(self, 0, a[1]))
         return NULL;
-    board *b = &self->b;
-    span *into = self->p.take;
-    Py_ssize_t places = spans_of(args[2], into, b->size);
-    if (places < 0)
-        return NULL;
-    int all = 1;
-    for (int rank = 0; rank < b->size; rank++)
-        all &= input(b, rank, a[0], 0, &nbytes) != NULL;
-    for (int rank = 0; rank < b->size && places; rank++)
-        if (rank != b->rank && (input(b, rank, a[0], a[1], &nbytes), nbytes != into[rank].nbytes))
-            return PyLong_FromLong(rank);
-    if (!all)
-        return PyLong_FromLong(-2);
-    for (int i = 1; i < b->size && places; i++) {
-        int rank = (b->rank + i) % b->size;
-        const char *at = input(b, rank, a[0], a[1], &nbytes);
-        if (at)
-            memcpy(into[rank].at, at, nbytes);
-    }
-    return PyLong_FromLong(-1);
+    Py_ssize_t places = spans_of(args[2], self->p.take, self->b.size);
+    return places < 0 ? NULL : PyLong_FromLong(collect(&self->b, a[0], a[1], places ? self->p.take : NULL));
 }
 
-/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order, and say that this rank has taken
- * all it needs. -1 if done, else a rank whose input has another size. */
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose input
+ * has another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[5], nbytes;
+    uint64_t a[5];
     if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]))
         return NULL;
-    board *b = &self->b;
-    kernel combine = kernel_of((long)a[2]);
-    if (!combine) {
+    if (!kernel_of((long)a[2])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
         return NULL;
     }
-    const char *first = NULL;
-    size_t elements = a[4] / itemsize_of((long)a[2]);
-    char *into = (char *)(uintptr_t)a[3];
-    for (int rank = 0; rank < b->size; rank++)
-        if (!input(b, rank, a[0], a[1], &nbytes) || nbytes != a[4])
-            return PyLong_FromLong(rank);
-    for (int rank = 0; rank < b->size; rank++) {
-        const char *theirs = input(b, rank, a[0], a[1], &nbytes);
-        if (rank == 0)
-            first = theirs;
-        else
-            combine(into, rank == 1 ? first : into, theirs, elements);
-    }
-    if (b->size == 1)
-        memcpy(into, first, a[4]);
-    raise_flag(b, FLAG, 4 * a[0] + 3);
-    return PyLong_FromLong(-1);
+    span into = {(char *)(uintptr_t)a[3], a[4]};
+    return PyLong_FromLong(reduce_inputs(&self->b, a[0], a[1], (long)a[2], into));
 }
 
 /* -- large ops */
@@ -511,11 +537,8 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     uint64_t a[3];
     if (!numbers(args, count, 3, a))
         return NULL;
-    if (a[0] == a[1])
-        Py_RETURN_NONE;
-    Py_BEGIN_ALLOW_THREADS;
-    memmove((void *)(uintptr_t)a[0], (const void *)(uintptr_t)a[1], a[2]);
-    Py_END_ALLOW_THREADS;
+    span into = {(char *)(uintptr_t)a[0], a[2]};
+    move(into, (const void *)(uintptr_t)a[1]);
     Py_RETURN_NONE;
 }
 
@@ -536,6 +559,7 @@ static PyMethodDef board_methods[] = {
     PLAIN("give_way", board_yield),
     FAST("publish", board_publish),
     FAST("exchange", board_exchange),
+    FAST("reduce", board_reduce),
     FAST("meet", board_meet),
     FAST("meet_all", board_meet_all),
     FAST("input", board_input),

@@ -9,9 +9,11 @@
 #define HOLDFAST_PUBLICATION_H
 
 #include "board.h"
+#include "kernels.h"
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
+enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
     return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
@@ -72,6 +74,43 @@ static inline const char *input(const board *b, int rank, uint64_t op, uint64_t 
     if (!(entry[0] & INLINED) || offset > b->nbytes || *nbytes > b->nbytes - offset)
         return NULL;
     return b->base + offset;
+}
+
+/* Copy input `index` of every other rank to its piece of `into`, or (NULL) to nowhere. TAKEN_ALL, NOT_COPIED if some inputs
+ * were too large to be copied, else a rank whose input has another size. */
+static int collect(const board *b, uint64_t op, uint64_t index, const span *into) {
+    uint64_t nbytes;
+    int all = 1;
+    for (int rank = 0; rank < b->size; rank++)
+        all &= input(b, rank, op, 0, &nbytes) != NULL;
+    for (int rank = 0; rank < b->size && into; rank++)
+        if (rank != b->rank && (input(b, rank, op, index, &nbytes), nbytes != into[rank].nbytes))
+            return rank;
+    if (!all)
+        return NOT_COPIED;
+    for (int i = 1; i < b->size && into; i++) {
+        int rank = (b->rank + i) % b->size;
+        const char *at = input(b, rank, op, index, &nbytes);
+        if (at)
+            memcpy(into[rank].at, at, nbytes);
+    }
+    return TAKEN_ALL;
+}
+
+/* Reduce input `index` of all ranks, in rank order: reduction `kind`. TAKEN_ALL, or a rank whose input has another size. */
+static int reduce_inputs(const board *b, uint64_t op, uint64_t index, long kind, span into) {
+    uint64_t nbytes;
+    for (int rank = 0; rank < b->size; rank++)
+        if (!input(b, rank, op, index, &nbytes) || nbytes != into.nbytes)
+            return rank;
+    const char *first = input(b, 0, op, index, &nbytes);
+    for (int rank = 1; rank < b->size; rank++) {
+        const char *theirs = input(b, rank, op, index, &nbytes);
+        kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
+    }
+    if (b->size == 1)
+        memcpy(into.at, first, nbytes);
+    return TAKEN_ALL;
 }
 
 #endif
