@@ -54,9 +54,9 @@ class Board:
     def exchange(
         self, op: int, signature: int, inputs: tuple[int, ...], into: tuple[int, ...], index: int, own: int, /
     ) -> int:
-        """`publish`; copy what this rank keeps from `own` to its place among `into`; `meet_all`; `collect`; say that this
-        rank has taken all it needs. As `publish`, and 2 more unless all have published the same, or 4 more if all of it
-        was done."""
+        """`publish`; copy what this rank keeps from `own` to its place among `into`; `meet_all`; `collect`; say that it
+        has taken all it needs. As `publish`, and 2 more unless all have published the same, or 4 more if all of it was
+        done."""
 
     def reduce(
         self, op: int, signature: int, inputs: tuple[int, ...], index: int, kind: int, into: int, nbytes: int, /

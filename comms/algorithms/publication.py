@@ -67,8 +67,8 @@ class Publications:
         deadline: float,
         dtype: torch.dtype | None = None,
     ) -> bool:
-        """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input `index`
-        of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
+        """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input
+        `index` of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
         """
         key = (op, dtype, 0, "", 0)
         if (outcome := self._post(self._native.exchange, key, deadline, inputs, into, index, own)) >= _DONE_AT_ONCE:
