@@ -5,6 +5,7 @@ An `Executor` knows nothing of what an op does. It holds a communicator's order,
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -102,25 +103,36 @@ class Executor:
                 body = self._observed(body, name, self._seq, nbytes)
             if self._journal is not None:
                 body = partial(_recorded, self._journal, body, name, self._seq, nbytes, about, detail, peer)
-            if not async_op and (self._last is DONE or self._last.done()):
+            if not async_op:
+                if self._last is not DONE and not self._last.done():
+                    body = partial(self._after, self._last, body)
                 self._run(name, self._seq, body, deadline)
                 return DONE
             if self._transport.streams:
                 seq = self._seq
                 return self._transport.launch(name, lambda: self._run(name, seq, body, deadline))
-            work = self._enqueue(name, self._seq, body, deadline)
-            if not async_op:
-                work.wait()
-            return work
+            return self._enqueue(name, self._seq, body, deadline)
         finally:
             self._entry.release()
+
+    def _after(self, earlier: Work, body: Body, deadline: float) -> None:
+        """Run `body` once an earlier op is complete, which may have more time than this one."""
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            earlier.wait(max(deadline - began, 0.0))
+        if not earlier.done():
+            raise OpTimeout("an earlier op", 0, time.monotonic() - began)
+        if self._over is not None:
+            self._refuse()
+        body(deadline)
 
     def _run(self, name: str, seq: int, body: Body, deadline: float) -> None:
         try:
             body(deadline)
         except OpTimeout as error:
-            self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
-            raise OpTimeout(name, seq, error.waited, error.missing_ranks) from None
+            named = OpTimeout(name, seq, error.waited, error.missing_ranks)
+            self._end(Revoked(self._epoch, f"an earlier op failed: {named}"))
+            raise named from None
         except BaseException as error:
             if isinstance(error, PeerFailed):
                 error.communicator = self._name

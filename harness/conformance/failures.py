@@ -173,6 +173,24 @@ def test_a_wait_may_time_out_while_the_op_goes_on(backend: str) -> None:
         cluster.run(body)
 
 
+def test_an_op_behind_one_that_may_wait_longer_ends_by_its_own_timeout(backend: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            earlier = comm.barrier(async_op=True, timeout=9.0)
+            began = time.monotonic()
+            with pytest.raises(OpTimeout, match="all_reduce"):
+                comm.all_reduce(torch.ones(2), timeout=0.3)
+            assert time.monotonic() - began < 5.0
+            with pytest.raises(Revoked, match="all_reduce"):
+                earlier.wait()
+            (tmp_path / "late").touch()
+        else:
+            _wait_for(tmp_path / "late")
+
+    with LocalCluster(2, backend) as cluster:
+        cluster.run(body)
+
+
 def test_a_rank_that_closes_ends_the_wait_of_the_others(backend: str) -> None:
     def body(comm: Communicator) -> str:
         comm.barrier()
