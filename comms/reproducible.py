@@ -4,7 +4,8 @@ The result is the exact sum, rounded once (see `exact_sum`). Two ranks with a te
 two numbers rounds correctly wherever it is done. Else each rank owns a part of the result: all contributions to it come
 to the owner (an all-to-all), who adds them up; the parts then go to all (an all-gather). That is the volume of an
 ordinary all_reduce. It is done in segments, so that what arrives is still in the cache when it is added. A sum with
-NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity.
+NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity. Complex numbers are summed part by
+part. A minimum or maximum that is zero is 0.0, never -0.0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Tensor = torch.Tensor
 _SEGMENT_BYTES = 4 << 20
 """How much of the output is worked on at a time."""
 
-_ORDER_FREE = ("min", "max", "band", "bor", "bxor")
+_CHOOSING = ("min", "max")
+"""These give one of the values: which zero, and which NaN, depends on their order."""
 
 
 def sum_contributions(
@@ -125,8 +127,13 @@ def check_exact(op: ReduceOp) -> None:
 
 def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
     """A reproducible all_reduce of a contiguous tensor, in place."""
-    if not tensor.dtype.is_floating_point or op.name in _ORDER_FREE:
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    if not tensor.dtype.is_floating_point or op.name in _CHOOSING:
         transport.all_reduce(tensor, op, deadline)
+        if summable(tensor.dtype):
+            tensor.add_(0.0)
+            make_nans_alike(tensor)
         return
     given = arithmetic.before(tensor, op)
     if transport.size <= 2:

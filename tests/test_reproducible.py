@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, Unsupported
+from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.exact_sum import exact_sum
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.harness import LocalCluster
@@ -65,6 +65,43 @@ def test_all_reduce_has_the_same_bits_on_every_backend_and_in_any_order(backend:
     expected = bits(exact_sum(torch.stack(nasty(3, 5001, torch.float32))))
     with LocalCluster(3, backend) as cluster:
         assert cluster.run(body) == [expected] * 3
+
+
+def test_complex_numbers_are_summed_exactly_too(backend: str) -> None:
+    numbers = torch.tensor([1e8, 1, -1e8])
+
+    def body(comm: Communicator) -> list[complex]:
+        found = []
+        for turn in range(3):
+            mine = numbers[(comm.rank + turn) % 3]
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):
+                tensor = torch.complex(mine, -mine)
+                comm.all_reduce(tensor, op, reproducible=True)
+                found.append(tensor.item())
+        return found
+
+    with LocalCluster(3, backend) as cluster:
+        third = torch.tensor(1 / 3).item()
+        assert cluster.run(body) == [[1 - 1j, third - third * 1j, 2 - 2j] * 3] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+def test_extremes_have_the_same_bits_in_any_order(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Zeros of both signs are equal, and a NaN may have any sign: which of them is met first must not show."""
+    columns = torch.tensor([[0.0, math.nan, -0.0, 3], [-0.0, -math.nan, -0.0, 4]], dtype=dtype)
+
+    def body(comm: Communicator) -> list[bytes]:
+        found = []
+        for turn in range(2):
+            tensor = columns[(comm.rank + turn) % 2].clone()
+            comm.all_reduce(tensor, op, reproducible=True)
+            found.append(bits(tensor))
+        return found
+
+    expected = bits(torch.tensor([0.0, math.nan, 0.0, 3 if op.name == "min" else 4], dtype=dtype))
+    with LocalCluster(2, "inproc") as cluster:
+        assert cluster.run(body) == [[expected] * 2] * 2
 
 
 def correctly_rounded(numbers: list[float], dtype: torch.dtype) -> float:
