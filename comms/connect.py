@@ -137,6 +137,7 @@ def connect_members(
     `greeting` may come along with the connection (`Communicator.greetings`).
     """
     info = registry().backend(backend).info
+    connecting = True
     context = Context(
         rank=rank,
         size=size,
@@ -146,14 +147,16 @@ def connect_members(
         store=store,
         peers=tuple(peers),
         deadline=time.monotonic() + timeout,
-        over=over,
+        over=lambda: over() if connecting else None,
         journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
         previous=None if previous is None or previous.backend != backend else previous.transport,
         greeting=tuple(greeting),
     )
-    return _build(
+    communicator = _build(
         info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
     )
+    connecting = False
+    return communicator
 
 
 def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:

@@ -44,16 +44,21 @@ def test_an_abort_ends_what_was_split_off(backend: str) -> None:
         assert ranks.run(whole) == ["freed", "did not come"]
 
 
-def test_what_is_split_off_outlives_the_whole_if_that_is_closed() -> None:
+@pytest.mark.parametrize("backend", [*BACKENDS, "mpi"])
+def test_what_is_split_off_outlives_the_whole_if_that_is_closed(backend: str) -> None:
+    """One rank comes late, and the other waits long enough to look why."""
+
     def outlives(comm: Communicator) -> float:
         part = comm.split([1, 0])
         comm.close()
         with part:
+            if part.rank == 0:
+                time.sleep(0.1)
             sum_of_ranks = torch.tensor([float(part.rank)])
             part.all_reduce(sum_of_ranks)
             return sum_of_ranks.item()
 
-    with LocalCluster(2, "shm") as ranks:
+    with LocalCluster(2, backend) as ranks:
         assert ranks.run(outlives) == [1.0, 1.0]
 
 
