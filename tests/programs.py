@@ -18,8 +18,8 @@ from holdfast.comms import Communicator, Recv, ReduceOp, Send, Unsupported
 Tensor = torch.Tensor
 
 DTYPES = (
-    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64",
-    "complex128",
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
+    "float64", "complex64", "complex128",
 )  # fmt: skip
 REDUCTIONS = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum", "reproducible")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")

@@ -35,6 +35,9 @@ EIGHT_BIT_FLOATS = tuple(
 )
 """Reduced as float32 where a backend does not say that it reduces them itself."""
 
+_NUMPY_DIVIDES = (torch.uint16, torch.uint32, torch.uint64)
+"""torch moves these, but does not divide them."""
+
 _BASE = {"avg": "sum", "premul_sum": "sum"}
 _KINDS: dict[tuple[torch.dtype, str], int] = {}
 
@@ -81,6 +84,9 @@ def before(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 def after(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
     """Turn the sum over `size` ranks into the result, in place (avg divides; integers towards zero)."""
-    if op.name == "avg":
+    if op.name == "avg" and tensor.dtype in _NUMPY_DIVIDES:
+        numbers = tensor.numpy()
+        np.floor_divide(numbers, size, out=numbers)
+    elif op.name == "avg":
         exact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         tensor.div_(size, rounding_mode=None if exact else "trunc")

@@ -21,7 +21,8 @@ from holdfast.harness.conformance.capability import moves, reduces
 
 COUNTS = (0, 1, 5, 1000, 40_000)
 """Nothing, one, a few, a slot, and more than a slot."""
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+INTEGERS = (*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 
@@ -42,8 +43,8 @@ def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 EXPECTED: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
-    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
+    ReduceOp.SUM: lambda rows: rows.sum(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0),
     ReduceOp.MIN: lambda rows: rows.amin(0),
     ReduceOp.MAX: lambda rows: rows.amax(0),
 }
@@ -57,9 +58,9 @@ def test_all_reduce_of_every_dtype_and_op(ranks: LocalCluster) -> None:
                     continue
                 for count in COUNTS:
                     tensor = values(comm.rank, count, dtype)
-                    rows = torch.stack([values(r, count, dtype) for r in range(comm.size)])
+                    rows = torch.stack([values(r, count, torch.int64) for r in range(comm.size)])
                     comm.all_reduce(tensor, op)
-                    torch.testing.assert_close(tensor, expect(rows) if count else tensor)
+                    torch.testing.assert_close(tensor, expect(rows).to(dtype))
 
     ranks.run(body)
 
@@ -115,6 +116,10 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
             comm.all_reduce(whole, ReduceOp.AVG)
             total = sum(-3 - r for r in range(comm.size))
             assert torch.equal(whole, torch.full((count,), int(total / comm.size)))
+            for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.uint8, torch.uint16, torch.uint32)):
+                positive = torch.full((count,), comm.rank + 40, dtype=dtype)
+                comm.all_reduce(positive, ReduceOp.AVG)
+                assert torch.equal(positive, torch.full((count,), 40 + (comm.size - 1) // 2, dtype=dtype))
 
     ranks.run(body)
 
