@@ -69,58 +69,65 @@ class Liveness:
     ) -> None:
         self._over = over
         self._unopened = {peer_rank: peer for peer_rank, peer in enumerate(peers) if peer_rank != rank}
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
         self._waited_for = 0
         self._poll = select.poll()
 
     def _open(self) -> None:
-        with self._opening:
-            while self._unopened:
-                peer_rank, peer = self._unopened.popitem()
-                if peer.host != this_host() or peer.pid == os.getpid():
-                    continue
-                fd = open_pidfd(peer)
-                if fd is None:
-                    self._dead.add(peer_rank)
-                else:
-                    self._ranks[fd] = peer_rank
-                    self._poll.register(fd, select.POLLIN)
+        """The lock is held."""
+        while self._unopened:
+            peer_rank, peer = self._unopened.popitem()
+            if peer.host != this_host() or peer.pid == os.getpid():
+                continue
+            fd = open_pidfd(peer)
+            if fd is None:
+                self._dead.add(peer_rank)
+            else:
+                self._ranks[fd] = peer_rank
+                self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> tuple[int, ...]:
-        """The ranks whose process is gone, in order."""
+        """The ranks whose process is gone, in order. From any thread."""
         if (error := self._over()) is not None:
             raise error
-        if self._unopened:
+        with self._lock:
             self._open()
-        if self._ranks:
-            self._note(self._poll.poll(0))
-        return tuple(sorted(self._dead))
+            if self._ranks:
+                self._note(self._poll.poll(0))
+            return tuple(sorted(self._dead))
 
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
         """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case.
 
-        A process that was gone before anybody looked ends the first wait.
+        A process that was gone before anybody looked ends the first wait. From one thread at a time.
         """
-        self._open()
-        if len(self._dead) > self._waited_for:
+        watched = select.poll()  # of its own: others may ask for the dead meanwhile
+        watched.register(wake_fd, select.POLLIN)
+        with self._lock:
+            self._open()
+            if len(self._dead) > self._waited_for:
+                self._waited_for = len(self._dead)
+                return True
+            for fd, peer_rank in self._ranks.items():
+                if peer_rank not in self._dead:
+                    watched.register(fd, select.POLLIN)
+        ready = watched.poll(None if seconds is None else seconds * 1000)
+        with self._lock:
+            self._note([event for event in ready if event[0] != wake_fd])
             self._waited_for = len(self._dead)
-            return True
-        self._poll.register(wake_fd, select.POLLIN)
-        ready = self._poll.poll(None if seconds is None else seconds * 1000)
-        self._poll.unregister(wake_fd)
-        self._note([event for event in ready if event[0] != wake_fd])
-        self._waited_for = len(self._dead)
         return all(fd != wake_fd for fd, _ in ready)
 
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:
+        """The lock is held."""
         for fd, _ in ready:
-            self._dead.add(self._ranks[fd])
-            self._poll.unregister(fd)
+            if self._ranks[fd] not in self._dead:
+                self._dead.add(self._ranks[fd])
+                self._poll.unregister(fd)
 
     def close(self) -> None:
-        with self._opening:
+        with self._lock:
             self._unopened.clear()
             for fd in self._ranks:
                 os.close(fd)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,6 +62,29 @@ def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: int) -> N
     os.eventfd_write(wake, 1)
     assert not liveness.wait(wake)
     assert liveness.dead() == ()
+    liveness.close()
+
+
+def test_threads_may_ask_while_others_ask_and_one_waits(process: subprocess.Popen[bytes], wake: int) -> None:
+    liveness = Liveness([this_process(), peer_of(process)], 0)
+    asked = threading.Barrier(9, timeout=10.0)
+
+    def ask() -> tuple[int, ...]:
+        for _ in range(1000):
+            assert liveness.dead() == ()
+        asked.wait()
+        while not (dead := liveness.dead()):
+            pass
+        return dead
+
+    with ThreadPoolExecutor(9) as threads:
+        waited = threads.submit(liveness.wait, wake, 10.0)
+        answers = [threads.submit(ask) for _ in range(8)]
+        with contextlib.suppress(threading.BrokenBarrierError):
+            asked.wait()
+        process.kill()
+        assert [answer.result() for answer in answers] == [(1,)] * 8
+        assert waited.result()
     liveness.close()
 
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -214,24 +215,19 @@ def test_bad_arguments_of_a_window_move_nothing(ranks: LocalCluster) -> None:
 def test_a_window_is_used_from_several_threads(ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> None:
         mine = torch.full((4, 1000), float(comm.rank))
-        wrong: list[object] = []
         with comm.window(mine) as window:
 
             def use(row: int) -> None:
                 got = torch.empty(1000)
-                for turn in range(30):
+                for turn in range(300):
                     peer = (comm.rank + turn) % comm.size
                     window.get(got, peer, offset=1000 * row)
-                    if not torch.equal(got, torch.full((1000,), float(peer))):
-                        wrong.append((row, turn))
+                    assert torch.equal(got, torch.full((1000,), float(peer))), (row, turn)
 
-            threads = [threading.Thread(target=use, args=(row,)) for row in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(4) as threads:
+                for used in [threads.submit(use, row) for row in range(4)]:
+                    used.result()
             comm.barrier()
-        assert not wrong
 
     ranks.run(body)
 
