@@ -12,7 +12,7 @@ import torch
 from holdfast.comms import objects
 from holdfast.comms.arguments import Arguments
 from holdfast.comms.collectives import Collectives
-from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution import Body, Executor
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
@@ -142,12 +142,15 @@ class Communicator(Collectives):
 
     def in_its_ranks(self, failure: HoldfastError) -> HoldfastError:
         """`failure`, of this communicator or of one that was split from it, in ranks of this one."""
-        if not isinstance(failure, PeerFailed) or failure.communicator in ("", self.name):
+        if not isinstance(failure, PeerFailed | OpTimeout) or failure.communicator in ("", self.name):
             return failure
         members = self._members.get(failure.communicator)
         if members is None:
             return Revoked(self.epoch, str(failure))
-        return PeerFailed([members[rank] for rank in failure.ranks], failure.evidence)
+        if isinstance(failure, PeerFailed):
+            return PeerFailed([members[rank] for rank in failure.ranks], failure.evidence)
+        missing = [members[rank] for rank in failure.missing_ranks]
+        return OpTimeout(failure.op, failure.seq, failure.waited, missing)
 
     def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
         """Let every rank read and write this rank's `tensor`, and reach theirs; collective.

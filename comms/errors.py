@@ -73,11 +73,13 @@ class OpTimeout(HoldfastError, TimeoutError):
     """An operation did not complete in time.
 
     `op` is its name, `seq` its number on the communicator, `waited` seconds; `missing_ranks` those that had not
-    arrived, as far as this rank can tell.
+    arrived, as far as this rank can tell. If an op of a communicator was late, `communicator` names that, and `joint`
+    is its number among the ops of all ranks together; 0 if it is not one, or was not begun.
     """
 
     def __init__(self, op: str, seq: int, waited: float, missing_ranks: Sequence[int] = ()) -> None:
         self.op, self.seq, self.waited, self.missing_ranks = op, seq, waited, tuple(missing_ranks)
+        self.communicator, self.joint = "", 0
         super().__init__(
             f"{op} (op {seq}) timed out after {waited:.3g} s waiting for {_ranks(self.missing_ranks)}; "
             "abort the communicator and build the next one, or raise the timeout if that was too short"

@@ -96,6 +96,7 @@ class Executor:
                 self._refuse()
             self._seq += 1
             self._joint += agreed is not None
+            joint = self._joint if agreed is not None else 0
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             if self._agreement is not None and agreed is not None:
                 body = self._agreement.checked(body, name, agreed)
@@ -106,12 +107,12 @@ class Executor:
             if not async_op:
                 if self._last is not DONE and not self._last.done():
                     body = partial(self._after, self._last, body)
-                self._run(name, self._seq, body, deadline)
+                self._run(name, self._seq, joint, body, deadline)
                 return DONE
             if self._transport.streams:
                 seq = self._seq
-                return self._transport.launch(name, lambda: self._run(name, seq, body, deadline))
-            return self._enqueue(name, self._seq, body, deadline)
+                return self._transport.launch(name, lambda: self._run(name, seq, joint, body, deadline))
+            return self._enqueue(name, self._seq, joint, body, deadline)
         finally:
             self._entry.release()
 
@@ -121,16 +122,17 @@ class Executor:
         with contextlib.suppress(Exception):
             earlier.wait(max(deadline - began, 0.0))
         if not earlier.done():
-            raise OpTimeout("an earlier op", 0, time.monotonic() - began)
+            raise OpTimeout("an earlier op", 0, time.monotonic() - began)  # 0: this one was not begun
         if self._over is not None:
             self._refuse()
         body(deadline)
 
-    def _run(self, name: str, seq: int, body: Body, deadline: float) -> None:
+    def _run(self, name: str, seq: int, joint: int, body: Body, deadline: float) -> None:
         try:
             body(deadline)
         except OpTimeout as error:
             named = OpTimeout(name, seq, error.waited, error.missing_ranks)
+            named.communicator, named.joint = self._name, joint if error.seq else 0
             self._end(Revoked(self._epoch, f"an earlier op failed: {named}"))
             raise named from None
         except BaseException as error:
@@ -143,7 +145,7 @@ class Executor:
         over = self._over
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
-    def _enqueue(self, name: str, seq: int, body: Body, deadline: float) -> Work:
+    def _enqueue(self, name: str, seq: int, joint: int, body: Body, deadline: float) -> Work:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
             self._worker.start()
@@ -151,7 +153,7 @@ class Executor:
         def task() -> None:
             if self._over is not None:
                 self._refuse()
-            self._run(name, seq, body, deadline)
+            self._run(name, seq, joint, body, deadline)
 
         self._last = work = Work(name)
         self._queue.put((work, task))

@@ -70,10 +70,10 @@ class Progress:
         """How far another process is."""
         self._places[member] = place
 
-    def behind(self) -> tuple[Member, ...]:
-        """The members that are known not to have entered the op that this process is, or was last, inside of."""
+    def behind(self, op: int) -> tuple[Member, ...]:
+        """The members that are known not to have entered op number `op`."""
         view = self._view
-        if view is None or view.epoch != self._mine.epoch:
+        if view is None:
             return ()
         return tuple(
             member
@@ -81,7 +81,7 @@ class Progress:
             if member.id != self._me.id
             and (place := self._places.get(member.id)) is not None
             and place.epoch == view.epoch
-            and place.entered < self._mine.entered
+            and place.entered < op
         )
 
     def look(self, now: float) -> tuple[Late, ...]:
@@ -89,7 +89,7 @@ class Progress:
         if not self.waiting(now):
             return ()
         late = []
-        for member in self.behind():
+        for member in self.behind(self._mine.entered):
             key = (member.id, self._mine.entered)
             if key in self._told:
                 continue

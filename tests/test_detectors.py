@@ -17,6 +17,7 @@ from children import children
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.comms import OpTimeout
 from holdfast.comms.liveness import HOST, this_host, this_process
 from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.registry import InvalidPlugin, Registry
@@ -26,6 +27,7 @@ from holdfast.ft import vocabulary as v
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Surroundings
 from holdfast.ft.detectors.observing import NOBODY_LISTENS, Observing
+from holdfast.ft.detectors.progressing import Progressing
 from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
 from holdfast.ft.processes import ProcessWatch, cpu_ticks, is_stopped
 from holdfast.ft.progress import Place, Progress
@@ -204,7 +206,7 @@ def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words:
     assert (late.member, late.op) == ("p1", 7)
     assert words in late.evidence and "entered 6 ops, 7 are entered here since 0.60 s" in late.evidence
     assert mine.look(0.7) == (), "each is told of once an op"
-    assert [member.id for member in mine.behind()] == ["p1"]
+    assert [member.id for member in mine.behind(7)] == ["p1"]
 
 
 def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
@@ -214,7 +216,6 @@ def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
     assert mine.look(60.0) == ()
     mine.here(Place(2, 7, True), 60.0)
     assert mine.look(120.0) == (), "it is in an older epoch"
-    assert mine.behind() == ()
 
 
 def test_a_place_of_another_epoch_says_nothing() -> None:
@@ -222,6 +223,50 @@ def test_a_place_of_another_epoch_says_nothing() -> None:
     mine.here(Place(3, 7, True), 0.0)
     mine.there("p1", Place(2, 1, False))
     assert mine.look(1.0) == mine.look(2.0) == ()
+
+
+def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
+    """What p0 says of p1, p2 and p3 on its host, by whose last words none has come to a barrier that p0 was late in;
+    meanwhile some did come, and say so with their next heartbeat.
+    """
+    view, told = view_of("AAAA"), list[v.Event]()
+    around = Surroundings(
+        view.members[0],
+        TIMES,
+        asyncio.new_event_loop(),
+        told.append,
+        _ignore,
+        _ignore,
+        _ignore,
+        lambda: Place(3, 5001, False),
+        lambda who: False,
+    )
+    around.loop.close()
+    detector = Progressing(around)
+    detector.follow(view, view.members[1:])
+    for rank in (1, 2, 3):
+        detector.placed(f"p{rank}", Place(3, 4000, False))
+    late = OpTimeout("barrier", 5001, 0.05)
+    late.communicator, late.joint = "job", joint
+    detector.failed(view, late, 10.0)
+    assert told == []
+    for rank in came:
+        detector.placed(f"p{rank}", Place(3, 5001, False))
+    detector.look(10.0 + TIMES.suspect)
+    detector.look(10.1 + TIMES.suspect)
+    return told
+
+
+def test_who_held_up_an_op_is_judged_by_what_it_says_after_the_op_was_late() -> None:
+    [stalled] = after_a_late_barrier(1, 2)
+    assert isinstance(stalled, v.Stalled)
+    assert stalled.member == "p3"
+    assert stalled.evidence.startswith("it held up barrier until its time was up: it has entered 4000 ops, 5001 are")
+    assert after_a_late_barrier(1, 2, 3) == []
+
+
+def test_an_op_that_is_not_of_all_ranks_says_nothing_of_who_is_behind() -> None:
+    assert after_a_late_barrier(joint=0) == []
 
 
 # -- heartbeats in shared memory, and looks at processes

@@ -405,6 +405,28 @@ def test_a_rank_that_holds_up_an_op_until_its_time_is_up_is_ended_and_the_others
     assert fenced.startswith("it held up barrier until its time was up")
 
 
+def test_of_ranks_that_were_a_step_behind_a_moment_ago_only_the_late_one_is_ended() -> None:
+    """All rush through ops, so what each last said of itself is old, and then one keeps the others waiting."""
+
+    def rush(session: Session) -> str:
+        for attempt in session.steps(2):
+            late = attempt.step == 1 and attempt.comm.size == 4
+            with attempt:
+                for _ in range(5_000 if late else 0):
+                    attempt.comm.all_reduce(torch.ones(1))
+                if late and attempt.rank == 3:
+                    time.sleep(5.0)
+                attempt.comm.barrier(timeout=0.05 if late else None)
+        return "finished"
+
+    with cluster(4) as ranks:
+        job = ranks.start(rush)
+        last = job.pid(3)
+        assert job.results() == ["finished"] * 3
+        (fenced,) = {event["member"] for event in job.events() if event["kind"] == "fenced"}
+    assert fenced.startswith(f"p{last}-")
+
+
 # -- the register is away for a while
 
 

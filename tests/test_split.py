@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.comms import Communicator, PeerFailed, Revoked
+from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 
@@ -75,6 +75,10 @@ def test_a_failure_is_told_in_ranks_of_the_whole() -> None:
             unknown.communicator = "another"
             assert comm.in_its_ranks(other) is other
             assert isinstance(comm.in_its_ranks(unknown), Revoked), "nobody is blamed"
+            late = OpTimeout("recv", 1, 0.5, [0])
+            late.communicator = part.name
+            there: Any = comm.in_its_ranks(late)
+            assert there.missing_ranks == (2,)
             return translated.ranks
 
     with LocalCluster(3, "inproc") as ranks:

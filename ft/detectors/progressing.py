@@ -1,8 +1,9 @@
 """`progress`: an op that some ranks have entered and one has not.
 
 A rank that waits inside of an op for the suspect time asks the others how far they are; how far those of its host are
-it sees in shared memory. Whoever is behind is looked at, and said so in the log. When the op's time is up it is ended,
-or suspected if it is on another host: so one rank that hangs costs the others an op, not the job.
+it sees in shared memory. Whoever is behind is looked at, and said so in the log. When the op's time is up, and the
+suspect time has brought newer words of all that can speak, it is ended, or suspected if it is on another host: so one
+rank that hangs costs the others an op, not the job.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class Progressing(Detector):
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
         self._progress = Progress(surroundings.me, surroundings.timeouts, cpu_ticks)
+        self._late: tuple[View, OpTimeout, float] | None = None
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         self._progress.follow(view)
+        if self._late is not None and (view is None or view.epoch != self._late[0].epoch):
+            self._late = None
 
     def beat(self, now: float) -> None:
         if self._progress.waiting(now):
@@ -53,12 +57,22 @@ class Progressing(Detector):
         self._progress.here(self.surroundings.place(), now)
         for late in self._progress.look(now):
             self.surroundings.note("late", member=late.member, op=late.op, evidence=late.evidence)
+        if self._late is not None and now - self._late[2] >= self.surroundings.timeouts.suspect:
+            (view, failure, _), self._late = self._late, None
+            self._blame(view, failure, now)
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:
         if not isinstance(failure, OpTimeout):
             return
+        if failure.joint:  # what is known of the others is as old as their last heartbeats
+            self._late = (view, failure, now)
+            self.surroundings.send_all(self._say(self.surroundings.place(), asking=True))
+        else:
+            self._blame(view, failure, now)
+
+    def _blame(self, view: View, failure: OpTimeout, now: float) -> None:
         me = self.surroundings.me
-        behind = self._progress.behind()
+        behind = self._progress.behind(failure.joint)
         for member in behind:
             words = f"it held up {failure.op} until its time was up: {self._progress.words(member.id, now)}"
             if member.peer.host == me.peer.host:
