@@ -89,6 +89,12 @@ def run(
     spares: Annotated[int, typer.Option(min=0, help="Further processes that wait for a rank to die.")] = 0,
     backend: Annotated[str, typer.Option(help="A backend, or several in order of preference: ucx,gloo.")] = "shm",
     job: Annotated[str, typer.Option(help="The name of the job.")] = "job",
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0.0, show_default="no limit", help="Seconds that processes may go on after the job's last step."
+        ),
+    ] = float("inf"),
     logs: Annotated[Path | None, typer.Option(help="Keep event logs and flight recordings in this folder.")] = None,
 ) -> None:
     """Run a script as one job: size + spares processes on this machine, each of which joins by ft.Session().
@@ -107,7 +113,12 @@ def run(
     without it; nothing is restarted. All processes end with this command.
     Output is shown with the number of the process in front.
 
-    Exit status: 0 only if the job finished.
+    After the last step the members of the job go on as long as they
+    like, or for --grace seconds; one that is stopped, or a spare, is ended
+    5 s after the last of them.
+
+    Exit status: 0 only if the job finished and its last members exited
+    with 0 as well.
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.launch import Plan, launch, python_command
@@ -115,7 +126,7 @@ def run(
     if not Path(script).is_file():
         raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
     try:
-        status = launch(Plan(python_command(script, arguments or ()), size, spares, backend, job), logs)
+        status = launch(Plan(python_command(script, arguments or ()), size, spares, backend, job, grace), logs)
     except (HoldfastError, ValueError) as error:
         typer.echo(f"holdfast run: {error}", err=True)
         raise typer.Exit(2) from error

@@ -29,22 +29,26 @@ from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
 from holdfast.ft.view import View
 from holdfast.harness.contract import LocalContract
-from holdfast.harness.spawning import die_with_parent
+from holdfast.harness.spawning import die_with_parent, how_it_ended
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 GRACE = 5.0
-"""Seconds from SIGTERM to SIGKILL, and from the end of the job to the end of processes that linger."""
+"""Seconds from SIGTERM to SIGKILL, and from the end of the job, or of its last member, to that of who lingers."""
+
+LOOK = 0.25
+"""Seconds between two looks at the register."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: `size` + `spares` processes of `command`."""
+    """What to start: `size` + `spares` processes of `command`. They may go on for `grace` seconds after the job."""
 
     command: tuple[str, ...]
     size: int
     spares: int = 0
     backend: str = "shm"
     job: str = "job"
+    grace: float = float("inf")
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.spares < 0:
@@ -63,7 +67,7 @@ class Launcher:
         self._partial: dict[int, bytes] = {}
 
     def run(self) -> int:
-        """Start all, show what they write until they are gone, and say whether the job finished (0) or not (1)."""
+        """Start all, show what they write until they are gone, and say whether the job ended well (0) or not (1)."""
         try:
             self._start()
             self._follow()
@@ -99,23 +103,39 @@ class Launcher:
             self._selector.register(pidfd, selectors.EVENT_READ, number)
 
     def _follow(self) -> None:
-        """Until all processes are gone, or a while after the job is over."""
-        look, end = time.monotonic(), float("inf")
-        while any(process.returncode is None for process in self._processes):
-            for key, _ in self._selector.select(0.5):
-                if isinstance(key.fileobj, int):
-                    self._selector.unregister(key.fileobj)
-                    os.close(key.fileobj)
-                    self._reap(key.data)
-                else:
-                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+        """Until all processes are gone, or the job is over and who still runs has had its time."""
+        look, over = time.monotonic(), None
+        began = busy = look
+        while self._running():
+            self._turn(LOOK)
             now = time.monotonic()
-            if now >= end:
+            if now < look:
+                continue
+            look = now + LOOK
+            if over is None:
+                over = self._over()
+                began = busy = now
+            elif self._members_at_work(over):
+                busy = now
+            if over is not None and now >= min(began + self._plan.grace, busy + GRACE):
+                for number, process in enumerate(self._processes):
+                    if process.returncode is None:
+                        text = f"still ran {now - began:.1f} s after the job was over: it is ended (pid {process.pid})"
+                        self._say(number, text, "bold red")
                 return
-            if now >= look and end == float("inf"):
-                look = now + 0.25
-                if self._job_is_over():
-                    end = now + GRACE
+
+    def _running(self) -> bool:
+        return any(process.returncode is None for process in self._processes)
+
+    def _turn(self, seconds: float) -> None:
+        """Wait for something to happen, but not longer than this, and see to it."""
+        for key, _ in self._selector.select(seconds):
+            if isinstance(key.fileobj, int):
+                self._selector.unregister(key.fileobj)
+                os.close(key.fileobj)
+                self._reap(key.data)
+            else:
+                self._read(key.fileobj, key.data)  # type: ignore[arg-type]
 
     def _read(self, stream: IO[bytes], number: int) -> None:
         data = os.read(stream.fileno(), 1 << 16)
@@ -131,12 +151,11 @@ class Launcher:
                 self._say(number, line)
 
     def _reap(self, number: int) -> None:
+        """A process has ended: what is left of its group is killed while the number of the group is still its own."""
         process = self._processes[number]
-        code = process.wait()
-        if code < 0:
-            self._say(number, f"was ended by {signal.Signals(-code).name} (pid {process.pid})", "bold red")
-        elif code > 0:
-            self._say(number, f"exited with status {code} (pid {process.pid})", "bold red")
+        _signal_group(process, signal.SIGKILL)
+        if code := process.wait():
+            self._say(number, f"{how_it_ended(code)} (pid {process.pid})", "bold red")
 
     def _say(self, number: int, line: str, style: str = "") -> None:
         colour = COLOURS[number % len(COLOURS)]
@@ -146,23 +165,34 @@ class Launcher:
         with self._contract.register() as register:
             return register.read()
 
-    def _job_is_over(self) -> bool:
+    def _over(self) -> View | None:
+        """The last view of the job, once it is over."""
         view = self._view()
-        return view is not None and view.phase in ("finished", "failed")
+        return view if view is not None and view.phase in ("finished", "failed") else None
+
+    def _members_at_work(self, last: View) -> bool:
+        """Whether a member of a finished job goes on after the last step; one that is stopped does not."""
+        return last.phase == "finished" and any(
+            process.returncode is None and not _is_stopped(process.pid) for process in self._members(last).values()
+        )
+
+    def _members(self, view: View) -> dict[int, subprocess.Popen[bytes]]:
+        """The processes of the members of a view, by rank."""
+        processes = {process.pid: process for process in self._processes}
+        ranks = enumerate(member.peer.pid for member in view.members)
+        return {rank: processes[pid] for rank, pid in ranks if pid in processes}
 
     def _end(self) -> None:
         """End what still runs, groups and all."""
-        for number in (signal.SIGTERM, signal.SIGCONT):
+        for sent in (signal.SIGTERM, signal.SIGCONT):
             for process in self._processes:
-                _signal_group(process, number)
+                _signal_group(process, sent)
         deadline = time.monotonic() + GRACE
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
+        while self._running() and (left := deadline - time.monotonic()) > 0:
+            self._turn(left)
+        for number, process in enumerate(self._processes):
+            if process.returncode is None:
+                self._reap(number)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
@@ -183,7 +213,11 @@ class Launcher:
             self._fail("no process joined the job: the script must join by holdfast.ft.Session()")
             return 1
         if view.phase == "finished":
-            return 0
+            failed = {rank: process.returncode for rank, process in self._members(view).items() if process.returncode}
+            if failed:
+                how = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in failed.items())
+                self._fail(f"all steps are done, but {how}")
+            return 1 if failed else 0
         codes = [process.returncode for process in self._processes]
         why = view.reason if view.phase == "failed" else f"it was {view.phase} in epoch {view.epoch} when all ended"
         self._fail(f"the job did not finish: {why}; exit statuses {codes}")
@@ -199,6 +233,11 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             pass
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process that was not reaped yet is stopped, by a signal for example."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
 
 
 @contextmanager
@@ -217,7 +256,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def launch(plan: Plan, log_directory: Path | None = None) -> int:
-    """Run the job; the exit status: 0 only if it finished, 130 if interrupted.
+    """Run the job; the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
 
     Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError.
     """

@@ -32,7 +32,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.channel import Channel
 from holdfast.harness.output import tail
-from holdfast.harness.spawning import PACKET, Boot, Exited, Preload, Ready, Refused, Spawn
+from holdfast.harness.spawning import PACKET, Boot, Exited, Preload, Ready, Refused, Spawn, how_it_ended
 
 _START_TIMEOUT = 180.0
 """Seconds for the first import of torch, which is slow on a cold disk."""
@@ -58,10 +58,7 @@ class Exit:
         return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
 
     def __str__(self) -> str:
-        if self.signal is not None:
-            return f"was ended by {signal.Signals(self.signal).name}"
-        assert self.status is not None
-        return f"exited with status {os.waitstatus_to_exitcode(self.status)}"
+        return how_it_ended(-signal.SIGKILL if self.status is None else os.waitstatus_to_exitcode(self.status))
 
 
 class Process:
@@ -290,8 +287,7 @@ class ZygoteClient:
             return StartFailed(f"the zygote (pid {self.pid}) hung up")
         self._log.seek(0)
         text = self._log.read().decode(errors="replace").strip()[-_TAIL:]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return StartFailed(f"the zygote (pid {self.pid}) {how}" + (f":\n{text}" * bool(text)))
+        return StartFailed(f"the zygote (pid {self.pid}) {how_it_ended(code)}" + (f":\n{text}" * bool(text)))
 
 
 _shared: ZygoteClient | None = None

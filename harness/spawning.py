@@ -66,3 +66,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def how_it_ended(code: int) -> str:
+    """What became of a process, in words; `code` is negative for a signal, as `subprocess` has it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.harness.launch import Plan, launch, python_command
+
 COMMAND = Path(sys.executable).parent / "holdfast"
 
 
@@ -273,4 +275,85 @@ def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> Non
     deadline = time.monotonic() + 10.0
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.02)
+
+
+# -- run: after the last step
+
+
+STEPS = """
+from holdfast import ft
+with ft.Session() as session:
+    for attempt in session.steps(2):
+        with attempt:
+            pass
+"""
+
+
+def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
+    """The exit status of a job of one rank that goes on after its steps."""
+    path = tmp_path / "script.py"
+    path.write_text(STEPS + textwrap.dedent(after_the_steps))
+    return launch(Plan(python_command(str(path), [str(tmp_path)]), 1, **plan))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not of the job's last view, or stopped, is given hardly any time after its end."""
+    monkeypatch.setattr("holdfast.harness.launch.GRACE", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> None:
+    status = launched(
+        tmp_path,
+        """
+        import pathlib, sys, time
+        time.sleep(2.0)
+        pathlib.Path(sys.argv[1], "model").touch()
+        """,
+    )
+    assert status == 0
+    assert (tmp_path / "model").exists()
+
+
+def test_run_fails_if_a_rank_fails_after_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched(tmp_path, "import sys; sys.exit(3)") == 1
+    assert "rank 0 exited with status 3" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("lingering", "grace"),
+    [("import time; time.sleep(600)", 1.0), ("import os; os.kill(os.getpid(), 19)", float("inf"))],
+    ids=["sleeps past its grace", "is stopped"],
+)
+def test_run_says_whom_it_ended_after_the_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lingering: str, grace: float
+) -> None:
+    assert launched(tmp_path, lingering, grace=grace) == 1
+    assert "[0] still ran" in (output := capsys.readouterr().out)
+    assert "rank 0 was ended by SIGTERM" in output
+
+
+# -- run: what ranks leave behind
+
+
+@pytest.mark.parametrize("end", ["signal.SIGKILL", "signal.SIGRTMIN + 1"])
+def test_run_ends_what_a_dead_rank_had_started(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str) -> None:
+    path = script(
+        tmp_path,
+        f"""
+        import os, signal, subprocess
+        print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
+        os.kill(os.getpid(), {end})
+        """,
+    )
+    assert launch(Plan(python_command(str(path), ()), 1)) == 1
+    output = capsys.readouterr().out
+    assert "was ended by" in output
+    child = int(output.split("child ")[1].split()[0])
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{child}").exists() and "sleep" in Path(f"/proc/{child}/cmdline").read_text():
+        assert time.monotonic() < deadline, f"the child (pid {child}) still runs"
         time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 from holdfast.ft.processes import fatal_signal, open_threads_of
 from holdfast.harness.channel import Channel
 from holdfast.harness.processes import Process, zygote
+from holdfast.harness.spawning import how_it_ended
 
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
@@ -72,7 +72,7 @@ class ForkedWorker:
         if number:
             self._unwatch()
             self._dying = True
-            self._on_exit(f"process {self.pid} was ended by {signal.Signals(number).name}")
+            self._on_exit(f"process {self.pid} {how_it_ended(-number)}")
 
     def _unwatch(self) -> None:
         self._following.cancel()
