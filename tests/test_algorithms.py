@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -108,6 +109,21 @@ def test_every_all_reduce_gives_equal_and_right_bits(name: str, size: int) -> No
         inputs = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
         torch.testing.assert_close(results[0][position], torch.stack(inputs).sum(0))
         assert all(torch.equal(results[0][position], other[position]) for other in results)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM])
+def test_every_rank_keeps_the_same_zero_and_the_same_nan(name: str, op: ReduceOp) -> None:
+    """0.0 equals -0.0, and NaNs differ in bits that no comparison sees."""
+
+    def body(transport: QueueTransport) -> bytes:
+        sign = 1.0 if transport.rank in (0, 3) else -1.0
+        tensor = torch.tensor([sign * 0.0, sign * math.nan] * 4)
+        ALL_REDUCES[name](transport._exchange("all_reduce", soon()), tensor, op)
+        return tensor.numpy().tobytes()
+
+    for size in range(2, 6):
+        assert len(set(in_ranks(size, body))) == 1
 
 
 @pytest.mark.parametrize("size", range(1, 9))

@@ -51,10 +51,14 @@ def kind(dtype: torch.dtype, op: ReduceOp) -> int:
     return known
 
 
-def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp) -> None:
-    """target = target op other, of two contiguous tensors alike (the sum, for avg and premul_sum)."""
-    at = target.data_ptr()
-    _native.combine(kind(target.dtype, op), at, at, other.data_ptr(), target.numel())
+def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp, other_first: bool = False) -> None:
+    """target = target op other, of two contiguous tensors alike (the sum, for avg and premul_sum).
+
+    With `other_first` it is other op target: the same number, but of equal zeros or several NaNs another may stay.
+    """
+    at, there = target.data_ptr(), other.data_ptr()
+    first, second = (there, at) if other_first else (at, there)
+    _native.combine(kind(target.dtype, op), at, first, second, target.numel())
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:

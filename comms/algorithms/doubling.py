@@ -18,7 +18,7 @@ from holdfast.comms.ops import ReduceOp
 def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
     """Recursive doubling, in place. log2 n messages of b bytes: for small tensors.
 
-    Both partners compute the same sum of the same two values, so all ranks get equal bits.
+    Both partners compute the same sum of the same two values in the same order, so all ranks get equal bits.
     """
 
     def body(rank: int, ranks: int) -> None:
@@ -27,7 +27,7 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
         while distance < ranks:
             partner = rank ^ distance
             exchange.swap(flat, partner, arriving, partner)
-            combine(flat, arriving, op)
+            combine(flat, arriving, op, other_first=partner < rank)
             distance *= 2
 
     _folded(exchange, flat, op, body)
