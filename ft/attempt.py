@@ -45,6 +45,7 @@ class Attempt:
         self.shards = self.share(comm.rank, comm.size)
         self.committed = False
         self.entered = False
+        self.settled = False
         self._transaction = transaction
 
     def __repr__(self) -> str:
@@ -81,11 +82,13 @@ class Attempt:
                 self.committed = self._transaction.recover(failure)
             else:
                 self.committed = True
+            self.settled = True
             return False
         cause = error if isinstance(error, FAILURES) else self._failure_behind(error)
         if cause is None:
             return False
         self.committed = self._transaction.recover(cause)
+        self.settled = True
         return True
 
     def _failure_behind(self, error: BaseException) -> HoldfastError | None:

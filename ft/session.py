@@ -271,6 +271,11 @@ class Session:
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
+            if not attempt.settled:
+                raise HoldfastError(
+                    f"step {attempt.step} ended here in an error that was caught outside of `with attempt:`, while the "
+                    "other ranks went on with it; let the error leave the session, or catch it inside of the block"
+                )
         self._events.emit("finished", step=self._ledger.done - 1)
 
     def _enter_job(self, runtime: Runtime) -> None:

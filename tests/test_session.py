@@ -389,6 +389,25 @@ def test_a_users_own_error_takes_that_rank_out_and_nobody_else() -> None:
     assert steps == [19, 19]
 
 
+def test_an_error_that_is_caught_around_an_attempt_takes_that_rank_out_before_it_can_do_the_step_again() -> None:
+    """Its op would be taken for one of the commit, in which the others wait already."""
+
+    def go_on_regardless(session: Session) -> int:
+        for attempt in session.steps(5):
+            with suppress(KeyError), attempt:
+                attempt.comm.barrier()
+                if attempt.step == 2 and attempt.rank == 1:
+                    raise KeyError("a bug of the user")
+        return session.step
+
+    with cluster(2) as ranks:
+        job = ranks.start(go_on_regardless)
+        assert job.results() == [5]
+        (left,) = [event["error"] for event in job.events() if event["kind"] == "error"]
+        assert check([event_of(event) for event in job.events()]) == []
+    assert "step 2 ended here in an error that was caught outside of `with attempt:`" in left
+
+
 def test_a_rank_that_holds_up_an_op_until_its_time_is_up_is_ended_and_the_others_go_on() -> None:
     def late(session: Session) -> str:
         for attempt in session.steps(3):
