@@ -2,7 +2,8 @@
 
 Gloo cannot abort: what frees a blocked op is shutting down the group's sockets, so this transport keeps a duplicate of
 each. A watcher thread does so too, the moment the kernel says that a peer on this host is gone. What gloo does not have
-(uneven lists, dtypes it does not reduce) is made of its all-to-all and all-gather of bytes.
+(uneven lists, dtypes it does not reduce, minima and maxima that keep NaNs) is made of its all-to-all and all-gather of
+bytes.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class GlooTransport(TorchGroup):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
-        if tensor.dtype in _NATIVE_DTYPES:
+        if tensor.dtype in _NATIVE_DTYPES and not (tensor.dtype.is_floating_point and op.name in ("min", "max")):
             if given is not tensor:
                 tensor.copy_(given)
             self._collective(

@@ -5,6 +5,7 @@ Fixtures: `ranks`, a cluster over the backend that is checked; `backend`, its na
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +123,27 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
                 assert torch.equal(positive, torch.full((count,), 40 + (comm.size - 1) // 2, dtype=dtype))
 
     ranks.run(body)
+
+
+def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
+    """Equal bits on all ranks, also where numbers are equal whose bits are not; and whose NaN it was does not matter."""
+
+    def body(comm: Communicator) -> list[bytes]:
+        found = []
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), FLOATS):
+            for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
+                for odd in range(comm.size):
+                    zero = torch.full((3,), -0.0 if comm.rank == odd else 0.0, dtype=dtype)
+                    several = torch.full((3,), -math.nan if comm.rank == odd else math.nan, dtype=dtype)
+                    one = torch.full((3,), math.nan if comm.rank == odd else 1.0, dtype=dtype)
+                    for tensor in (zero, several, one):
+                        comm.all_reduce(tensor, op)
+                        found.append(bytes(tensor.view(torch.uint8).numpy()))
+                    assert bool((zero == 0).all() and torch.isnan(torch.cat([several, one])).all())
+        return found
+
+    outcomes = ranks.run(body)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 def test_payloads_of_many_segments(ranks: LocalCluster) -> None:
