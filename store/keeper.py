@@ -48,13 +48,14 @@ _log = logging.getLogger("holdfast.store")
 
 @dataclass(slots=True)
 class _Kept:
-    """A part in this process. From the register's version `listed` on the catalogue decides whether it
-    stays; None while somebody here is still bringing it in.
+    """A part in this process. It stays while somebody here is still `bringing` it; from the register's version
+    `listed` on the catalogue decides.
     """
 
     region: Region
     memory: torch.Tensor
-    listed: int | None = None
+    bringing: int = 0
+    listed: int = 0
 
 
 class Keeper:
@@ -125,26 +126,25 @@ class Keeper:
             self._spare = [memory, *self._spare][:SPARE_BUFFERS]
 
     def keep(self, key: Key, memory: torch.Tensor, nbytes: int) -> Replica:
-        """Expose a part. It stays at least until `decide`."""
+        """Expose a part. It stays at least until whoever brings it has called `decide`."""
         region = self._plane.expose(memory[:nbytes])
         with self._lock:
-            earlier = self._kept.get(key)
-            if earlier is None:
-                self._kept[key] = _Kept(region, memory)
-        if earlier is not None:
+            kept = self._kept.setdefault(key, _Kept(region, memory))
+            kept.bringing += 1
+        if kept.region is not region:
             region.close()
             self.give_back(memory)
-            region = earlier.region
-        return Replica(self.holder.id, region.handle)
+        return Replica(self.holder.id, kept.region.handle)
 
     def decide(self, key: Key, at: int, catalog: Catalog) -> bool:
-        """From now on the catalogue decides whether a part stays; it is `catalog` at the register's version
-        `at`. Says whether the part stays.
+        """Once for each `keep`: from now on the catalogue decides whether a part stays; it is `catalog` at the
+        register's version `at`. Says whether the part stays.
         """
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
-                kept.listed = at
+                kept.bringing -= 1
+                kept.listed = max(kept.listed, at)
         self._let_go(at, catalog)
         with self._lock:
             return key in self._kept
@@ -156,7 +156,7 @@ class Keeper:
             over = [
                 key
                 for key, kept in self._kept.items()
-                if kept.listed is not None and kept.listed <= at and kept.region.handle not in listed
+                if not kept.bringing and kept.listed <= at and kept.region.handle not in listed
             ]
             gone = [self._kept.pop(key) for key in over]
         for kept in gone:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from waiting import eventually
 
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
+from holdfast.store.catalog import Catalog
 
 
 @pytest.fixture
@@ -334,3 +336,35 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Ch
         start(a_holder, url).hear()
         store.publish(1, weights(2))
         assert read(store, 1) == 2.0
+
+
+def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has read that they are deleted, and acts on it after they were announced anew."""
+    has_read, announced, has_acted = threading.Event(), threading.Event(), threading.Event()
+
+    def observe(kind: str, _: dict[str, object]) -> None:
+        if kind == "announced" and has_read.is_set():
+            announced.set()
+            has_acted.wait(5.0)
+
+    with WeightStore(f"memory://{tmp_path}", observe=observe) as store:
+        store.publish(1, weights(4.0))
+        let_go = store._keeper._let_go
+
+        def late(at: int, catalog: Catalog) -> None:
+            if threading.current_thread() is store._keeper._thread and not catalog.versions:
+                has_read.set()
+                announced.wait(5.0)
+                let_go(at, catalog)
+                has_acted.set()
+            else:
+                let_go(at, catalog)
+
+        monkeypatch.setattr(store._keeper, "_let_go", late)
+        store.delete(1)
+        assert has_read.wait(5.0)
+        store.publish(1, weights(4.0))
+        assert has_acted.is_set()
+        assert read(store, 1) == 4.0
