@@ -63,11 +63,14 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """A lease: the version stays until the pin is released, or the process `peer` ends."""
+    """A lease: the version stays until the pin is released, the store `holder` (its id) closes, or its process `peer`
+    ends.
+    """
 
     id: str
     version: int
     peer: Peer
+    holder: str = ""
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):

@@ -38,17 +38,17 @@ class HasUrl(Protocol):
 
 
 class Lease:
-    """A version that stays in the store until `release`, or the end of this process. A context manager."""
+    """A version that stays until `release`, or until its store closes or this process ends. A context manager."""
 
     def __init__(self, version: int, release: Callable[[], None]) -> None:
         self.version = version
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Idempotent."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        """Idempotent. Raises `RegisterAway` while the register cannot be reached; the version stays until then."""
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def __enter__(self) -> Lease:
         return self
@@ -247,13 +247,17 @@ class WeightStore:
         return there[-1]
 
     def pin(self, version: int | Literal["latest"]) -> Lease:
-        """Keep a version until the lease is released, or this process ends. Raises `NoSuchVersion`."""
+        """Keep a version until the lease is released, or this store closes. Raises `NoSuchVersion`."""
         self._check_usable()
         wanted = _wanted(version)
-        lease, me = secrets.token_hex(6), this_process()
+        lease, me = secrets.token_hex(6), self._keeper.holder
         _, catalog = self._book.change(lambda now: transitions.pin(now, wanted, lease, me))
         number = next(each.version for each in catalog.pins if each.id == lease)
-        return Lease(number, lambda: self._change(lambda now: transitions.unpin(now, lease)))
+        return Lease(number, lambda: self._unpin(lease))
+
+    def _unpin(self, lease: str) -> None:
+        if self._ending.alive:
+            self._change(lambda now: transitions.unpin(now, lease))
 
     def rollback(self, version: int) -> None:
         """Make `version` the latest. Newer ones can still be had by number until they are superseded or

@@ -9,7 +9,7 @@ After every transition `_settle` makes complete versions visible and lets supers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import xxhash
 from msgspec.structs import replace
@@ -136,15 +136,13 @@ def may_depart(catalog: Catalog, holder_id: str) -> bool:
 
 
 def depart(catalog: Catalog, holder_id: str) -> Catalog:
-    """A holder is closed, and its replicas with it."""
-    return _remove(catalog, {holder_id})
+    """A store is closed, and its replicas and pins with it."""
+    return _remove(_unpinned(catalog, lambda each: each.holder == holder_id), {holder_id})
 
 
 def bury(catalog: Catalog, dead: Collection[Peer]) -> Catalog:
     """Processes are gone, with their replicas, their pins, and what they were publishing."""
-    pins = tuple(pin for pin in catalog.pins if pin.peer not in dead)
-    if len(pins) < len(catalog.pins):
-        catalog = _settle(replace(catalog, pins=pins))
+    catalog = _unpinned(catalog, lambda each: each.peer in dead)
     return _remove(catalog, {holder.id for holder in catalog.holders if holder.peer in dead})
 
 
@@ -192,15 +190,15 @@ def missing(catalog: Catalog, holder_id: str) -> Iterator[tuple[Version, Shard, 
 # -- readers and owners
 
 
-def pin(catalog: Catalog, wanted: int | str, pin_id: str, peer: Peer) -> Catalog:
-    """Keep a visible version. Raises `NoSuchVersion`."""
-    lease = Pin(pin_id, catalog.need(wanted).number, peer)
+def pin(catalog: Catalog, wanted: int | str, pin_id: str, holder: Holder) -> Catalog:
+    """Keep a visible version for the store of `holder`, which need not keep any itself. Raises `NoSuchVersion`."""
+    lease = Pin(pin_id, catalog.need(wanted).number, holder.peer, holder.id)
     return catalog if lease in catalog.pins else replace(catalog, pins=(*catalog.pins, lease))
 
 
 def unpin(catalog: Catalog, pin_id: str) -> Catalog:
     """Release a pin."""
-    return _settle(replace(catalog, pins=tuple(each for each in catalog.pins if each.id != pin_id)))
+    return _unpinned(catalog, lambda each: each.id == pin_id)
 
 
 def rollback(catalog: Catalog, number: int) -> Catalog:
@@ -240,6 +238,12 @@ def _without(catalog: Catalog, numbers: Collection[int]) -> Catalog:
     if latest in numbers:
         latest = max((each.number for each in versions if each.visible), default=None)
     return replace(catalog, versions=versions, latest=latest)
+
+
+def _unpinned(catalog: Catalog, gone: Callable[[Pin], bool]) -> Catalog:
+    """Without some pins, and what only they kept."""
+    pins = tuple(each for each in catalog.pins if not gone(each))
+    return catalog if len(pins) == len(catalog.pins) else _settle(replace(catalog, pins=pins))
 
 
 def _remove(catalog: Catalog, gone: Collection[str]) -> Catalog:

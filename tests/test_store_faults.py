@@ -17,6 +17,7 @@ from children import Child, children
 from waiting import eventually
 
 from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog import Catalog
 
@@ -336,6 +337,34 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Ch
         start(a_holder, url).hear()
         store.publish(1, weights(2))
         assert read(store, 1) == 2.0
+
+
+def test_a_lease_that_could_not_be_released_can_be_released_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise RegisterAway(url, "it is locked")
+
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1))
+        lease = store.pin(1)
+        with monkeypatch.context() as broken:
+            broken.setattr(store._book, "change", away)
+            with pytest.raises(RegisterAway):
+                lease.release()
+        lease.release()
+        lease.release()
+        store.delete(1)
+
+
+def test_a_closed_store_pins_nothing(url: str) -> None:
+    with WeightStore(url, replicas=1) as holder:
+        holder.publish(1, weights(1))
+        with WeightStore(url, hold=False) as reader:
+            lease, other = reader.pin(1), holder.pin(1)
+        lease.release()
+        with pytest.raises(Mismatch, match="pinned"):
+            holder.delete(1)
+        other.release()
+        holder.delete(1)
 
 
 def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(

@@ -171,14 +171,14 @@ class Catalogue(RuleBasedStateMachine):
         assert transitions.disown(self.catalog, holder.id, ()) == self.catalog
         self.forget_lost()
 
-    @rule(number=numbers, peer=st.sampled_from(PEERS))
-    def pin(self, number: int, peer: Peer) -> None:
-        allowed = self.apply(lambda now: transitions.pin(now, number, f"pin{number}{peer.pid}", peer))
+    @rule(number=numbers, holder=holders)
+    def pin(self, number: int, holder: Holder) -> None:
+        allowed = self.apply(lambda now: transitions.pin(now, number, f"pin{number}{holder.id}", holder))
         assert allowed == (number in self.catalog.visible())
 
-    @rule(number=numbers, peer=st.sampled_from(PEERS))
-    def unpin(self, number: int, peer: Peer) -> None:
-        self.apply(lambda now: transitions.unpin(now, f"pin{number}{peer.pid}"))
+    @rule(number=numbers, holder=holders)
+    def unpin(self, number: int, holder: Holder) -> None:
+        self.apply(lambda now: transitions.unpin(now, f"pin{number}{holder.id}"))
 
     @rule(number=numbers)
     def rollback(self, number: int) -> None:
