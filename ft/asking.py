@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -42,7 +43,13 @@ class Asking:
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
         self._number = 0
+        self._away_since: float | None = None
         self._reading = self._ended = False
+
+    @property
+    def away(self) -> float:
+        """For how many seconds no compare-and-set has been answered; 0 if the last one was."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
     def read(self) -> None:
         """Show the newest view, soon; nothing if the register is away."""
@@ -83,6 +90,11 @@ class Asking:
         self._number += 1
         if self._deadline is not None:
             self._deadline.cancel()
+        if not isinstance(answer, v.CasFailed):
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = time.monotonic()
+            _log.warning("nothing can be agreed for now: %s", answer.reason)
         self._answered(answer)
 
     def _read(self) -> v.ViewRead | None:

@@ -32,6 +32,7 @@ from holdfast.ft.links import Links
 from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
 from holdfast.ft.register import Register
+from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telling import left_to_another
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.topology import Shape
@@ -291,6 +292,9 @@ class Reactor:
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, v.CasFailed):
             self._events.emit("register_away", reason=answer.reason)
+            if self._tenure.view is None and self._asking.away >= self._settings.timeouts.rebuild:
+                why = f"nobody runs the job, and nothing can be agreed for {self._asking.away:.3g} s: {answer.reason}"
+                self._tenure.end(RegisterAway(self._settings.register, why))
         if isinstance(answer, v.CasWon):
             self._reach("rebuild.after_propose")
             self._announce(answer.view)

@@ -211,7 +211,8 @@ class Session:
         """Attempts at steps 0 to `total` - 1, each of which comes again until it is committed; the job ends after them.
 
         A spare waits in here until it is promoted or the job is finished. Whatever can no longer be gone on with ends
-        in an error that says why: `StaleEpoch` if this process was evicted.
+        in an error that says why: `StaleEpoch` if this process was evicted, `RegisterAway` if nobody runs the job
+        and the register is away for longer than `rebuild`.
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 0:
             raise ValueError(f"steps({total!r}): how many must be a whole number, 0 or more")

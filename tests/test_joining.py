@@ -164,6 +164,14 @@ def test_a_job_that_nobody_else_joins_ends_with_the_reason(contract: dict[str, A
         Session(**contract, size=2, min_size=2)
 
 
+def test_a_founder_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
+    with Session(**contract, size=2) as session:
+        (tmp_path / "job.sqlite").unlink()
+        with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
+            one_step(session)
+
+
 def test_a_job_begins_with_fewer_than_it_wants_if_that_is_enough(contract: dict[str, Any]) -> None:
     with Session(**contract, size=2) as session:
         assert one_step(session) == 1
@@ -189,6 +197,18 @@ def test_a_finished_job_has_nothing_to_do_for_who_comes_late(contract: dict[str,
         one_step(session)
     with Session(**contract, size=1) as late:
         assert list(late.steps(1)) == []
+
+
+def test_a_spare_whose_job_died_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
+    with children() as start:
+        member = start(work, contract, 2, str(tmp_path / "gate"), {"size": 1})
+        member.hear()
+        with Session(**contract, size=1) as spare:
+            (tmp_path / "job.sqlite").unlink()
+            member.kill()
+            with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
+                one_step(spare)
 
 
 # -- coming later
