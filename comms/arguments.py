@@ -15,6 +15,9 @@ from holdfast.comms.plugins import BackendInfo
 Tensor = torch.Tensor
 _STRIDED = torch.strided
 
+TAGS = 1 << 30
+"""Tags are below: mpi has room for no more."""
+
 
 class Arguments:
     """The checks of one communicator: its rank, size, device, and what its backend can do."""
@@ -68,6 +71,15 @@ class Arguments:
         """ValueError unless it is a rank of this communicator."""
         if not isinstance(rank, int) or not 0 <= rank < self._size:
             raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
+
+    def message(self, tensor: Any, peer: Any, what: str, tag: Any) -> None:
+        """As `movable`; ValueError unless `peer` is another rank, and `tag` one that every backend can tell."""
+        self.movable(tensor)
+        self.rank(peer, what)
+        if peer == self._rank:
+            raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
+        if not isinstance(tag, int) or not 0 <= tag < TAGS:
+            raise ValueError(f"tag={tag!r} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
 
     def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
         """ValueError unless there is one tensor for each rank, all of `dtype`."""

@@ -330,7 +330,7 @@ class Collectives:
         self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
-        self._check_peer(tensor, dst, "dst")
+        self._check.message(tensor, dst, "dst", tag)
 
         def body(deadline: float) -> None:
             self._transport.send(packed(tensor), dst, tag, deadline)
@@ -341,7 +341,7 @@ class Collectives:
         self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
-        self._check_peer(tensor, src, "src")
+        self._check.message(tensor, src, "src", tag)
 
         def body(deadline: float) -> None:
             flat = packed(tensor)
@@ -359,9 +359,9 @@ class Collectives:
         if len(sends) + len(recvs) != len(batch):
             raise TypeError("batch_send_recv takes holdfast.comms.Send and Recv objects")
         for send in sends:
-            self._check_peer(send.tensor, send.dst, "dst")
+            self._check.message(send.tensor, send.dst, "dst", send.tag)
         for recv in recvs:
-            self._check_peer(recv.tensor, recv.src, "src")
+            self._check.message(recv.tensor, recv.src, "src", recv.tag)
 
         def body(deadline: float) -> None:
             flats = [packed(recv.tensor) for recv in recvs]
@@ -390,12 +390,6 @@ class Collectives:
         return self._executor.issue(
             name, tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *details), tensor, details, peer
         )
-
-    def _check_peer(self, tensor: Tensor, peer: int, what: str) -> None:
-        self._check.movable(tensor)
-        self._check.rank(peer, what)
-        if peer == self.rank:
-            raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

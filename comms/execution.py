@@ -26,6 +26,8 @@ Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
 
 _CLOSE_SECONDS = 10.0
+_LATEST = 1e9
+"""Deadlines are earlier: in nanoseconds, as systems count them, later ones would overflow."""
 
 
 class Executor:
@@ -94,10 +96,15 @@ class Executor:
         try:
             if self._over is not None:
                 self._refuse()
+            try:
+                deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+            except TypeError:
+                raise TypeError(f"timeout={timeout!r}: a timeout is a number of seconds") from None
+            if not deadline < _LATEST:
+                raise ValueError(f"timeout={timeout!r}: every op has an end; pass less than {_LATEST:.0e} seconds")
             self._seq += 1
             self._joint += agreed is not None
             joint = self._joint if agreed is not None else 0
-            deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             if self._agreement is not None and agreed is not None:
                 body = self._agreement.checked(body, name, agreed)
             if self._registry.observed:

@@ -128,10 +128,10 @@ class MessageTransport(Transport):
     # -- point to point
 
     def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
-        self._complete([self._post_send(tensor, dst, tag % USER_TAGS)], deadline, "send", self._op)
+        self._complete([self._post_send(tensor, dst, tag)], deadline, "send", self._op)
 
     def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
-        self._complete([self._post_recv(tensor, src, tag % USER_TAGS)], deadline, "recv", self._op)
+        self._complete([self._post_recv(tensor, src, tag)], deadline, "recv", self._op)
 
     def batch_send_recv(
         self,
@@ -139,6 +139,6 @@ class MessageTransport(Transport):
         recvs: Sequence[tuple[Tensor, int, int]],
         deadline: float,
     ) -> None:
-        posted = [self._post_recv(tensor, src, tag % USER_TAGS) for tensor, src, tag in recvs]
-        posted += [self._post_send(tensor, dst, tag % USER_TAGS) for tensor, dst, tag in sends]
+        posted = [self._post_recv(tensor, src, tag) for tensor, src, tag in recvs]
+        posted += [self._post_send(tensor, dst, tag) for tensor, dst, tag in sends]
         self._complete(posted, deadline, "batch_send_recv", self._op)

@@ -105,9 +105,9 @@ class Lane:
             communicator = self._connected(deadline)
             left = max(deadline - time.monotonic(), 0.001)
             if self._end:
-                communicator.recv(tensor, 0, self._line.tag, timeout=left)
+                communicator.recv(tensor, 0, timeout=left)
             else:
-                communicator.send(tensor, 1, self._line.tag, timeout=left)
+                communicator.send(tensor, 1, timeout=left)
         except PeerFailed as error:
             raise PeerFailed((self._peer,), error.evidence) from None
         except OpTimeout as error:

@@ -9,7 +9,10 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +129,7 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
 
 
 def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
-    """Equal bits on all ranks, also where numbers are equal whose bits are not; and whose NaN it was does not matter."""
+    """Equal bits on all ranks, also of numbers that are equal in other bits; and whose NaN it was does not matter."""
 
     def body(comm: Communicator) -> list[bytes]:
         found = []
@@ -409,6 +412,8 @@ def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) ->
             (ValueError, lambda: comm.reduce(one, comm.size)),
             (ValueError, lambda: comm.send(one, comm.rank)),
             (ValueError, lambda: comm.recv(one, comm.size)),
+            (ValueError, lambda: comm.barrier(timeout=math.nan)),
+            (ValueError, lambda: comm.barrier(timeout=math.inf)),
             (ValueError, lambda: comm.all_gather_single(torch.empty(4 * comm.size + 1), one)),
             (ValueError, lambda: comm.all_gather_single(torch.empty(4 * comm.size, dtype=torch.int64), one)),
             (ValueError, lambda: comm.reduce_scatter_single(one, torch.ones(4 * comm.size + 1))),
@@ -416,6 +421,8 @@ def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) ->
             (ValueError, lambda: comm.split([comm.size])),
             (ValueError, lambda: comm.all_to_all_single(one, one, [5] * comm.size, [5] * comm.size)),
             (ValueError, lambda: comm.all_to_all_single(one, one[:1], [4 * n for n in for_itself], for_itself)),
+            (TypeError, lambda: comm.barrier(timeout="5")),  # type: ignore[arg-type]
+            (TypeError, lambda: comm.barrier(timeout=timedelta(seconds=5))),  # type: ignore[arg-type]
             (TypeError, lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
             (TypeError, lambda: comm.all_reduce(one, "sum")),  # type: ignore[arg-type]
             (Unsupported, lambda: comm.all_reduce(one, ReduceOp.BXOR)),
@@ -424,9 +431,20 @@ def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) ->
             (Unsupported, lambda: comm.all_reduce(one.to_sparse())),
             (Unsupported, lambda: comm.all_reduce(torch.ones(2), ReduceOp.PRODUCT, reproducible=True)),
         ]
+        other = (comm.rank + 1) % comm.size
+        tags: list[Any] = [-1, 1 << 30, 1 << 32, 0.5]
+        for tag in tags:
+            refused += [
+                (ValueError, partial(comm.send, one, other, tag)),
+                (ValueError, partial(comm.recv, one, other, tag)),
+                (ValueError, partial(comm.batch_send_recv, [Send(one, other, tag)])),
+                (ValueError, partial(comm.batch_send_recv, [Recv(one, other, tag)])),
+            ]
+        before = comm.progress
         for error, call in refused:
             with pytest.raises(error):
                 call()
+        assert comm.progress == before and comm.over is None
         assert torch.equal(one, torch.ones(4))
         comm.all_reduce(one)
         assert torch.equal(one, torch.full((4,), float(comm.size)))
