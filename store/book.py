@@ -26,11 +26,11 @@ class Book:
 
     Every method raises `RegisterAway` while the register cannot be reached, and `CorruptData` if its cell
     holds no catalogue. A change after which `RegisterAway` is raised may have been made: transitions may be
-    applied again.
+    applied again. `changed` is told of each change that is known to have been made: what was before, and after.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, changed: Callable[[Catalog, Catalog], None]) -> None:
+        self.url, self._changed = url, changed
         self._cell = open_cell(url, CELL)
         self._lock = threading.Lock()
         self._newest: tuple[int, Catalog] = (0, Catalog())
@@ -55,6 +55,7 @@ class Book:
             if after == before:
                 return version, before
             if self._cell.compare_and_set(version, after.encode()):
+                self._changed(before, after)
                 return version + 1, after
         raise RegisterAway(self.url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")
 

@@ -41,7 +41,8 @@ Key = tuple[int, int, bytes]
 Observe = Callable[[str, dict[str, object]], None]
 """Told of what happens in this process's store, in the thread where it happens: "copied", "announced" and "published"
 (version, part, bytes) by publishers, "replica_made" (version, part), "holders_died" (pids) and "replica_condemned"
-(version, part, holder) by holders, the last one also by readers.
+(version, part, holder) by holders, the last one also by readers; "retired" and "lost" (version) by whoever made the
+change with which a visible version went, "lost" if its last replica went with a holder.
 """
 _log = logging.getLogger("holdfast.store")
 

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -94,11 +95,11 @@ class WeightStore:
         self._observe: Observe = observe or _nobody
         self._manifests: dict[bytes, Manifest] = {}
         with ExitStack() as undo:
-            self._book = Book(self.url)
+            holder = Holder(secrets.token_hex(6), this_process(), leaving=not hold)
+            self._book = Book(self.url, partial(_tell_ended, self._observe, holder.id))
             undo.callback(self._book.close)
             self._plane = memory("inproc" if local and plane == "auto" else plane)
             undo.callback(self._plane.close)
-            holder = Holder(secrets.token_hex(6), this_process(), leaving=not hold)
             self._keeper = Keeper(self._book, self._plane, holder, self._observe)
             if hold:
                 self._keeper.start()
@@ -324,6 +325,11 @@ def _wanted(version: int | str) -> int | str:
             raise ValueError(f"a version is a number or 'latest', not {version!r}")
         return version
     return _number(version, "version")
+
+
+def _tell_ended(observe: Observe, holder_id: str, before: Catalog, after: Catalog) -> None:
+    for kind, number in transitions.ended(before, after, holder_id):
+        observe(kind, {"version": number})
 
 
 def _nobody(kind: str, fields: dict[str, object]) -> None:

@@ -217,6 +217,22 @@ def delete(catalog: Catalog, number: int) -> Catalog:
     return _without(replace(catalog, past=past), [number])
 
 
+# -- what they did
+
+
+def ended(before: Catalog, after: Catalog, holder_id: str) -> Iterator[tuple[str, int]]:
+    """The visible versions that are gone by a change of this holder: "lost" with their last replica, or "retired".
+
+    When the last holder that stays departs the store ends, and nothing is lost by that.
+    """
+    departed = before.holder(holder_id) is not None and after.holder(holder_id) is None
+    if departed and all(holder.leaving for holder in after.holders):
+        return
+    for number in before.visible():
+        if number not in after.visible():
+            yield "lost" if number in after.lost else "retired", number
+
+
 # -- what they are made of
 
 
@@ -292,7 +308,8 @@ def _settle(catalog: Catalog) -> Catalog:
             number = version.number
             past = Past(number, tuple(shard.digest for shard in version.shards))
             latest = number if catalog.latest is None else max(number, catalog.latest)
-            catalog = replace(catalog, latest=latest, past=(*catalog.past, past))
+            lost = tuple(each for each in catalog.lost if each != number)
+            catalog = replace(catalog, latest=latest, past=(*catalog.past, past), lost=lost)
     pinned = {pin.version for pin in catalog.pins}
     visible = catalog.visible()
     kept = {*visible[-catalog.keep :], *pinned, catalog.latest}

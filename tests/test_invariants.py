@@ -237,7 +237,7 @@ def _published_late(run: Run) -> None:
 
 
 def _fetched_after_retirement(run: Run) -> None:
-    run.add("e", "fetched", version=2)
+    run.add("b", "fetched", version=2).add("b", "fetched", version=2)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,17 @@ def test_every_checker_is_seen_failing() -> None:
 
 
 # What is not a violation -------------------------------------------------------------------------------------------
+
+
+def test_a_version_may_be_retired_while_it_is_being_fetched() -> None:
+    run = good_run().add("b", "fetched", version=2)
+    assert names(check(run.events)) == set()
+
+
+def test_a_number_that_was_retired_may_be_published_anew() -> None:
+    run = good_run().add("a", "published", version=2)
+    run.add("b", "fetched", version=2).add("b", "fetched", version=2)
+    assert names(check(run.events)) == set()
 
 
 def test_a_stopped_process_may_miss_its_deadline() -> None:

@@ -339,6 +339,36 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Ch
         assert read(store, 1) == 2.0
 
 
+def test_versions_that_are_lost_are_told(url: str, start: Callable[..., Child]) -> None:
+    lost: list[object] = []
+
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == "lost":
+            lost.append(fields["version"])
+
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    with WeightStore(url, hold=False, observe=observe) as store:
+        for version in (1, 2, 3):
+            store.publish(version, weights(version))
+        assert lost == []
+        for holder in holders:
+            holder.kill()
+        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
+            read(store, 3)
+        assert lost == [2, 3]
+
+
+def test_what_is_superseded_or_deleted_is_told_but_the_end_of_a_store_is_no_loss(url: str) -> None:
+    told: list[tuple[str, object]] = []
+    with WeightStore(url, replicas=1, observe=lambda kind, fields: told.append((kind, fields["version"]))) as store:
+        for version in (1, 2, 3):
+            store.publish(version, weights(version))
+        store.delete(3)
+    assert [each for each in told if each[0] in ("retired", "lost")] == [("retired", 1), ("retired", 3)]
+
+
 def test_a_lease_that_could_not_be_released_can_be_released_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object) -> None:
         raise RegisterAway(url, "it is locked")

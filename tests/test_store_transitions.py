@@ -287,6 +287,15 @@ def test_two_stores_of_one_process_are_one_process() -> None:
     assert catalog.visible() == (1,)
 
 
+def test_a_version_that_was_lost_and_published_anew_is_not_lost() -> None:
+    catalog = transitions.join(Catalog(lost=(1, 2)), HOLDERS[0])
+    first = shard(HOLDERS[0], 1, 0, b"x" * 16)
+    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=1, keep=2, fence=None)
+    assert catalog.visible() == (1,) and catalog.lost == (2,)
+    gone = transitions.bury(catalog, {HOLDERS[0].peer})
+    assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
+
+
 def test_a_version_that_is_not_there_says_why() -> None:
     pending = Version(5, 2, 2, None, False, ())
     catalog = Catalog(versions=(pending,), lost=(3,), pins=(Pin("p", 9, PEERS[0]),))

@@ -18,8 +18,8 @@ class StoreVersions(Checker):
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
         self._published: set[int] = set()
-        self._retired: set[int] = set()
-        self._fetched: dict[str, int] = {}
+        self._retired: dict[int, float] = {}
+        self._fetched: dict[str, Event] = {}
 
     def observe(self, event: Event) -> None:
         if event.kind not in ("published", "fetched", "retired", "lost"):
@@ -32,19 +32,21 @@ class StoreVersions(Checker):
                 if version < newest and version not in self._published:
                     self.violated(event, f"published version {version} after {newest}")
                 self._published.add(version)
+                self._retired.pop(version, None)
             case "fetched":
                 self._check_fetched(event, version)
             case "retired":
-                self._retired.add(version)
-            case "lost" if version not in self._retired:
+                self._retired[version] = event.time
+            case "lost":
                 self.violated(event, f"version {version} is lost: no holder has it any more")
 
     def _check_fetched(self, event: Event, version: int) -> None:
-        before = self._fetched.get(event.process, -1)
+        last = self._fetched.get(event.process)
+        before, began = (-1, 0.0) if last is None else (last.integer("version"), last.time)
         if version not in self._published:
             self.violated(event, f"fetched version {version}, which nobody had published")
-        if version in self._retired:
-            self.violated(event, f"fetched version {version} after it was retired")
+        if self._retired.get(version, event.time) < began:
+            self.violated(event, f"began to fetch version {version} after it was retired")
         if version < before:
             self.violated(event, f"fetched version {version} after {before}")
-        self._fetched[event.process] = max(version, before)
+        self._fetched[event.process] = event
