@@ -25,13 +25,14 @@ class Group:
     """The default process group of one rank, and a store to tell handles in."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
-        import holdfast.comms.torchdist  # noqa: F401  # registers the name
+        from holdfast.comms.torchdist import trampoline
 
+        asked: Any = {"enable_reconfigure": True} if trampoline.AVAILABLE else {}
         torch.set_num_threads(1)
         self._outer, self.rank, self.size = outer, outer.rank, outer.size
         self.store = dist.FileStore(str(path / "store"), -1)
         dist.init_process_group(
-            "holdfast", store=self.store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=30)
+            "holdfast", store=self.store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=30), **asked
         )
         self.pg: Any = dist.group.WORLD
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.comms import Communicator, OpTimeout
+from holdfast.comms import Communicator, OpTimeout, Unsupported
 from holdfast.harness import LocalCluster
 
 T = TypeVar("T")
@@ -355,17 +355,18 @@ def test_a_killed_rank_raises_in_the_others_even_inside_backward(backend: str, t
 
 def test_options_choose_the_transport_and_are_inherited(pair: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> tuple[str, str]:
-        from holdfast.comms.torchdist import HoldfastProcessGroup, Options
+        from holdfast.comms.torchdist import Options, behind
 
         other = "gloo" if os.environ["HOLDFAST_BACKEND"] == "shm" else "shm"
         del os.environ["HOLDFAST_BACKEND"]
         try:
-            chosen, inherited = dist.new_group(pg_options=Options(other)), dist.new_group()
+            group = dist.new_group(pg_options=Options(other))
+            chosen, inherited = behind(group), behind(dist.new_group())
         finally:
             os.environ["HOLDFAST_BACKEND"] = "gloo" if other == "shm" else "shm"
-        assert isinstance(chosen, HoldfastProcessGroup) and isinstance(inherited, HoldfastProcessGroup)
+        assert chosen is not None and inherited is not None
         total = torch.ones(3)
-        dist.all_reduce(total, group=chosen)
+        dist.all_reduce(total, group=group)
         assert total.tolist() == [2, 2, 2]
         with pytest.raises(TypeError, match="pg_options"):
             dist.new_group(pg_options="shm")
@@ -373,6 +374,40 @@ def test_options_choose_the_transport_and_are_inherited(pair: LocalCluster, tmp_
 
     first, second = in_group(pair, tmp_path, body)
     assert first == second and set(first) <= {"shm", "gloo", "auto"}
+
+
+def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        from holdfast.comms.torchdist import behind, trampoline
+
+        def begin() -> None:
+            meet = f"file://{tmp_path}/meet"
+            backends = "cpu:holdfast_device,cuda:gloo"
+            dist.init_process_group(backends, init_method=meet, rank=comm.rank, world_size=comm.size)
+
+        if not trampoline.AVAILABLE:
+            with pytest.raises(Unsupported, match=r"torch 2\.14"):
+                begin()
+            return
+        begin()
+        ours = behind(dist.group.WORLD)
+        assert ours is not None and ours.size() == dist.get_world_size() == 2
+        total = torch.full((3,), float(comm.rank))
+        dist.all_reduce(total)
+        assert total.tolist() == [1, 1, 1]
+        part = dist.new_group([0, 1])
+        given, taken = torch.arange(2.0), torch.empty(4)
+        dist.all_gather_into_tensor(taken, given, group=part, async_op=True).wait()
+        assert taken.tolist() == [0, 1, 0, 1]
+        if comm.rank == 0:
+            dist.send(given, 1)
+        else:
+            dist.recv(given.zero_(), 0)
+        assert given.tolist() == [0, 1]
+        dist.destroy_process_group()
+
+    with LocalCluster(2, "shm", timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": "shm"}) as cluster:
+        cluster.run(body)
 
 
 def test_the_entry_point_of_torch_2_14_registers_the_backend() -> None:

@@ -8,8 +8,9 @@ to survive a death. It reports one, with holdfast's typed errors; `holdfast.ft` 
 
 from holdfast.comms.torchdist.group import HoldfastProcessGroup
 from holdfast.comms.torchdist.options import Options
-from holdfast.comms.torchdist.registration import BACKEND, register
+from holdfast.comms.torchdist.registration import BACKEND, DEVICE_BACKEND, register
+from holdfast.comms.torchdist.trampoline import behind
 
-__all__ = ["BACKEND", "HoldfastProcessGroup", "Options", "register"]
+__all__ = ["BACKEND", "DEVICE_BACKEND", "HoldfastProcessGroup", "Options", "behind", "register"]
 
 register()

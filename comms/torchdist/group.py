@@ -111,6 +111,11 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that an op may take which does not bring a timeout."""
+        return self._timeout
+
     def _set_sequence_number_for_group(self) -> None:
         """Ops are numbered from the start."""
 

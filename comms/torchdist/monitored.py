@@ -79,11 +79,11 @@ def accept_holdfast() -> None:
     def monitored_barrier(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        from holdfast.comms.torchdist.group import HoldfastProcessGroup
+        from holdfast.comms.torchdist.trampoline import behind
 
-        target = c10d.GroupMember.WORLD if group is None else group
-        if isinstance(target, HoldfastProcessGroup):
-            target.monitored_barrier(timeout, wait_all_ranks)
+        ours = behind(c10d.GroupMember.WORLD if group is None else group)
+        if ours is not None:
+            ours.monitored_barrier(timeout, wait_all_ranks)
         else:
             original(group, timeout, wait_all_ranks)
 

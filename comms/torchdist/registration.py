@@ -10,12 +10,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.connect import connect
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.registry import registry
 from holdfast.comms.torchdist.group import HoldfastProcessGroup
 from holdfast.comms.torchdist.monitored import accept_holdfast
 from holdfast.comms.torchdist.options import chosen
+from holdfast.comms.torchdist.trampoline import AVAILABLE, HoldfastBackend, behind
 
 BACKEND = "holdfast"
+DEVICE_BACKEND = "holdfast_device"
+"""In a group that has another backend for each device; takes torch 2.14."""
 
 
 def register() -> None:
@@ -23,7 +27,9 @@ def register() -> None:
     if BACKEND.upper() in dist.Backend._plugins:
         return
     movable = {device for info in registry().backends.values() for device in info.capabilities.moves}
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=sorted(movable | {"cpu"}))
+    devices = sorted(movable | {"cpu"})
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
+    dist.Backend.register_backend(DEVICE_BACKEND, create_for_device, extended_api=True, devices=devices)
     accept_holdfast()
 
 
@@ -34,8 +40,8 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
     """
     from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
 
-    default = c10d.GroupMember.WORLD if dist.is_initialized() else None
-    inherited = replace(default.options, over=None) if isinstance(default, HoldfastProcessGroup) else None
+    default = behind(c10d.GroupMember.WORLD) if dist.is_initialized() else None
+    inherited = None if default is None else replace(default.options, over=None)
     timeout = given.timeout.total_seconds()
     if isinstance(default, BorrowedProcessGroup):
         options = inherited if pg_options is None else chosen(pg_options, inherited)
@@ -54,3 +60,13 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
         timeout=timeout,
     )
     return HoldfastProcessGroup(given.store, communicator, options, timeout)
+
+
+def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
+    """`create`, for one device of a group that is torch's own. Raises `Unsupported` before torch 2.14."""
+    if not AVAILABLE:
+        raise Unsupported(
+            f"a backend for one device of a group on torch {torch.__version__}",
+            f"it takes torch 2.14; let {BACKEND!r} be the backend of the whole group",
+        )
+    return HoldfastBackend(create(given, pg_options))
