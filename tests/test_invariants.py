@@ -148,6 +148,10 @@ def _attempt_that_never_ends(run: Run) -> None:
     run.add("a", "attempt", step=5, epoch=2).wait(60).add("a", "detected", members=["b"], evidence="late")
 
 
+def _attempt_that_hangs_in_silence(run: Run) -> None:
+    run.add("a", "attempt", step=5, epoch=2).wait(60).add("b", "spare", epoch=2, to=[])
+
+
 def _other_bits(run: Run) -> None:
     run.add("a", "committed", step=5, epoch=2, how="normal", digest="x")
     run.add("b", "committed", step=5, epoch=2, how="normal", digest="y")
@@ -220,6 +224,13 @@ def _no_progress(run: Run) -> None:
     run.add("harness", "fault", what="kill", target="b").wait(60).add("a", "detected", members=["b"])
 
 
+def _rebuilt_again_and_again(run: Run) -> None:
+    run.events = [event for event in run.events if event.kind != "finished"]
+    run.add("harness", "fault", what="kill", target="b")
+    for _ in range(10):
+        run.wait(20).add("a", "detected", members=["b"])
+
+
 def _version_back(run: Run) -> None:
     run.add("a", "published", version=6).add("d", "fetched", version=6).add("d", "fetched", version=4)
 
@@ -254,6 +265,7 @@ def _fetched_after_retirement(run: Run) -> None:
         (_late_op, "ops end by their deadline"),
         (_late_op_without_a_timeout, "ops end by their deadline"),
         (_attempt_that_never_ends, "ops end by their deadline"),
+        (_attempt_that_hangs_in_silence, "ops end by their deadline"),
         (_other_bits, "equal bits"),
         (_evicted_commits, "no evicted rank commits"),
         (_step_twice, "committed steps are kept"),
@@ -261,6 +273,7 @@ def _fetched_after_retirement(run: Run) -> None:
         (_behind_at_the_end, "committed steps are kept"),
         (_synced_back, "committed steps are kept"),
         (_no_progress, "progress resumes"),
+        (_rebuilt_again_and_again, "progress resumes"),
         (_version_back, "versions are kept"),
         (_version_from_nowhere, "versions are kept"),
         (_version_lost, "versions are kept"),
@@ -301,6 +314,20 @@ def test_a_number_that_was_retired_may_be_published_anew() -> None:
     run = good_run().add("a", "published", version=2)
     run.add("b", "fetched", version=2).add("b", "fetched", version=2)
     assert names(check(run.events)) == set()
+
+
+@pytest.mark.parametrize("known", ["fault", "died", "detected"])
+def test_a_process_that_is_gone_may_leave_an_attempt_open(known: str) -> None:
+    run = good_run().add("a", "attempt", step=5, epoch=2)
+    match known:
+        case "fault":
+            run.add("harness", "fault", what="kill", target="a")
+        case "died":
+            run.add("a", "died", why="SIGKILL")
+        case "detected":
+            run.add("b", "detected", members=["a"], evidence="exited")
+    run.wait(60).add("b", "spare", epoch=2, to=[])
+    assert "ops end by their deadline" not in names(check(run.events))
 
 
 def test_a_stopped_process_may_miss_its_deadline() -> None:

@@ -22,7 +22,8 @@ class Progress(Checker):
         if event.kind in ("fault", "detected"):
             self.looked += 1
             self._overdue()
-            self._fault = event
+            if event.kind == "fault" or self._fault is None:
+                self._fault = event
         elif event.kind in ("committed", "finished"):
             self._overdue()
             self._fault = None

@@ -7,11 +7,16 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violation
+from holdfast.harness.invariants.deadlines import Deadlines
+from holdfast.harness.invariants.progress import Progress
 from holdfast.harness.simulate.schedule import Schedule
 from holdfast.harness.simulate.world import TraceWriter, World
 
 ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000
+BY_THE_CLOCK = (Deadlines, Progress)
+"""Checkers that are not asked: faults last as long as a schedule says, and `Completion` bounds all that comes after.
+"""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -33,10 +38,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Judges:
-    """All checkers, asked after every event. Stops at the first violation, and knows when all processes have ended."""
+    """The checkers, asked after every event. Stops at the first violation, and knows when all processes have ended."""
 
     def __init__(self, bounds: Bounds, also: Callable[[Event], None] | None = None) -> None:
-        self.checkers: list[Checker] = [checker(bounds) for checker in CHECKERS]
+        self.checkers: list[Checker] = [checker(bounds) for checker in CHECKERS if checker not in BY_THE_CLOCK]
         self._also = also
         self._open: set[str] = set()
         self.steps = 0
@@ -77,7 +82,7 @@ def simulate(
     has to end. Stops at the first violation. `trace` gets every line, `also` every event that a process would log.
     """
     horizon = schedule.ends() + schedule.bound + schedule.layout.steps * schedule.layout.compute * 2
-    judges = Judges(Bounds(operation=horizon, progress=2 * horizon, slack=1.0), also)
+    judges = Judges(Bounds(), also)
     world = World(schedule, judges.observe, trace)
     struck = schedule.ends()
 
