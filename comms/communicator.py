@@ -174,7 +174,7 @@ class Communicator(Collectives):
             tensor.dtype,
         )
         window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout)
-        self._windows.append(window)
+        self._windows = [*(other for other in self._windows if not other.closed), window]
         return window
 
     # -- ops of one's own

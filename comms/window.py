@@ -11,19 +11,21 @@ Whether a rank that computes, sleeps or was stopped holds up the others' ops on 
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from holdfast.comms.errors import RegionGone, Unsupported
+from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.tensors import packed, unpack
 
 Tensor = torch.Tensor
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
+_CLOSE_SECONDS = 10.0
 
 
 class WindowMemory(ABC):
@@ -31,6 +33,8 @@ class WindowMemory(ABC):
 
     sizes: Sequence[int]
     """The size of each rank's window, in bytes."""
+    leaving = False
+    """This rank closes the window: a call that is under way ends with `closed_here()` when it next looks."""
 
     @abstractmethod
     def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None:
@@ -64,7 +68,40 @@ class WindowMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """From here on the others get `RegionGone`. Idempotent."""
+        """From here on the others get `RegionGone`. No call of this rank is under way. Idempotent."""
+
+
+class _Calls:
+    """The calls of a window that are under way, each inside of this context manager; none begins after the end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._running = 0
+        self.over = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.over:
+                raise closed_here()
+            self._running += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._running -= 1
+            if self.over:
+                self._left.notify_all()
+
+    def end(self) -> bool:
+        """Let none begin; whether this was the first to say so."""
+        with self._lock:
+            first, self.over = not self.over, True
+            return first
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have ended, within `seconds`."""
+        with self._lock:
+            return self._left.wait_for(lambda: not self._running, seconds)
 
 
 class Window:
@@ -80,53 +117,72 @@ class Window:
         self._memory = memory
         self._itemsize = dtype.itemsize
         self._timeout = timeout
-        self._closed = False
+        self._calls = _Calls()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has closed it."""
+        return self._calls.over
 
     def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy `src` into rank's window, from element `offset` on."""
-        at = self._checked(src, rank, offset)
-        self._memory.write(rank, at, packed(src), self._deadline(timeout))
+        with self._calls:
+            at = self._checked(src, rank, offset)
+            self._memory.write(rank, at, packed(src), self._deadline(timeout))
 
     def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy rank's window, from element `offset` on, into `dst`."""
-        at = self._checked(dst, rank, offset)
-        flat = packed(dst)
-        self._memory.read(rank, at, flat, self._deadline(timeout))
-        unpack(flat, dst)
+        with self._calls:
+            at = self._checked(dst, rank, offset)
+            flat = packed(dst)
+            self._memory.read(rank, at, flat, self._deadline(timeout))
+            unpack(flat, dst)
 
     def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
         """Add `value` to an element of rank's window, atomically; what it was before."""
-        at = self._element(rank, index, value)
-        return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
+        with self._calls:
+            at = self._element(rank, index, value)
+            return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
 
     def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set an element of rank's window to `desired` if it is `expected`, atomically; what it was before."""
-        at = self._element(rank, index, expected, desired)
-        return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
+        with self._calls:
+            at = self._element(rank, index, expected, desired)
+            return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
 
     def signal(self, rank: int, timeout: float | None = None) -> None:
         """Signal `rank`: one of its `wait_signal` for this rank returns."""
-        self._check_open(rank)
-        self._memory.signal(rank, self._deadline(timeout))
+        with self._calls:
+            self._check_rank(rank)
+            self._memory.signal(rank, self._deadline(timeout))
 
     def wait_signal(self, rank: int, timeout: float | None = None) -> None:
         """Wait for one signal from `rank`; each is waited for once."""
-        self._check_open(rank)
-        self._memory.wait_signal(rank, self._deadline(timeout))
+        with self._calls:
+            self._check_rank(rank)
+            self._memory.wait_signal(rank, self._deadline(timeout))
 
     def flush(self, rank: int | None = None, timeout: float | None = None) -> None:
         """Return when all that was issued to `rank` (to all ranks) has taken effect there."""
-        self._check_open(self.rank if rank is None else rank)
-        self._memory.flush(rank, self._deadline(timeout))
+        with self._calls:
+            self._check_rank(self.rank if rank is None else rank)
+            self._memory.flush(rank, self._deadline(timeout))
 
     def close(self) -> None:
         """Stop exposing this rank's tensor, and let go of the others'. Idempotent; not collective.
 
-        The tensor keeps its values, in memory that nobody else can reach.
+        The tensor keeps its values, in memory that nobody else can reach. Calls that other threads are inside of end
+        with `RegionGone`; HoldfastError if one does not within ten seconds, and nothing is let go then.
         """
-        if not self._closed:
-            self._closed = True
-            self._memory.close()
+        if not self._calls.end():
+            return
+        self._memory.leaving = True
+        if not self._calls.wait(_CLOSE_SECONDS):
+            raise HoldfastError(
+                f"a window of rank {self.rank} cannot be closed: a call of another thread did not end within "
+                f"{_CLOSE_SECONDS:.0f} s; what it uses is kept until the process ends"
+            )
+        self._memory.close()
 
     def __enter__(self) -> Window:
         return self
@@ -137,15 +193,13 @@ class Window:
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._timeout if timeout is None else timeout)
 
-    def _check_open(self, rank: int) -> None:
-        if self._closed:
-            raise RegionGone("this rank has closed the window; make another one")
+    def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < len(self._memory.sizes):
             raise ValueError(f"rank={rank!r} is out of range: ranks are 0 to {len(self._memory.sizes) - 1}")
 
     def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
         """The byte offset of a transfer that fits into rank's window."""
-        self._check_open(rank)
+        self._check_rank(rank)
         if tensor.dtype != self.dtype or not tensor.is_cpu:
             raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
         elements, end = self._memory.sizes[rank] // self._itemsize, offset + tensor.numel()
@@ -155,7 +209,7 @@ class Window:
 
     def _element(self, rank: int, index: int, *values: int) -> int:
         """The byte offset of an integer that atomics can change to and from `values`."""
-        self._check_open(rank)
+        self._check_rank(rank)
         if self.dtype not in ATOMIC_DTYPES:
             raise Unsupported(f"atomics on {self.dtype}", "use a window of int32 or int64")
         elements = self._memory.sizes[rank] // self._itemsize
@@ -166,6 +220,11 @@ class Window:
             if not least <= value <= most:
                 raise ValueError(f"{value} is no {self.dtype}")
         return index * self._itemsize
+
+
+def closed_here() -> RegionGone:
+    """What a call gets whose own rank has closed the window."""
+    return RegionGone("this rank has closed the window; make another one")
 
 
 def check_exposable(tensor: Tensor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,4 +96,23 @@ def test_windows_leave_nothing_behind() -> None:
         return len(list(Path("/proc/self/fd").iterdir())) - before
 
     with LocalCluster(2, "shm") as cluster:
+        assert max(cluster.run(body)) <= 1
+
+
+def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
+    """But for the last one: its communicator still knows it, to close it."""
+
+    def body(comm: Communicator) -> int:
+        tensors = []
+        for _ in range(4):
+            tensor = torch.zeros(1000)
+            tensors.append(weakref.ref(tensor))
+            with comm.window(tensor):
+                comm.barrier()
+            comm.barrier()
+            del tensor
+        gc.collect()
+        return sum(tensor() is not None for tensor in tensors)
+
+    with LocalCluster(2, windowed) as cluster:
         assert max(cluster.run(body)) <= 1

@@ -40,7 +40,7 @@ from holdfast.backends.mpi.window_server import (
 from holdfast.comms.errors import OpTimeout, RegionGone
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Peer, Transport
-from holdfast.comms.window import WindowMemory
+from holdfast.comms.window import WindowMemory, closed_here
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
@@ -155,6 +155,8 @@ class MpiWindow(WindowMemory):
         self.sizes = [int(size) for size in sizes]
 
     def _live(self, rank: int) -> None:
+        if self.leaving:
+            raise closed_here()
         if self._mine.closed[rank]:
             raise _closed(rank)
         self._desk.check(rank)

@@ -16,7 +16,7 @@ from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.transport import Transport
-from holdfast.comms.window import WindowMemory
+from holdfast.comms.window import WindowMemory, closed_here
 
 YIELDS = 200
 SLEEP_SECONDS = 0.0002
@@ -72,10 +72,10 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     # -- what a call begins with
 
     def _live(self, rank: int) -> PartOf:
+        if self.leaving:
+            raise closed_here()
         if self._mine[2 * rank]:
             raise closed(rank)
-        if self._closed:
-            raise RegionGone("this rank has closed the window; make another one")
         self._side.check(rank)
         return self._parts[rank]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms.errors import OpTimeout, RegionGone
-from holdfast.comms.window import WindowMemory
+from holdfast.comms.window import WindowMemory, closed_here
 
 OPEN, CLOSED = 1, 2
 _SLEEP_SECONDS = 0.0002
@@ -111,6 +111,8 @@ class MappedWindow(WindowMemory):
             self._live(target)
 
     def _live(self, rank: int) -> Part:
+        if self.leaving:
+            raise closed_here()
         part = self._parts[rank]
         if part.header[0] != OPEN:
             raise RegionGone(f"rank {rank} has closed its window; make another one")

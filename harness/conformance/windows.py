@@ -396,6 +396,37 @@ def test_a_window_closed_in_the_middle_of_gets_gives_no_later_bytes(windowed: st
         cluster.run(body)
 
 
+@pytest.mark.parametrize("closing", ["the window", "its communicator"])
+def test_a_window_is_closed_while_threads_are_inside_its_calls(windowed: str, closing: str) -> None:
+    def body(comm: Communicator) -> None:
+        part = comm.split([0, 1])
+        window, peer, inside = part.window(torch.zeros(LARGE, dtype=INTS)), 1 - comm.rank, threading.Event()
+
+        def gets() -> None:
+            got = torch.empty(LARGE, dtype=INTS)
+            with pytest.raises((RegionGone, Revoked)):
+                while True:
+                    window.get(got, peer)
+                    inside.set()
+
+        def waits() -> None:
+            with pytest.raises((RegionGone, Revoked)):
+                window.wait_signal(peer)
+
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(gets), threads.submit(waits)]
+            inside.wait(10.0)
+            comm.barrier()
+            (window if closing == "the window" else part).close()
+            for call in calls:
+                call.result()
+        comm.barrier()
+        part.close()
+
+    with LocalCluster(2, windowed) as cluster:
+        cluster.run(body)
+
+
 def test_a_new_window_on_the_same_memory_is_another_window(windowed: str) -> None:
     def body(comm: Communicator) -> None:
         mine = torch.zeros(1000)
