@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import BackendUnavailable, Communicator, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms import BackendUnavailable, Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 from holdfast.harness.launching import launch
@@ -186,6 +186,46 @@ def test_minima_keep_nans_as_elsewhere() -> None:
 
     with LocalCluster(2, "mpi") as cluster:
         assert cluster.run(body) == [True, True]
+
+
+class ClosedFirst:
+    """A window's lock for which the thread that answers has to wait until the window is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.wanted, self.closed, self.answered = threading.Event(), threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "holdfast-mpi-windows":
+            self.wanted.set()
+            self.closed.wait(10.0)
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+        if self.closed.is_set():
+            self.answered.set()
+
+
+def test_a_put_that_comes_while_a_window_is_closed_writes_nothing() -> None:
+    def body(comm: Communicator) -> list[float]:
+        mine = torch.zeros(4)
+        window, lock = comm.window(mine), ClosedFirst()
+        if comm.rank == 0:
+            window._memory._mine.lock = lock  # type: ignore[attr-defined]
+        comm.barrier()
+        if comm.rank == 1:
+            with pytest.raises(RegionGone):
+                window.put(torch.ones(4), 0)
+        else:
+            assert lock.wanted.wait(10.0)
+            window.close()
+            lock.closed.set()
+            assert lock.answered.wait(10.0)
+        return mine.tolist()
+
+    with LocalCluster(2, "mpi") as cluster:
+        assert cluster.run(body) == [[0.0] * 4] * 2
 
 
 def test_nothing_of_a_job_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,9 @@ class Server:
             if kind == CLOSED:
                 exposed.closed[rank] = True
                 return
+            if not exposed.open:
+                self._reply(source, number, GONE)
+                return
             if kind == SIGNAL:
                 exposed.signalled[rank] += 1
             elif kind in (ADD, SWAP):
