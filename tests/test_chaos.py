@@ -30,7 +30,10 @@ from holdfast.harness.chaos.performance import Raw, Struck
 from holdfast.harness.chaos.planning import Planned, Trigger
 from holdfast.harness.chaos.points import LATE_STEPS
 from holdfast.harness.chaos.record import ChaosReport, Stage, Strike
+from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.chaos.stage import Noted
+from holdfast.harness.chaos.workload import Store
+from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli import app
 from holdfast.harness.invariants import Bounds, Event
 
@@ -111,6 +114,25 @@ def test_a_run_that_is_not_as_expected_says_why_and_how_to_repeat_it(killed: Pat
     _, failed = runs(killed)
     assert failed.failures == ("the job ended with 2 ranks, expected are 5",)
     assert failed.repeat == f"holdfast chaos run {killed / 'too-much.toml'} --seed 0"
+
+
+def test_a_process_of_a_store_that_ends_though_nobody_struck_it_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed, read = tmp_path / "crashed", BODIES["reader"]
+
+    def reader(*args: Any) -> dict[str, Any]:
+        if not crashed.exists():
+            crashed.touch()
+            raise RuntimeError("a bug in the reader")
+        return read(*args)
+
+    monkeypatch.setitem(BODIES, "reader", reader)
+    scenario = Scenario(
+        name="store", title="a store", summary="", workload=Store(versions=2, readers=1, megabytes=0.01)
+    )
+    (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
+    assert failure == "reader-0 exited with status 1, and nobody had struck it"
 
 
 def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:

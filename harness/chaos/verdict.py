@@ -42,6 +42,7 @@ def failures(
         found.append(f"the run was not over after {scenario.limit:.0f} s: {speed.steps} steps were committed")
     elif expect.finishes:
         found += [f"a process failed: {error.splitlines()[0]}" for error in raw.results.errors]
+        found += _lost(raw)
         if raw.results.errors or LEFT in violated(findings):
             told = ((event.process, event.text("error").splitlines()) for event in raw.events if event.kind == "error")
             found += [f"{process} ended with {lines[0]}" for process, lines in told if lines]
@@ -64,6 +65,16 @@ def failures(
         if not any(words in text for words in expect.caught):
             found.append(f"nobody noticed: none of {list(expect.caught)} is in the logs")
     return found
+
+
+def _lost(raw: Raw) -> list[str]:
+    """Who ended badly of itself. Where it is replaced the run may go on as if nothing had been."""
+    struck = {victim.process.pid for each in raw.struck for noted in each.noted for victim in noted.victims}
+    return [
+        f"{life.name} {life.how}, and nobody had struck it"
+        for life in raw.lives
+        if life.ended and life.how != "exited with status 0" and life.pid not in struck
+    ]
 
 
 def _of_invariants(scenario: Scenario, findings: Sequence[Finding]) -> list[str]:
