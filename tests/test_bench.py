@@ -19,19 +19,37 @@ from typer.testing import CliRunner
 from holdfast.harness.bench import recovery, recovery_peer, rounds, show
 from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.contestants import Arena, missing
-from holdfast.harness.bench.data import START, allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.data import START, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.definitions import (
     OPERATIONS,
+    Operation,
     parse_counts,
     parse_size,
     parse_sizes,
     show_size,
 )
+from holdfast.harness.bench.drivers import Call, Driver
 from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.imports import measure
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.results import Bench, Row, Timing, ratios
+from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Measure
+from holdfast.harness.bench.worker import Bound, time_ops
+
+
+class Summing(Driver):
+    """A rank that sums with others that have what it has."""
+
+    def __init__(self, ranks: int) -> None:
+        self.rank, self.ranks, self.detail = 0, ranks, ""
+
+    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+        return Call(lambda: np.multiply(target, self.ranks, out=target))
+
+    def close(self) -> None:
+        pass
+
 
 COLLECTIVES = tuple(name for name in OPERATIONS if name != "copy")
 
@@ -348,6 +366,19 @@ def test_nothing_to_plot_is_said(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
         show.plot(bench, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_sums_that_are_summed_again_stay_numbers_however_many_are_timed(tmp_path: Path, ranks: int) -> None:
+    operation = OPERATIONS["all_reduce_reproducible"]
+    bound = Bound(Summing(ranks), operation, 64, "float32")
+    bound.fill(1)
+    (tmp_path / "line").write_bytes(bytes(StartLine.nbytes(1)))
+    alone = StartLine(tmp_path / "line", 0, 1)
+    for times, block in ((500, 1), (20, int(operation.in_a_row(ranks)))):
+        assert len(time_ops(bound, 1, alone, times, block)) == times
+        assert np.isfinite(bound.source).all()
+    alone.close()
 
 
 def test_import_cost_is_measured_in_fresh_processes() -> None:

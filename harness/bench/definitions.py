@@ -7,6 +7,7 @@ figure comparable with the speed of the hardware whatever the number of ranks.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,14 @@ class Operation:
         if self.layout in SIZELESS:
             return int(self.layout == "counter")
         return max(1, nbytes // (itemsize * blocks))
+
+    def in_a_row(self, ranks: int) -> float:
+        """How many ops may follow each other on one input. A sum in place multiplies it by `ranks`, and a float32 that
+        has become infinite is summed in another way.
+        """
+        if not self.once or self.layout != "in_place":
+            return math.inf
+        return 96 // math.log2(max(2, ranks))
 
     def lengths(self, block: int, ranks: int) -> tuple[int, int]:
         """Elements of the input and of the output of a rank; the output of an op in place is its input."""

@@ -110,7 +110,7 @@ class Contest:
         estimate = max(statistics.median(self.turn(entry)[0]), 1e-6)
         turn = self.plan.seconds / self.plan.rounds
         if self.nbytes <= SMALL:
-            entry.block = min(256, max(4, math.ceil(1e-3 / estimate)))
+            entry.block = int(min(256, self.operation.in_a_row(self.ranks), max(4, math.ceil(1e-3 / estimate))))
             entry.singles = self.plan.iterations or min(1000, max(3, int(turn / 2 / estimate)))
             entry.blocks = min(200, max(3, int(turn / 2 / (estimate * entry.block))))
         else:

@@ -34,21 +34,30 @@ class Bound:
         self.target = self.source if in_place else allocate(lengths[1], dtype)
         self.call = driver.bind(operation, self.source, self.target)
         self._rank, self._ranks = driver.rank, driver.ranks
+        self._most, self._done = operation.in_a_row(driver.ranks), 0
 
     def fill(self, seed: int) -> None:
+        self._done = 0
         fill(self.operation, self._rank, seed, self.source, self.target)
         self.call.prepare()
+
+    def make_ready(self, ops: int, seed: int) -> None:
+        """Before so many ops: fill the buffers anew, if these would be too many on what is in them."""
+        if self._done + ops > self._most:
+            self.fill(seed)
+        self._done += ops
 
     def wrong(self, seed: int) -> int:
         self.call.settle()
         return count_wrong(self.operation, self._rank, self._ranks, self.c, seed, self.target)
 
 
-def _time(call: Callable[[], object], line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
-    """Entry and exit times (ns) of `times` timings of `block` ops each."""
+def time_ops(bound: Bound, seed: int, line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
+    """Entry and exit times (ns) of `times` timings of `block` ops each. Buffers are filled outside of them."""
     timings = []
-    repeats = range(block)
+    call, repeats = bound.call.run, range(block)
     for _ in range(times):
+        bound.make_ready(block, seed)
         line.wait()
         start = perf_counter_ns()
         for _ in repeats:
@@ -60,11 +69,12 @@ def _time(call: Callable[[], object], line: StartLine, times: int, block: int) -
 def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
     run = bound.call.run
     bound.fill(order.seed)
+    bound.make_ready(WARM_UP, order.seed)
     line.wait()
     for _ in range(WARM_UP):
         run()
-    singles = _time(run, line, order.singles, 1)
-    blocks = _time(run, line, order.blocks, order.block)
+    singles = time_ops(bound, order.seed, line, order.singles, 1)
+    blocks = time_ops(bound, order.seed, line, order.blocks, order.block)
     line.wait()
     wrong = bound.wrong(order.seed) if not bound.operation.once else 0
     bound.fill(order.seed + 1)
