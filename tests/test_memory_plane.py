@@ -201,15 +201,21 @@ def test_garbage_for_a_handle_is_corrupt_data(plane: MemoryPlane) -> None:
             Handle.decode(garbage)
 
 
-def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: MemoryPlane) -> None:
-    with plane.expose(torch.zeros(8), writable=True) as region:
-        forged = Handle(plane.name, region.handle.address, 1 << 20)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: MemoryPlane, known: bool) -> None:
+    """Whether or not the plane knows the region already. Around the region there is memory that is nobody's else."""
+    memory = torch.zeros(32)
+    with plane.expose(memory[:8], writable=True) as region:
+        if known:
+            plane.read(region.handle, torch.empty(8)).wait()
+        forged = Handle(plane.name, region.handle.address, memory.nbytes)
         into = torch.ones(16)
         with pytest.raises(CorruptData, match="forged"):
             plane.read(forged, into).wait()
         with pytest.raises(CorruptData, match="forged"):
             plane.write(forged, into).wait()
         assert into.tolist() == [1.0] * 16
+        assert not memory.any()
 
 
 def test_a_region_closed_in_the_middle_of_a_read_is_found_out(plane: MemoryPlane) -> None:

@@ -118,7 +118,7 @@ class NixlPlane(LockedCopyPlane):
         self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
         self._regions: set[NixlRegion] = set()
-        self._ways: dict[bytes, _Way] = {}
+        self._ways: dict[Handle, _Way] = {}
         self._stage_memory: torch.Tensor | None = None
         self._stage: Registered | None = None
 
@@ -185,7 +185,7 @@ class NixlPlane(LockedCopyPlane):
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """One block. The lock is held."""
-        way = self._ways.get(handle.address) or self._find(handle)
+        way = self._ways.get(handle) or self._find(handle)
         try:
             way.alive()
             if writing:
@@ -263,15 +263,15 @@ class NixlPlane(LockedCopyPlane):
         except BaseException:
             way.close()
             raise
-        self._ways[handle.address] = way
+        self._ways[handle] = way
         return way
 
     def _forget(self, way: _Way) -> None:
         """Drop what is known of a way, and the connection that it uses."""
         agent = self._started()
-        for name, known in list(self._ways.items()):
+        for handle, known in list(self._ways.items()):
             if known.address.agent == way.address.agent:
-                del self._ways[name]
+                del self._ways[handle]
                 known.close()
         if way.address.agent != agent.name:
             agent.forget(way.address.agent)

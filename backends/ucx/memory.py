@@ -66,7 +66,7 @@ class UcxPlane(LockedCopyPlane):
         self._messages: ActiveMessages | None = None
         self._regions: set[UcxRegion] = set()
         self._owners: dict[bytes, Owner] = {}
-        self._remote: dict[bytes, RemoteRegion | AskedRegion] = {}
+        self._remote: dict[Handle, RemoteRegion | AskedRegion] = {}
 
     def _notice_fork(self) -> None:
         if os.getpid() != self._pid:
@@ -124,7 +124,7 @@ class UcxPlane(LockedCopyPlane):
         for attempt in range(1, ATTEMPTS + 1):
             region = None
             try:
-                region = self._remote.get(handle.address) or self._find(handle, deadline)
+                region = self._remote.get(handle) or self._find(handle, deadline)
                 (region.push if writing else region.pull)(address, offset, nbytes, deadline)
             except (RegionGone, OpTimeout) as error:
                 if region is not None:
@@ -166,12 +166,12 @@ class UcxPlane(LockedCopyPlane):
         except libucp.UcxError as error:
             self._forget(owner)
             raise ConnectionLost(f"process {owner.pid} cannot be reached any more: {error}") from error
-        self._remote[handle.address] = region
+        self._remote[handle] = region
         return region
 
     def _forget(self, owner: Owner) -> None:
         """Drop the connection to an owner, which may be broken, and what was known of its regions."""
-        self._drop_keys([name for name, region in self._remote.items() if region.owner is owner])
+        self._drop_keys([handle for handle, region in self._remote.items() if region.owner is owner])
         for address, known in list(self._owners.items()):
             if known is owner:
                 del self._owners[address]
@@ -183,9 +183,9 @@ class UcxPlane(LockedCopyPlane):
             if owner.key == key:
                 owner.broken = why
 
-    def _drop_keys(self, names: list[bytes]) -> None:
-        for name in names:
-            self._remote.pop(name).close()
+    def _drop_keys(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self._remote.pop(handle).close()
 
     # -- the end
 
