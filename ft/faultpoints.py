@@ -36,6 +36,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "restore.before_fetch": "every part of the sharded state is somewhere; nothing has been moved",
         "restore.before_chunk": "a piece of a part is about to be read from a rank that has it",
         "restore.before_copies": "the sharded state is loaded for the new epoch; its copies are those of the old one",
+        "restore.after_load": "every rank has loaded the state for the new epoch; this one has not noted which it is",
         "checkpoint.before_save": "a durable checkpoint is about to be written",
         "finish.before_propose": "the last step is committed; the job is not yet declared finished",
     }

@@ -21,6 +21,7 @@ class Ledger:
         self.done = 0
         self.total = -1
         self.prepared = False
+        self.rewinds = 0
         self.pending: Verdict | None = None
 
     def found(self) -> None:
@@ -38,7 +39,7 @@ class Ledger:
 
     def vote(self) -> Vote:
         """What the others of the next epoch have to know."""
-        return Vote(self.standing, self.done, self.prepared, self.total)
+        return Vote(self.standing, self.done, self.prepared, self.total, self.rewinds)
 
     def settle(self, verdict: Verdict) -> None:
         """Nothing is open any more: if the verdict commits the step, `commit` comes before this."""
@@ -49,12 +50,15 @@ class Ledger:
 
     def take_over(self, done: int) -> None:
         """This newcomer has the state after `done` steps now."""
+        if self.pending is not None:
+            self.rewinds = self.pending.rewinds
         self.done = done
         self.synchronised()
 
     def go_back(self, done: int) -> None:
-        """The job goes on after `done` steps, from a checkpoint: on all ranks alike."""
+        """The job goes on after `done` steps, from a checkpoint."""
         self.done, self.prepared = done, False
+        self.rewinds += 1
 
     def synchronised(self) -> None:
         """Everybody whom this process was to give the state to, or get it from, has it."""

@@ -3,6 +3,9 @@
 A step is PREPARED on a rank once that rank holds all its results and enters the commit barrier, COMMITTED once it
 has left the barrier. So if any rank committed, all had prepared; and if all who hold the state had prepared, nobody
 needs anything of the dead to commit. Otherwise nobody has committed, and the step is done again.
+
+A job that goes back to a checkpoint does the steps from there on anew. If an epoch fails just then, perhaps only some
+ranks have gone back; whoever went back less often than others has nothing of the job's state any more.
 """
 
 from __future__ import annotations
@@ -18,20 +21,23 @@ NEWCOMER, FOUNDER, HOLDER = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank knows: `done` steps are committed, and step number `done` is `prepared` or not."""
+    """What one rank knows: `done` steps are committed, and step number `done` is `prepared` or not. The job has gone
+    back to a checkpoint so many times (`rewinds`).
+    """
 
     standing: int
     done: int
     prepared: bool
     total: int
+    rewinds: int = 0
 
     def numbers(self) -> list[int]:
-        return [self.standing, self.done, int(self.prepared), self.total]
+        return [self.standing, self.done, 2 * self.rewinds + self.prepared, self.total]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Vote:
-        standing, done, prepared, total = numbers
-        return Vote(standing, done, bool(prepared), total)
+        standing, done, word, total = numbers
+        return Vote(standing, done, bool(word % 2), total, word // 2)
 
 
 FIELDS = 4
@@ -40,12 +46,13 @@ FIELDS = 4
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`committed`: the step that this rank had open is committed. `done` steps are committed on all who hold the
-    state. `source` gives the state to `receivers`, if there are any."""
+    state, after so many `rewinds`. `source` gives the state to `receivers`, if there are any."""
 
     committed: bool
     done: int
     source: int
     receivers: tuple[int, ...]
+    rewinds: int
 
 
 def judge(votes: Sequence[Vote], rank: int) -> Verdict:
@@ -54,13 +61,13 @@ def judge(votes: Sequence[Vote], rank: int) -> Verdict:
     Raises `Mismatch` if this rank, or those who hold the state, are not doing the same job as the first who holds it;
     `HoldfastError` if nobody holds the state any more.
     """
-    best = max(vote.standing for vote in votes)
+    best, rewinds = max((vote.standing, vote.rewinds) for vote in votes)
     if best == NEWCOMER:
         raise HoldfastError(
             "no process that is left holds the state of the job: everybody who had it died; "
             "start the job again from its last checkpoint"
         )
-    holders = [r for r, vote in enumerate(votes) if vote.standing == best]
+    holders = [r for r, vote in enumerate(votes) if (vote.standing, vote.rewinds) == (best, rewinds)]
     for r in (*holders, rank):
         if votes[r].total != votes[holders[0]].total:
             raise Mismatch(
@@ -78,5 +85,6 @@ def judge(votes: Sequence[Vote], rank: int) -> Verdict:
     mine = votes[rank]
     committed = rank in holders and (commit_newest or mine.done < newest)
     source = holders[0]
-    receivers = tuple(r for r, vote in enumerate(votes) if r != source and vote.standing != HOLDER)
-    return Verdict(committed, newest + int(commit_newest), source, receivers)
+    have = holders if best == HOLDER else [source]
+    receivers = tuple(r for r in range(len(votes)) if r not in have)
+    return Verdict(committed, newest + int(commit_newest), source, receivers, rewinds)

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast import comms
 from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
 from holdfast.comms.plane import MemoryPlane
-from holdfast.ft import Session, Timeouts
+from holdfast.ft import Session, Timeouts, faultpoints
 from holdfast.ft.copies.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.copies.leaves import Layout, Leaf, _cuts, _placements
 from holdfast.ft.copies.mesh import Mesh, all_ranks, box_of, shape_of
@@ -365,6 +365,70 @@ def test_a_job_that_starts_goes_on_from_the_newest_checkpoint(tmp_path: Path, un
     assert list(results[0]["losses"]) == [4, 5, 6, 7]
     assert results[0]["weights"] == undisturbed["weights"]
     assert sources(events, 3) == ["checkpoint"] * 3
+
+
+class Steps:
+    """The numbers of the steps that are in the state of a job."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.done = list(state["done"])
+
+
+def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: str = "") -> list[int]:
+    """The steps that are done in the end. With a `gate`: rank 1 ends when it has loaded a checkpoint and rank 0 goes on
+    from it already, while rank 2 is still inside of an op.
+    """
+
+    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+        if gate and epoch == 3 and (point, rank) == ("step.begin", 0):
+            Path(gate).touch()
+        if gate and epoch == 3 and point == "restore.after_load" and rank > 0:
+            wait_until(Path(gate).exists)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_until(lambda: session._tenure.is_over(epoch))
+            raise Revoked(epoch, "rank 1 died")
+
+    faultpoints.arm(strike)
+    steps = Steps()
+    session.attach("steps", steps)
+    session.checkpoints(saved, every=2)
+    if sharded:
+        session.attach_sharded(build)
+    for attempt in session.steps(total):
+        with attempt:
+            attempt.comm.barrier()
+        if attempt.committed:
+            steps.done.append(attempt.step)
+    return steps.done
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_death_while_the_job_goes_back_to_a_checkpoint_leaves_all_at_the_same_step(
+    tmp_path: Path, sharded: bool
+) -> None:
+    saved, gate = str(tmp_path / "saved"), str(tmp_path / "gate")
+    with cluster(2) as ranks:
+        assert ranks.start(note_steps, 5, saved, sharded).results() == [list(range(5))] * 2
+    with cluster(3) as ranks:
+        job = ranks.start(note_steps, 6, saved, sharded, gate)
+        assert job.results() == [list(range(6))] * 2
+        events = job.events()
+    assert [event["step"] for event in events if event["kind"] == "synced" and event["epoch"] == 4] == [3]
+    assert_invariants(events)
 
 
 @pytest.mark.parametrize(

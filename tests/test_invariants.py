@@ -310,6 +310,14 @@ def test_a_version_may_be_retired_while_it_is_being_fetched() -> None:
     assert names(check(run.events)) == set()
 
 
+def test_who_missed_that_the_job_went_back_to_a_checkpoint_takes_over_an_older_state() -> None:
+    run = (
+        Run().add("a", "committed", step=5, epoch=3, how="normal").add("b", "committed", step=5, epoch=3, how="normal")
+    )
+    run.add("a", "restored", step=3, epoch=4, source="checkpoint").add("b", "synced", step=3, epoch=5, source=0)
+    assert "committed steps are kept" not in names(check(run.events))
+
+
 def test_a_number_that_was_retired_may_be_published_anew() -> None:
     run = good_run().add("a", "published", version=2)
     run.add("b", "fetched", version=2).add("b", "fetched", version=2)

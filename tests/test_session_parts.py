@@ -19,6 +19,7 @@ from holdfast.comms.transport import Peer
 from holdfast.ft import faultpoints, transfer
 from holdfast.ft.change import between
 from holdfast.ft.events import EventLog
+from holdfast.ft.ledger import Ledger
 from holdfast.ft.silence import Silence
 from holdfast.ft.skeleton import put_together, take_apart
 from holdfast.ft.tenure import Tenure
@@ -64,6 +65,17 @@ def test_founders_take_the_state_of_the_first_of_them() -> None:
     verdict = judge(votes, 2)
     assert (verdict.source, verdict.receivers) == (1, (0, 2))
     assert (verdict.committed, verdict.done) == (False, 0)
+
+
+def test_who_did_not_hear_that_the_job_went_back_to_a_checkpoint_takes_the_state_of_those_who_did() -> None:
+    votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
+    verdicts = [judge(votes, rank) for rank in range(3)]
+    assert [(v.committed, v.done, v.source, v.receivers) for v in verdicts] == [(False, 4, 1, (0,))] * 3
+    late = Ledger()
+    late.standing, late.done, late.total = HOLDER, 6, 10
+    late.settle(verdicts[0])
+    late.take_over(4)
+    assert late.vote() == votes[1]
 
 
 def test_nobody_with_the_state_is_the_end() -> None:

@@ -213,6 +213,8 @@ class Keeper:
             if done == 0 < newest:
                 assert self.checkpoints is not None
                 self._load_all(self.checkpoints.load(newest, self._mesh, None, comm.rank, comm.device))
+                comm.barrier()
+                self._reach("restore.after_load")
                 return newest, "checkpoint", Fetched()
             return done, "", Fetched()
         if size is None and newest < 0 and done > 0:
@@ -252,6 +254,7 @@ class Keeper:
         self._reach("restore.before_copies")
         self._copy(comm, hosts, done)
         comm.barrier()
+        self._reach("restore.after_load")
         shelf.keep_only(done, comm.size)
         return done, source, fetched
 

@@ -22,6 +22,7 @@ class Commits(Checker):
         self._finished: dict[str, Event] = {}
         self._most: Event | None = None
         self._first: int | None = None
+        self._went_back: set[int] = set()
 
     def observe(self, event: Event) -> None:
         match event.kind:
@@ -29,6 +30,7 @@ class Commits(Checker):
                 self._synced(event)
             case "restored" if event.text("source") == "checkpoint":
                 self._newest[event.process] = event.integer("step")
+                self._went_back.add(event.integer("step"))
             case "committed":
                 self._committed(event)
             case "finished" if event.process in self._newest:
@@ -48,7 +50,7 @@ class Commits(Checker):
     def _synced(self, event: Event) -> None:
         step, newest = event.integer("step"), self._newest.get(event.process)
         self.looked += 1
-        if newest is not None and step < newest:
+        if newest is not None and step < newest and step not in self._went_back:
             self.violated(event, f"took over the state after step {step}, having committed step {newest}")
         self._newest[event.process] = step
 
