@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from holdfast.comms import reproducible
 from holdfast.harness.cli import app
 from holdfast.harness.gate.calibrate import calibrate
 from holdfast.harness.gate.decide import Rule, Verdict, decide, paired_ratio, t_cdf, t_quantile
@@ -117,6 +118,16 @@ def test_what_is_no_side_is_refused(repository: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
         chosen(["nosuch"])
+
+
+def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    add_exactly = reproducible.add_exactly
+    monkeypatch.setattr(reproducible, "add_exactly", lambda *args: (called.append(1), add_exactly(*args)))
+    (workload,) = chosen(["reproducible"])
+    op = workload.make(0, workload.ranks, tmp_path)
+    op()
+    assert called
 
 
 # Whole runs ------------------------------------------------------------------------------------------------------

@@ -33,15 +33,25 @@ def _connect(backend: str, rank: int, ranks: int, folder: Path) -> object:
     return comms.connect(backend, rank=rank, size=ranks, rendezvous=f"file://{folder}/{backend}", timeout=60.0)
 
 
-def _reduce(backend: str, count: int, **options: bool) -> Make:
+def _reduce(backend: str, count: int) -> Make:
     def make(rank: int, ranks: int, folder: Path) -> Op:
         import torch
 
         comm, tensor = _connect(backend, rank, ranks, folder), torch.ones(count)
         all_reduce = comm.all_reduce  # type: ignore[attr-defined]
-        return lambda: all_reduce(tensor, **options)
+        return lambda: all_reduce(tensor)
 
     return make
+
+
+def _sum(rank: int, ranks: int, folder: Path) -> Op:
+    import torch
+
+    from holdfast.comms.reproducible import sum_contributions
+
+    comm, output = _connect("inproc", rank, ranks, folder), torch.empty(1 << 10)
+    shards = [torch.linspace(1.0, number, 1 << 10) for number in (2.0, 3.0, 5.0)]
+    return lambda: sum_contributions(comm, shards, output)  # type: ignore[arg-type]
 
 
 def _window(rank: int, ranks: int, folder: Path) -> Op:
@@ -111,7 +121,7 @@ WORKLOADS = (
     Workload("call", "all_reduce of 8 B by one rank: the way down to a transport", 1, 100, _reduce("inproc", 2)),
     Workload("shm-8B", "all_reduce of 8 B over shm, 2 ranks", 2, 40, _reduce("shm", 2)),
     Workload("shm-64KiB", "all_reduce of 64 KiB over shm, 2 ranks", 2, 20, _reduce("shm", 1 << 14)),
-    Workload("reproducible", "reproducible all_reduce of 4 KiB", 1, 20, _reduce("inproc", 1 << 10, reproducible=True)),
+    Workload("reproducible", "exact sum of three contributions of 4 KiB by one rank", 1, 20, _sum),
     Workload("window", "put, fetch_add and get through a window of shm, 2 ranks", 2, 40, _window),
     Workload("memory", "read of 64 KiB over the memory plane of shm", 1, 60, _memory),
     Workload("store", "publish and get of a tensor of 16 KiB", 1, 20, _store),
