@@ -3,15 +3,20 @@
 A communicator runs its ops one after the other, so two ranks that both send first and receive second would wait for
 each other. Here each (sender, receiver, tag) has a lane: a communicator of two, connected when both ends have first
 used it, and a thread at each end. Messages of one lane arrive in the order sent.
+
+A message is a token, one byte, and the payload. Who receives from whoever sends first looks out for a token on every
+lane; whose has come is received from, and the tokens that are still to come serve the next receives, of any shape.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +24,17 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.ops import Recv, Send
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 
+_TOKEN, _PAYLOAD = 0, 1
+"""Tags."""
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 _CONNECT_SECONDS = 60.0
+_GRACE_SECONDS = 0.5
+"""How long what is under way may take to end by itself when a group is closed."""
 _JOIN_SECONDS = 10.0
 _DAY = 86_400.0
 
@@ -42,6 +52,16 @@ class Line:
         return f"lane-{self.src}-{self.dst}-{self.tag}"
 
 
+class Token:
+    """A token that is looked out for: `posted` is done once the lane receives it, `arrival` once it is here."""
+
+    __slots__ = ("arrival", "posted")
+
+    def __init__(self) -> None:
+        self.posted = Work("recv")
+        self.arrival: Work | None = None
+
+
 class Lane:
     """One end of a lane."""
 
@@ -51,67 +71,91 @@ class Lane:
         self._peer = line.dst if rank == line.src else line.src
         self._group = group
         self._store = store
-        self._queue: queue.SimpleQueue[tuple[Work, Tensor, float] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._communicator: Communicator | None = None
         self._over: HoldfastError | None = None
         self._lock = threading.Lock()
-        self._early: list[tuple[Work, Tensor]] = []
+        self._token: Token | None = None
         self._thread = threading.Thread(target=self._serve, name=f"holdfast-{line.name}", daemon=True)
         self._thread.start()
 
-    def issue(self, tensor: Tensor, timeout: float) -> Work:
-        """Send or receive `tensor` behind what is queued, within `timeout` seconds of now."""
-        work = Work("recv" if self._end else "send")
-        self._queue.put((work, tensor, time.monotonic() + timeout))
+    @property
+    def connected(self) -> bool:
+        return self._communicator is not None
+
+    def send(self, tensor: Tensor, deadline: float) -> Work:
+        """Send `tensor` behind what is queued."""
+        return self._issue(Work("send"), partial(self._send, tensor, deadline))
+
+    def recv(self, tensor: Tensor, deadline: float) -> Work:
+        """Receive into `tensor` behind what is queued."""
+        with self._lock:
+            return self._recv_after(self._token, tensor, deadline)
+
+    def recv_if_come(self, tensor: Tensor, deadline: float) -> Work | None:
+        """As `recv`, if a message has begun to arrive; else None, and its token is looked out for."""
+        with self._lock:
+            token = self._token
+            if token is None:
+                token = self._token = Token()
+                self._issue(token.posted, partial(self._post, token, deadline))
+            if not token.posted.done():
+                return None
+            if (error := token.posted.exception()) is not None:
+                self._token = None
+                raise error
+            if token.arrival is not None and not token.arrival.done():
+                return None
+            return self._recv_after(token, tensor, deadline)
+
+    def _recv_after(self, token: Token | None, tensor: Tensor, deadline: float) -> Work:
+        """Receive what `token` announces, now nobody else's; None: both. The lock is held."""
+        self._token = None
+        return self._issue(Work("recv"), partial(self._recv, token, tensor, deadline))
+
+    def _issue(self, work: Work, body: Callable[[], None]) -> Work:
+        self._queue.put((work, body))
         return work
-
-    # -- receives that were posted for whoever sends first
-
-    def post_early(self, tensor: Tensor) -> Work:
-        """Receive into a buffer like `tensor`, unless that is under way already; kept for `take_early`."""
-        if not self._early:
-            buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            self._early.append((self.issue(buffer, _DAY), buffer))
-        return self._early[0][0]
-
-    def take_early(self, tensor: Tensor) -> Work | None:
-        """What `post_early` began, copied into `tensor` when it is there; None if nothing was begun."""
-        if not self._early:
-            return None
-        begun, buffer = self._early.pop()
-        taken = Work("recv")
-
-        def take() -> None:
-            begun.wait()
-            tensor.detach().copy_(buffer.view(tensor.shape))
-
-        if begun.done():
-            taken.run(take)
-        else:
-            threading.Thread(target=taken.run, args=(take,), name="holdfast-future", daemon=True).start()
-        return taken
 
     # -- the thread
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, tensor, deadline = item
-            work.run(lambda tensor=tensor, deadline=deadline: self._move(tensor, deadline))  # type: ignore[misc]
+            work, body = item
+            work.run(partial(self._explained, body))
         if self._communicator is not None:
             self._communicator.close()
 
-    def _move(self, tensor: Tensor, deadline: float) -> None:
+    def _explained(self, body: Callable[[], None]) -> None:
+        if self._over is not None:
+            raise self._over.again()
         try:
-            communicator = self._connected(deadline)
-            left = max(deadline - time.monotonic(), 0.001)
-            if self._end:
-                communicator.recv(tensor, 0, timeout=left)
-            else:
-                communicator.send(tensor, 1, timeout=left)
+            body()
         except PeerFailed as error:
             raise PeerFailed((self._peer,), error.evidence) from None
         except OpTimeout as error:
             raise OpTimeout("recv" if self._end else "send", error.seq, error.waited, (self._peer,)) from None
+
+    def _send(self, tensor: Tensor, deadline: float) -> None:
+        communicator = self._connected(deadline)
+        message = [Send(self._byte(), 1, _TOKEN), Send(tensor, 1, _PAYLOAD)]
+        communicator.batch_send_recv(message, timeout=_left(deadline))
+
+    def _recv(self, token: Token | None, tensor: Tensor, deadline: float) -> None:
+        communicator = self._connected(deadline)
+        if token is None or token.arrival is None:
+            message = [Recv(self._byte(), 0, _TOKEN), Recv(tensor, 0, _PAYLOAD)]
+            communicator.batch_send_recv(message, timeout=_left(deadline))
+            return
+        with contextlib.suppress(TimeoutError):
+            token.arrival.wait(_left(deadline))
+        communicator.recv(tensor, 0, _PAYLOAD, timeout=_left(deadline))
+
+    def _post(self, token: Token, deadline: float) -> None:
+        token.arrival = self._connected(deadline).recv(self._byte(), 0, _TOKEN, async_op=True, timeout=_DAY)
+
+    def _byte(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self._group.device)
 
     def _connected(self, deadline: float) -> Communicator:
         if self._communicator is None:
@@ -123,7 +167,7 @@ class Lane:
                 rendezvous=self._store,
                 name=f"{self._group.name}/{self._line.name}",
                 device=self._group.device,
-                timeout=min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.001)),
+                timeout=min(_CONNECT_SECONDS, _left(deadline)),
             )
             with self._lock:
                 self._communicator = communicator
@@ -153,12 +197,14 @@ class Lane:
             if self._communicator is not None:
                 self._communicator.abort(error)
 
-    def close(self) -> None:
-        """End the thread, and release the communicator. What is still pending ends with `Revoked`."""
-        if not self._queue.empty() or self._early:
-            self.abort(Revoked(self._group.epoch, "closed"))
+    def finish(self) -> None:
+        """End the thread behind what is queued, and release the communicator."""
         self._queue.put(None)
-        self._thread.join(_JOIN_SECONDS)
+
+    def ended(self, seconds: float) -> bool:
+        """Whether the thread has ended, within `seconds` from now."""
+        self._thread.join(max(seconds, 0.0))
+        return not self._thread.is_alive()
 
 
 class Lanes:
@@ -173,46 +219,41 @@ class Lanes:
         self._over: HoldfastError | None = None
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Work:
-        return self._lane(Line(self._group.rank, dst, tag)).issue(tensor, timeout)
+        return self._lane(Line(self._group.rank, dst, tag)).send(tensor, time.monotonic() + timeout)
 
     def recv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Work:
-        lane = self._lane(Line(src, self._group.rank, tag))
-        return lane.take_early(tensor) or lane.issue(tensor, timeout)
+        return self._lane(Line(src, self._group.rank, tag)).recv(tensor, time.monotonic() + timeout)
 
     def recv_any(self, tensor: Tensor, tag: int, timeout: float) -> tuple[Work, list[int]]:
-        """Receive from whoever sends first under `tag`; the list holds the sender when the work is done.
-
-        A receive is posted on every lane whose sender has come; those that are not needed now serve the next receives,
-        which must be of the same shape and dtype.
-        """
+        """Receive from whoever sends first under `tag`; the list holds the sender when the work is done."""
         source: list[int] = []
         work = Work("recv")
         deadline = time.monotonic() + timeout
 
         def receive() -> None:
-            src, lane = self._first_sender(tensor, tag, timeout, deadline)
-            taken = lane.take_early(tensor)
-            if taken is not None:
-                taken.wait()
+            src, taken = self._from_first(tensor, tag, timeout, deadline)
+            taken.wait()
             source.append(src)
 
         thread = threading.Thread(target=work.run, args=(receive,), name="holdfast-recv-any", daemon=True)
+        self._any = [each for each in self._any if each.is_alive()]
         self._any.append(thread)
         thread.start()
         return work, source
 
-    def _first_sender(self, tensor: Tensor, tag: int, timeout: float, deadline: float) -> tuple[int, Lane]:
+    def _from_first(self, tensor: Tensor, tag: int, timeout: float, deadline: float) -> tuple[int, Work]:
+        """Who has sent, and the receive from there. Looks at every lane whose sender has come."""
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         store = _own_client(self._store)
         pause = _FIRST_LOOK
         while True:
             for src in others:
                 line = Line(src, self._group.rank, tag)
-                if line not in self._lanes and not store.check([f"{line.name}/0"]):
+                lane = self._lanes.get(line)
+                if (lane is None or not lane.connected) and not store.check([f"{line.name}/0"]):
                     continue
-                lane = self._lane(line)
-                if lane.post_early(tensor).done():
-                    return src, lane
+                if (taken := self._lane(line).recv_if_come(tensor, deadline)) is not None:
+                    return src, taken
             if self._over is not None:
                 raise self._over.again()
             if time.monotonic() > deadline:
@@ -236,20 +277,34 @@ class Lanes:
 
     def abort(self, error: HoldfastError) -> None:
         """End all that is pending. From any thread."""
-        self._each(lambda lane: lane.abort(error), error)
+        for lane in self._end(error):
+            lane.abort(error)
 
     def close(self) -> None:
-        """End all threads and connections."""
-        self._each(Lane.close, Revoked(self._group.epoch, "closed"))
+        """End all threads and connections. What does not end by itself within a moment ends with `Revoked`."""
+        closed = Revoked(self._group.epoch, "closed")
+        lanes = self._end(closed)
+        for lane in lanes:
+            lane.finish()
+        until = time.monotonic() + _GRACE_SECONDS
+        pending = [lane for lane in lanes if not lane.ended(until - time.monotonic())]
+        for lane in pending:
+            lane.abort(closed)
+        for lane in pending:
+            lane.ended(_JOIN_SECONDS)
         for thread in self._any:
             thread.join(_JOIN_SECONDS)
 
-    def _each(self, do: Callable[[Lane], None], error: HoldfastError) -> None:
+    def _end(self, error: HoldfastError) -> list[Lane]:
+        """Let nothing new begin; the lanes that there are."""
         with self._lock:
             self._over = self._over or error
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            do(lane)
+            return list(self._lanes.values())
+
+
+def _left(deadline: float) -> float:
+    """Seconds that are left, for what takes no less than a moment."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _own_client(store: dist.Store) -> dist.Store:
