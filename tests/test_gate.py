@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from holdfast.comms import reproducible
 from holdfast.harness.cli import app
 from holdfast.harness.gate.calibrate import calibrate
 from holdfast.harness.gate.decide import Rule, Verdict, decide, paired_ratio, t_cdf, t_quantile
-from holdfast.harness.gate.gate import Finding, GateReport, chosen
-from holdfast.harness.gate.pairs import Nursery, SideFailed
+from holdfast.harness.gate.gate import Comparison, Course, Finding, GateReport, chosen, cluster
+from holdfast.harness.gate.pairs import CannotRun, Nursery, SideFailed, SideProcess
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
+from holdfast.harness.gate.workloads import Workload
 
 HERE = Path(__file__).parents[1]
 PACKAGES = ("backends", "comms", "ft", "harness", "rl", "store")
@@ -176,10 +179,62 @@ def test_a_side_that_does_not_run_its_own_code_is_found_out(tmp_path: Path) -> N
         pass
 
 
-def test_what_a_side_has_not_got_is_not_compared() -> None:
-    finding = Finding("store", "publish", 1.0, 1.0, 0.0, -1.0, float("inf"), 0, "not compared", "no such module")
-    report = GateReport("a", "b", (finding,), Rule(), 1.0, 0.0, ("torch==2",))
-    assert report.good
+def found(workload: str, verdict: str, why: str = "") -> Finding:
+    return Finding(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
+
+
+def reported(*findings: Finding) -> GateReport:
+    return GateReport("a", "b", findings, Rule(), 1.0, 0.0, ("torch==2",))
+
+
+def test_what_base_has_not_got_is_not_compared() -> None:
+    report = reported(found("store", "not compared", "no such module"), found("call", "same"))
+    assert report.status == 0
+    assert "### ✅ No slowdown found\n" in markdown(report)
     assert "❔ not compared: no such module" in markdown(report)
     assert "Pinned versions differ" in markdown(report)
     assert msgspec.json.decode(msgspec.json.encode(report))["findings"][0]["workload"] == "store"
+
+
+@pytest.mark.parametrize(
+    ("findings", "status", "headline"),
+    [
+        ((found("call", "same"), found("store", "does not run", "TypeError")), 2, "❌ Does not run: store"),
+        ((found("call", "not compared", "no module"),), 2, "❔ Nothing was compared"),
+        ((found("call", "slower"), found("store", "unsure")), 1, "❌ Slower: call, ❔ 1 undecided"),
+        ((found("call", "same"), found("store", "unsure")), 0, "✅ No slowdown found, ❔ 1 undecided"),
+    ],
+)
+def test_a_run_is_no_better_than_what_it_compared(findings: tuple[Finding, ...], status: int, headline: str) -> None:
+    report = reported(*findings)
+    assert report.status == status
+    assert markdown(report).startswith(f"### {headline}\n")
+
+
+class Unable(SideProcess):
+    """A side that refuses some workloads, and does the others in no time."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+
+    def prepare(self, workload: Workload) -> None:
+        if workload.name == self.refused:
+            raise CannotRun(self, "AttributeError")
+
+    def run(self, workload: Workload, ops: int) -> float:
+        return 1.0
+
+
+def test_what_only_head_cannot_run_is_broken() -> None:
+    class OnePair(Nursery):
+        def __init__(self) -> None:
+            pass
+
+        @contextlib.contextmanager
+        def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
+            yield [Unable("store"), Unable("call")]
+
+    side = Side("a", "a", Path(), Path())
+    courses = tuple(Course(workload) for workload in chosen(["call", "store"]))
+    cluster(OnePair(), (side, side), 0, [Comparison(courses)])
+    assert [course.finding().verdict for course in courses] == ["does not run", "not compared"]

@@ -42,7 +42,8 @@ def gate(
     slice by slice, so that a busy machine costs time rather than truth.
 
     Exit status: 1 if a workload is slower (with --calibrate: if the error
-    rates are not kept), 2 if a side cannot be had or does not run.
+    rates are not kept), 2 if a side cannot be had, HEAD fails in a
+    workload that BASE runs, or nothing could be compared.
     """
     import msgspec
 
@@ -62,10 +63,10 @@ def gate(
                 calibration = calibrate_gate(
                     sides, rule, calibrate, only or (), effect, lambda text: status.update(text)
                 )
-                good, document = calibration.good, msgspec.json.encode(calibration)
+                ended, document = int(not calibration.good), msgspec.json.encode(calibration)
             else:
                 report = run(sides, rule, only or (), lambda text: status.update(text))
-                good, document = report.good, msgspec.json.encode(report)
+                ended, document = report.status, msgspec.json.encode(report)
     except (ValueError, SideFailed) as error:
         notes.print(f"holdfast gate: {error}", markup=False)
         raise typer.Exit(2) from error
@@ -78,7 +79,7 @@ def gate(
     if markdown is not None:
         table = show.calibration_markdown(calibration) if calibrate else show.markdown(report)
         markdown.write_text(table + "\n", encoding="utf-8")
-    raise typer.Exit(0 if good else 1)
+    raise typer.Exit(ended)
 
 
 @contextlib.contextmanager

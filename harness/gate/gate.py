@@ -57,8 +57,20 @@ class GateReport(msgspec.Struct, frozen=True):
         return tuple(finding for finding in self.findings if finding.verdict == "slower")
 
     @property
-    def good(self) -> bool:
-        return not self.slower
+    def broken(self) -> tuple[Finding, ...]:
+        """What BASE runs, and HEAD does not."""
+        return tuple(finding for finding in self.findings if finding.verdict == "does not run")
+
+    @property
+    def undecided(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.verdict == "unsure")
+
+    @property
+    def status(self) -> int:
+        """The exit status: 2 if HEAD fails or nothing was compared, 1 if it is slower, or else 0."""
+        if self.broken or not any(finding.clusters for finding in self.findings):
+            return 2
+        return 1 if self.slower else 0
 
 
 @dataclass(slots=True)
@@ -71,6 +83,7 @@ class Course:
     head: list[float] = field(default_factory=list)
     verdict: Verdict = "unsure"
     why: str = ""
+    broken: bool = False
     estimate: Estimate = field(default_factory=lambda: Estimate(0.0, -1.0, math.inf, 0))
 
     @property
@@ -92,7 +105,7 @@ class Course:
         given = self.estimate
         return Finding(
             self.workload.name, self.workload.what, base, head, given.slowdown, given.low, given.high, given.clusters,
-            "not compared" if self.why else self.verdict, self.why,
+            "does not run" if self.broken else "not compared" if self.why else self.verdict, self.why,
         )  # fmt: skip
 
 
@@ -129,11 +142,11 @@ def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: S
                 if not course.open:
                     continue
                 try:
-                    for process in started:
+                    for process in (base, head):
                         process.prepare(course.workload)
                     taken = slices(turns, course.workload, GROUPS * course.workload.ranks)
                 except CannotRun as error:
-                    course.why = str(error)
+                    course.why, course.broken = str(error), error.process is head
                     continue
                 course.add(taken["base"], taken["head"])
 

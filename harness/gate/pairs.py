@@ -33,7 +33,11 @@ class SideFailed(HoldfastError):
 
 
 class CannotRun(Exception):
-    """A side cannot run a workload: it has not got what the workload uses."""
+    """A side cannot run a workload: it has not got what the workload uses, or fails in it. `process` is that side's."""
+
+    def __init__(self, process: SideProcess, reason: str) -> None:
+        super().__init__(reason)
+        self.process = process
 
 
 class SideProcess:
@@ -61,7 +65,7 @@ class SideProcess:
             self._stream.flush()
         answer = self._answer()
         if "error" in answer:
-            raise CannotRun(f"{self._side.title}: {answer['error']}")
+            raise CannotRun(self, f"{self._side.title}: {answer['error']}")
         return answer
 
     def _answer(self) -> dict[str, Any]:

@@ -10,8 +10,14 @@ from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Finding, GateReport
 
-_MARK = {"slower": "❌ slower", "faster": "🚀 faster", "same": "✅ same", "unsure": "❔ unsure"}
-_STYLE = {"slower": "bold red", "faster": "green", "same": "default", "unsure": "yellow"}
+_MARK = {
+    "does not run": "❌ does not run",
+    "slower": "❌ slower",
+    "faster": "🚀 faster",
+    "same": "✅ same",
+    "unsure": "❔ unsure",
+}
+_STYLE = {"does not run": "bold red", "slower": "bold red", "faster": "green", "same": "default", "unsure": "yellow"}
 
 
 def _change(finding: Finding) -> str:
@@ -56,11 +62,24 @@ def show(report: GateReport, out: Console) -> None:
     out.print(table)
 
 
+def _headline(report: GateReport) -> str:
+    """The outcome in a line; workloads that were given up on are part of it."""
+    parts = [
+        f"❌ {what}: {', '.join(finding.workload for finding in findings)}"
+        for what, findings in (("Does not run", report.broken), ("Slower", report.slower))
+        if findings
+    ]
+    if not parts:
+        parts.append("❔ Nothing was compared" if report.status else "✅ No slowdown found")
+    if report.undecided:
+        parts.append(f"❔ {len(report.undecided)} undecided")
+    return ", ".join(parts)
+
+
 def markdown(report: GateReport) -> str:
     """The report as a comment for a pull request."""
-    slower = ", ".join(finding.workload for finding in report.slower)
     lines = [
-        f"### {'❌ Slower: ' + slower if slower else '✅ No slowdown found'}",
+        f"### {_headline(report)}",
         "",
         f"`{report.base}` → `{report.head}`",
         "",
@@ -68,7 +87,7 @@ def markdown(report: GateReport) -> str:
         "|---|---:|---:|---|---|",
     ]
     for each in report.findings:
-        verdict = _MARK.get(each.verdict, f"❔ {each.verdict}: {each.why}")
+        verdict = _MARK.get(each.verdict, f"❔ {each.verdict}") + f": {each.why}" * bool(each.why)
         lines.append(
             f"| **{each.workload}**: {each.what} | {show_time(each.base_us)} | {show_time(each.head_us)} "
             f"| {_change(each)} | {verdict} |"
