@@ -171,6 +171,12 @@ def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
     assert found.rates[1].mean == pytest.approx(0.5, abs=0.15)
 
 
+def test_a_slowdown_that_cannot_be_put_in_exactly_is_refused() -> None:
+    side = Side("a", "a", Path(), Path())
+    with pytest.raises(ValueError, match=r"a multiple of 0\.05"):
+        calibrate((side, side), Rule(), 1, injected=0.02)
+
+
 def test_a_side_that_does_not_run_its_own_code_is_found_out(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     (broken / "site").mkdir(parents=True)

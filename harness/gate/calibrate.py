@@ -87,9 +87,12 @@ def calibrate(
 ) -> Calibration:
     """`trials` trials of each kind, of the workloads `names` (of all, for none). `sides` are two copies of one commit.
 
-    ^C ends it with what it has.
+    ^C ends it with what it has. Raises ValueError for an effect that cannot be put in exactly, unknown names, or a
+    workload that does not run.
     """
     workloads = chosen(names)
+    if any(abs(workload.ops * injected - round(workload.ops * injected)) > 1e-6 for workload in workloads):
+        raise ValueError(f"an effect of {injected:.4g} is not a whole number of ops: give a multiple of 0.05")
     began, noise = time.monotonic(), Noise()
     done: dict[tuple[float, str], list[Course]] = {(a, w.name): [] for a in (0.0, injected) for w in workloads}
     alarms = found = trial = 0
