@@ -11,6 +11,7 @@ import functools
 import os
 import secrets
 import threading
+import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoc
 from holdfast.comms.liveness import this_process
 from holdfast.ft import vocabulary as v
 from holdfast.ft.control import kv
+from holdfast.ft.control.errors import ConnectionLost
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.events import EventLog
 from holdfast.ft.joining import Settings, candidate_job
@@ -125,6 +127,16 @@ class Runtime:
     # Remote calls of the session's thread, which end when their epoch does ----------------------------------------
 
     def _call(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
+        """What can be asked again is, over the next connection, if one ends though its epoch holds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._call_once(member, epoch, method, body, max(deadline - time.monotonic(), 0.0))
+            except ConnectionLost:
+                if method not in kv.REPEATABLE or self._tenure.is_over(epoch) or time.monotonic() >= deadline:
+                    raise
+
+    def _call_once(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
         links = self._reactor.links
         answer = asyncio.run_coroutine_threadsafe(links.call(member, method, body, timeout), self._thread.loop)
         with self._calls_lock:

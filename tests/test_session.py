@@ -6,6 +6,7 @@ happens on the way, and every rank keeps the list of steps that it has committed
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import torch
 from holdfast.comms import HoldfastError
 from holdfast.ft import Session, Timeouts, reactor
 from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.view import Member
 from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.job import Job
@@ -339,6 +341,39 @@ def test_the_first_rank_is_killed_before_anything_has_begun(point: str) -> None:
     with cluster(3, fault=f"{point}:0:0:3") as ranks:
         job = ranks.start(tally_up, 10, 0.002)
         assert_exact(job, job.results(), 2, 10)
+
+
+def test_a_connection_that_is_reset_in_a_rebuild_costs_nobody_the_job() -> None:
+    """Rank 2 tells the first member where it can be found; that connection breaks, and another one comes to stand."""
+
+    def cut_off_once(session: Session) -> tuple[int | None, int]:
+        cut: list[str] = []
+        for attempt in session.steps(8):
+            with attempt:
+                if (attempt.step, attempt.rank) == (0, 2):
+                    reset_once_posted(session, cut)
+                if (attempt.step, attempt.rank, attempt.comm.size) == (4, 1, 3):
+                    os.kill(os.getpid(), 9)
+                attempt.comm.barrier()
+        return session.size, len(cut)
+
+    def reset_once_posted(session: Session, cut: list[str]) -> None:
+        assert session._runtime is not None
+        links = session._runtime._reactor.links
+        call = links.call
+
+        async def reset(member: Member, method: str, body: bytes, timeout: float) -> bytes:
+            if not cut:
+                asyncio.get_running_loop().call_soon(links._links[member.id].abort)
+            cut.append(method)
+            return await call(member, method, body, timeout)
+
+        links.call = reset  # type: ignore[method-assign]
+
+    with cluster(3, "gloo") as ranks:
+        (first, nothing), (second, asked) = ranks.start(cut_off_once).results()
+    assert (first, second, nothing) == (2, 2, 0)
+    assert asked > 1
 
 
 # -- too few

@@ -60,6 +60,9 @@ F = TypeVar("F", bound=_Form)
 
 _encode = msgspec.msgpack.Encoder().encode
 
+REPEATABLE = frozenset({"kv.put", "kv.fetch", "kv.wait", "kv.check", "kv.count"})
+"""What may be asked again when it is not known whether it was done."""
+
 
 def handlers(table: KeyValue) -> dict[str, Handler]:
     """What a server of this table adds to its handlers: the methods `kv.*` that `RemoteTable` calls."""
