@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.ft import faultpoints, joining, telemetry, transfer
+from holdfast.ft import faultpoints, joining, telemetry, transfer, voting
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.control.interface import check_ours
 from holdfast.ft.copies.checkpoints import Checkpoints
@@ -37,7 +37,7 @@ from holdfast.ft.skeleton import take_apart
 from holdfast.ft.tenure import Noted, Tenure
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torchgroup import TorchGroup
-from holdfast.ft.verdict import FIELDS, Verdict, Vote, judge
+from holdfast.ft.verdict import Verdict, judge
 from holdfast.ft.view import View
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class Session:
         patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
         self._reach("rebuild.before_connect", view)
         self._close_retired(keep=1)
-        mine = self._ledger.vote().numbers()
+        mine = self._ledger.vote()
         comm = connect_members(
             view.job.backend,
             rank=rank,
@@ -429,17 +429,12 @@ class Session:
             over=lambda: self._tenure.why_over(view.epoch),
             recorder=None if self._telemetry is None else self._telemetry.recorder,
             previous=self._retired[-1] if self._retired else None,
-            greeting=mine,
+            greeting=mine.numbers(),
         )
         self._comm, self._view = comm, view
         self._tenure.carry(comm)
         self._reach("rebuild.before_votes")
-        said: Sequence[Sequence[int]] | None = comm.greetings
-        if said is None:
-            votes = torch.zeros(len(view.members), FIELDS, dtype=torch.int64, device=comm.device)
-            comm.all_gather_single(votes, torch.tensor([mine], device=comm.device), timeout=patience)
-            said = votes.tolist()
-        verdict = judge([Vote.of(numbers) for numbers in said], rank)
+        verdict = judge(voting.collect(comm, mine, patience), rank)
         self._reach("rebuild.after_votes")
         return verdict
 
