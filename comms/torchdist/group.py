@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, Revoked
@@ -34,6 +35,9 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Issue = Callable[[bool, float], Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
+
+_RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
+"""From 2.15 on torch attaches a recorder to a new group that has devices, which takes a backend of torch's own kind."""
 
 _numbers = itertools.count()
 _ABORTED = "the process group was aborted"
@@ -100,6 +104,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if _RECORDS and self not in c10d._world.pg_map:
+            return []
         return [torch.device(self.communicator.device.type)]
 
     def _get_backend(self, device: torch.device) -> HoldfastProcessGroup:
