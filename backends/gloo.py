@@ -147,7 +147,8 @@ class GlooTransport(TorchGroup):
             given = self._options[key] = options(kind, timedelta(seconds=seconds), **fields)
         self._run(op, lambda _: start(given), deadline)
 
-    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float) -> None:
+    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
+        """Run `start(limit)`. `awaited` are the ranks that it waits for, where that is known."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
@@ -158,7 +159,7 @@ class GlooTransport(TorchGroup):
             if work is not None:
                 self._wait(work, deadline)
         except RuntimeError as error:
-            raise self._explain(op, error, began, deadline) from error
+            raise self._explain(op, error, began, deadline, awaited) from error
 
     def _wait(self, work: Any, deadline: float) -> None:
         """Wait for a collective. One that has not ended soon after an abort never will: gloo now and then forgets an op
@@ -183,7 +184,9 @@ class GlooTransport(TorchGroup):
                     raise
                 aborted = self._error is not None
 
-    def _explain(self, op: str, error: RuntimeError, began: float, deadline: float) -> HoldfastError:
+    def _explain(
+        self, op: str, error: RuntimeError, began: float, deadline: float, awaited: Sequence[int]
+    ) -> HoldfastError:
         """What a failure of gloo means: our own abort, a peer's end, a timeout, or a broken connection."""
         until = min(deadline, time.monotonic() + _GRACE_SECONDS)
         while self._error is None and time.monotonic() < until and "imed out" not in str(error):
@@ -192,7 +195,7 @@ class GlooTransport(TorchGroup):
             return self._error.again()
         waited = time.monotonic() - began
         if "imed out" in str(error) or time.monotonic() >= deadline:
-            return OpTimeout(op, self._seq, waited)
+            return OpTimeout(op, self._seq, waited, awaited)
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
     def _end_group(self) -> None:
@@ -308,13 +311,13 @@ class GlooTransport(TorchGroup):
         def start(limit: timedelta) -> None:
             self._group.send([bytes_of(tensor)], dst, tag).wait(limit)
 
-        self._run("send", start, deadline)
+        self._run("send", start, deadline, [dst])
 
     def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
         def start(limit: timedelta) -> None:
             self._group.recv([bytes_of(tensor)], src, tag).wait(limit)
 
-        self._run("recv", start, deadline)
+        self._run("recv", start, deadline, [src])
 
     def batch_send_recv(
         self,

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.comms import Communicator, Mismatch, Recv, ReduceOp, Revoked, Send, Unsupported
+from holdfast.comms import Communicator, Mismatch, OpTimeout, Recv, ReduceOp, Revoked, Send, Unsupported
 from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.capability import moves, reduces
@@ -515,3 +515,18 @@ def test_two_threads_that_race_for_order_are_told(backend: str, tmp_path: Path) 
 
     with LocalCluster(2, backend) as cluster:
         assert cluster.run(body, str(tmp_path / "meeting")) == [True, True]
+
+
+def test_a_message_that_does_not_come_is_missed_from_its_sender(backend: str, tmp_path: Path) -> None:
+    def body(comm: Communicator, meeting: str) -> tuple[int, ...]:
+        store = dist.FileStore(meeting, -1)
+        if comm.rank != 1:
+            store.wait(["told"])
+            return ()
+        with pytest.raises(OpTimeout) as caught:
+            comm.recv(torch.ones(1), 2, timeout=0.3)
+        store.set("told", "1")
+        return caught.value.missing_ranks
+
+    with LocalCluster(3, backend) as cluster:
+        assert cluster.run(body, str(tmp_path / "meeting")) == [(), (2,), ()]
