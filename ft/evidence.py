@@ -1,9 +1,9 @@
 """What is known of who is gone and who is suspected by whom. Immutable; every change gives another one.
 
 A death is a proof and stands alone. A suspicion is one observer's; a member is lost when most of its observers
-suspect it (one outside of the view, a spare, when anybody does). Observers that are dead have no say, nor those that
-are lost themselves and were silent about it: so the set of the lost does not depend on the order in which evidence
-comes.
+suspect it (one outside of the view, a spare, when anybody does; one on the larger of two hosts never for that).
+Observers that are dead have no say, nor those that are lost themselves and were silent about it: so the set of the lost
+does not depend on the order in which evidence comes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from holdfast.ft.topology import Shape, observers
+from holdfast.ft.topology import Shape, can_be_condemned, observers
 from holdfast.ft.view import Member, View
 from holdfast.ft.vocabulary import Cleared, Death, Suspicion
 
@@ -148,6 +148,8 @@ class Evidence:
                 continue
             if rank is None:
                 state = replace(state, lost={**state.lost, who: against[min(against)]})
+                continue
+            if not can_be_condemned(view, view.members[rank]):
                 continue
             jury = [
                 m.id

@@ -1,12 +1,13 @@
 """What suspicions between hosts add up to, beyond what most of a member's observers decide.
 
 Each suspicion is an edge between an observer and a member that does not hear, or cannot reach, the other. Sans-I/O: it
-is told the time, what this process and the others say, and whom this process watches. It answers three questions:
+is told the time, what this process and the others say, and whom this process watches. It answers four questions:
 
 - Is this process cut off? Whoever hears less than half of the job stops at once, and leaves the next epoch to the
   others; a cut-off side cannot be told from a side whose others have all died, so if nobody has taken over after a
   while it tries itself, and the register decides. If the others are heard again before that, it resigns: it has
   stopped, they have not, and so it must be replaced.
+- Who else has stopped? Whoever says that it does not hear so many has to go, before it tries itself.
 - Can some pairs not reach each other, though most observers have no complaint (a single link is cut)? After a while
   the fewest members that are in all such pairs have to go: those with the most complaints, and of equals the last.
 - Has a transport reported a peer? Its communicator is over, so somebody has to go too, and sooner.
@@ -128,12 +129,15 @@ class Observers:
 
     def _in_minority(self, view: View, silent: list[str]) -> bool:
         """Whether this process's side is less than half of the job, as far as those it watches tell."""
-        here = len(view.hosts[self._me.peer.host])
-        seen = here + len(self._watched)
-        heard = seen - len(silent)
-        if 2 * heard != seen:
-            return 2 * heard < seen
-        return view.members[0].id in silent
+        return _outweighed(view, len(view.hosts[self._me.peer.host]) + len(self._watched), silent)
+
+    def _stopped(self, view: View) -> set[str]:
+        """Those who say that they do not hear so many that they must have stopped, as this process would."""
+        silent: dict[str, list[str]] = {}
+        for (observer, member), edge in self._edges.items():
+            if not edge.reported:
+                silent.setdefault(observer, []).append(member)
+        return {observer for observer, members in silent.items() if _outweighed(view, len(view.members), members)}
 
     def _while_cut_off(self, silent: list[str], now: float) -> tuple[Verdict, ...]:
         view, since = self._view, self._cut_off_since
@@ -149,8 +153,11 @@ class Observers:
         return tuple(Condemned(member, words) for member in new)
 
     def _stalemate(self, view: View, now: float) -> tuple[Verdict, ...]:
-        suspect = self._timeouts.suspect
-        if not any(now - e.since >= (1.0 if e.reported else STALEMATE) * suspect for e in self._edges.values()):
+        suspect, stopped = self._timeouts.suspect, self._stopped(view)
+        if not any(
+            now - edge.since >= (1.0 if edge.reported or observer in stopped else STALEMATE) * suspect
+            for (observer, _), edge in self._edges.items()
+        ):
             return ()
         verdicts = []
         for member in self._cover(view, now):
@@ -160,12 +167,13 @@ class Observers:
         return tuple(verdicts)
 
     def _cover(self, view: View, now: float) -> list[str]:
-        """Members that between them are in every pair: the one in the most pairs first, and so on.
+        """Members that between them are in every pair: those that have stopped, the one in the most pairs, and so on.
 
         Of equals it is the one that more others complain of, and then the one of the highest rank.
         """
         edges = [pair for pair, edge in self._edges.items() if now - edge.since >= self._timeouts.heartbeat]
         chosen: list[str] = []
+        stopped = self._stopped(view)
         while edges:
             pairs: dict[str, set[str]] = {}
             complaints: dict[str, int] = {}
@@ -173,7 +181,7 @@ class Observers:
                 pairs.setdefault(observer, set()).add(member)
                 pairs.setdefault(member, set()).add(observer)
                 complaints[member] = complaints.get(member, 0) + 1
-            worst = max(pairs, key=lambda who: (len(pairs[who]), complaints.get(who, 0), view.ranks[who]))
+            worst = max(pairs, key=lambda w: (w in stopped, len(pairs[w]), complaints.get(w, 0), view.ranks[w]))
             chosen.append(worst)
             edges = [pair for pair in edges if worst not in pair]
         return chosen
@@ -184,3 +192,11 @@ class Observers:
             return "it complains of others that nobody else complains of"
         first = complaints[min(complaints)]
         return f"{len(complaints)} of the others cannot work with it: {first.evidence}"
+
+
+def _outweighed(view: View, seen: int, silent: list[str]) -> bool:
+    """Whether the `silent` are most of the `seen` members of `view`, or half of them and the first of all is one."""
+    heard = seen - len(silent)
+    if 2 * heard != seen:
+        return 2 * heard < seen
+    return view.members[0].id in silent

@@ -82,14 +82,14 @@ def addressed(
         doubtful = {word.member for word in words.seen} | evidence.lost.keys()
         everybody = [m for m in heads(view, doubtful, shape, turn) if m.id != me.id]
     to = tuple(m for m in everybody if m.id not in evidence.dead)
-    subjects = {word.member for word in words.seen}
-    hearing = tuple(m for m in to if m.id not in subjects)
     blind = tuple(m for m in to if m.peer.host != me.peer.host)
     effects: list[Effect] = []
     if words.deaths and blind:
         effects.append(Report(words.deaths, blind))
-    if words.seen and hearing:
-        effects.append(Testify(words.seen, hearing))
+    if (
+        words.seen and to
+    ):  # those that it is about too: where one way alone is cut, they learn that this side has stopped
+        effects.append(Testify(words.seen, to))
     return tuple(effects)
 
 

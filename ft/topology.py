@@ -56,6 +56,18 @@ def observers(view: View, member: Member, shape: Shape) -> tuple[Member, ...]:
     return _neighbours(view, member, shape.rings)
 
 
+def can_be_condemned(view: View, member: Member) -> bool:
+    """Whether the observers of `member` may condemn it. Each of two hosts is the whole jury of the other, so only the
+    one with most of the members may, or the first of two halves: the other may be the smaller side of a cut.
+    """
+    if len(view.hosts) != 2:
+        return True
+    there = len(view.hosts[member.peer.host])
+    if 2 * there != len(view.members):
+        return 2 * there < len(view.members)
+    return view.members[0].peer.host != member.peer.host
+
+
 def heads(view: View, lost: Container[str], shape: Shape, turn: int = 0) -> tuple[Member, ...]:
     """Those who are told of evidence: the first living members; in the next turn those after them, and so on around."""
     first = turn * shape.heads

@@ -92,6 +92,13 @@ def test_when_nobody_takes_over_the_small_side_tries_itself() -> None:
     ]
 
 
+def test_whoever_says_that_it_hears_the_smaller_part_has_stopped_and_is_replaced_before_it_tries_itself() -> None:
+    mine = observers(0, "AAAB")
+    from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
+    found = judged(mine, 0.95)
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
+
+
 def test_of_two_equal_sides_the_one_with_the_first_rank_goes_on() -> None:
     for rank, cut_off in ((0, False), (2, True)):
         side = observers(rank, "AABB")

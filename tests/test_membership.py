@@ -57,7 +57,8 @@ RUNNING = View(3, "running", (member(0), member(1), member(2)), JOB, "all 3 memb
 
 def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = ()) -> Membership:
     """The core of process `index`, started, with `view` known and installed."""
-    fresh = Membership(member(index), JOB, Timeouts(), frozenset({"shm"}), spares=spares)
+    me = view.members[index] if view is not None and index < len(view.members) else member(index)
+    fresh = Membership(me, JOB, Timeouts(), frozenset({"shm"}), spares=spares)
     state, _ = fresh.on(v.ViewRead(view), 0.0)
     return state.on(v.Started(), 0.0)[0]
 
@@ -194,15 +195,33 @@ def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
     state, effects = core(0, view).on(v.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
     assert effects == (
-        v.Testify((v.Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1),)),
+        v.Testify((v.Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1), away)),
     )  # one of two: too few
     cleared, effects = state.on(v.Cleared("p2", "p0"), 10.1)
-    assert effects == (v.Testify((v.Cleared("p2", "p0", 2),), (member(1),)),)
+    assert effects == (v.Testify((v.Cleared("p2", "p0", 2),), (member(1), away)),)
     assert cleared.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
     _, effects = state.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
     assert isinstance(effects[0], v.Revoke)
     assert effects[0].dead == (v.Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
     assert isinstance(effects[1], v.Propose)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "side", "goes_on"),
+    [("AAAB", "A", True), ("AAAB", "B", False), ("ABBB", "A", False), ("AABB", "A", True), ("AABB", "B", False)],
+)
+def test_of_two_hosts_the_lesser_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
+    """Each is the whole jury of the other: the one that may be the smaller half of a cut must leave it to the other."""
+    view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
+    here = [m.id for m in view.members if m.peer.host == side]
+    state, told = core(int(here[0][1:]), view), list[v.Effect]()
+    for silent in (m.id for m in view.members if m.id not in here):
+        for observer in here:
+            state, effects = state.on(v.Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
+            told += effects
+    told += state.on(v.Tick(), 10.5)[1]
+    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, v.Propose)]
+    assert proposed == ([here] if goes_on else [])
 
 
 def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from holdfast.ft import ledger, verdict
@@ -26,7 +27,18 @@ from holdfast.harness.simulate.museum.tour import visit
 from holdfast.harness.simulate.run import simulate as run
 from holdfast.harness.simulate.scale import measure
 from holdfast.harness.simulate.scenarios import SCENARIOS, scenario
-from holdfast.harness.simulate.schedule import AtPoint, Crash, Isolate, Layout, Network, Schedule, load, save
+from holdfast.harness.simulate.schedule import (
+    AtPoint,
+    Crash,
+    Cut,
+    Fault,
+    Isolate,
+    Layout,
+    Network,
+    Schedule,
+    load,
+    save,
+)
 from holdfast.harness.simulate.shrink import shrink
 from holdfast.harness.simulate.soak import soak
 from holdfast.harness.simulate.story import Story
@@ -129,6 +141,20 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
     assert result.detected < 0.5
     assert result.depth <= 12
     assert result.messages_mean < 40
+
+
+@pytest.mark.parametrize(
+    "cut", [Isolate(at=0.3, hosts=(0,), seconds=3.0, register=True), Cut(at=0.3, source=0, target=1, seconds=3.0)]
+)
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_of_two_hosts_that_are_cut_apart_the_one_with_the_first_rank_goes_on(ranks: int, cut: Fault) -> None:
+    """A host of as many ranks as the other or more, which the other hears no more: both ways, or only it."""
+    schedule = Schedule(layout=Layout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
+    for seed in range(10):
+        events: list[Event] = []
+        assert run(replace(schedule, seed=seed), also=events.append).violation is None
+        finished = {event.process for event in events if event.kind == "finished"}
+        assert finished == {f"p{rank}" for rank in range((ranks + 1) // 2)}, seed
 
 
 def test_no_rank_handles_more_for_there_being_more_ranks() -> None:

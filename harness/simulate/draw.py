@@ -50,7 +50,7 @@ def draw(seed: int) -> Schedule:
 
 
 def _layout(rng: random.Random) -> Layout:
-    hosts = rng.choice((1, 3, 3, 4, 4, 5))
+    hosts = rng.choice((1, 2, 3, 3, 4, 4, 5))
     ranks = hosts * rng.choice((1, 2, 2)) if hosts > 1 else rng.randint(2, 5)
     return Layout(
         ranks=ranks,
@@ -111,7 +111,7 @@ def _faults(rng: random.Random, layout: Layout) -> list[Fault]:
             ),
         ]
     kinds = rng.sample(makers, rng.randint(1, min(4, len(makers))))
-    budget = layout.hosts if layout.hosts == 1 else (layout.hosts - 1) // 2
+    budget = max(1, (layout.hosts - 1) // 2)
     broken: set[int] = set()
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 8)):
