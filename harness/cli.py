@@ -127,7 +127,7 @@ def run(
         raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
     try:
         status = launch(Plan(python_command(script, arguments or ()), size, spares, backend, job, grace), logs)
-    except (HoldfastError, ValueError) as error:
+    except (HoldfastError, ValueError, OSError) as error:
         typer.echo(f"holdfast run: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(status)

@@ -258,13 +258,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def launch(plan: Plan, log_directory: Path | None = None) -> int:
     """Run the job; the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
 
-    Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError.
+    Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError, and
+    OSError before anything is started if that folder cannot be made.
     """
     for name in plan.backend.split(","):
         status = registry().backend(name.strip()).status
         if isinstance(status, Unavailable) and "," not in plan.backend:
             raise BackendUnavailable(name, status.reason, status.install_hint)
     console = Console(highlight=False)
+    if log_directory is not None:
+        log_directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-run-") as directory, _terminated_as_interrupted():
         contract = LocalContract.create(plan.job, Path(directory), plan.backend, plan.size)
         try:
@@ -274,7 +277,6 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
             return 130
         finally:
             if log_directory is not None:
-                log_directory.mkdir(parents=True, exist_ok=True)
                 for path in contract.events_directory.iterdir():
                     shutil.copy(path, log_directory / path.name)
 

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from holdfast.harness.cli import app
 from holdfast.harness.launch import Plan, launch, python_command
 
+COMMANDS = typer.main.get_group(app)
 COMMAND = Path(sys.executable).parent / "holdfast"
 
 
@@ -46,10 +51,48 @@ def test_help_teaches_by_examples() -> None:
     done = holdfast("--help")
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("backends", "run", "bench", "demo"))
-    for command in ("backends", "run", "demo"):
-        done = holdfast(command, "--help")
-        assert done.returncode == 0
-        assert f"holdfast {command}" in done.stdout.partition("Examples")[2]
+
+
+def _commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from _commands(command, (*above, name))
+        else:
+            yield (*above, name)
+
+
+@pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
+def test_each_command_has_examples(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*command, "--help"])
+    assert done.exit_code == 0
+    assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("gate", "nosuch"), 2, "nosuch is neither a commit"),
+        (("bench", "overhead", "--backend", "nosuch"), 1, "known are"),
+        (("bench", "overhead", "--backend", "inproc"), 1, "use 'shm'"),
+        (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
+        (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
+        (("conformance", "--backend", "inproc", "-k", "matches_nothing"), 2, "no check could run"),
+        (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_done_is_said_in_a_line(arguments: tuple[str, ...], status: int, message: str) -> None:
+    done = holdfast(*arguments)
+    assert done.returncode == status
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    done = holdfast("blame", tmp_path, "--perfetto", tmp_path / "no" / "trace.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith("holdfast blame: the trace cannot be written")
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -19,6 +19,12 @@ app = typer.Typer(
 )
 
 
+def _failed(command: str, error: Exception) -> typer.Exit:
+    """Say why it could not be measured."""
+    typer.echo(f"holdfast bench {command}: {error}", err=True)
+    return typer.Exit(1)
+
+
 def _contestants(
     op: str, backends: str, peers: bool, only: str | None, bound: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -58,6 +64,8 @@ def _bench(
 
     try:
         then = compare.load(against) if against is not None else None
+        if plot is not None:
+            show.check_plot(plot)
         drawn = plot is not None or report is not None
         everyone, ours = _contestants(ops[0], backends, peers, only, bound or drawn)
         if dtype not in DTYPES:
@@ -87,8 +95,11 @@ def _bench(
     if then is not None and not json:
         show.show_compared(compared, compare.differing(bench, then), show.console())
     if plot is not None:
-        show.plot(bench, plot)
-        notes.print(f"plot: {plot}")
+        try:
+            show.plot(bench, plot)
+            notes.print(f"plot: {plot}")
+        except ValueError as error:
+            notes.print(f"no plot: {error}")
     if report is not None:
         notes.print(f"report: {page.write(bench, report, compared)}")
     broken = [failure for failure in bench.failures if failure.contestant in ours]
@@ -138,14 +149,35 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
     return command
 
 
+def _help(name: str, what: str) -> str:
+    """What a command that measures ops says of itself."""
+    return f"""{what}
+
+    [bold]Examples[/bold]
+
+        holdfast bench {name} --backends shm,ucx -n 2,4 --sizes 8:1M
+
+        holdfast bench {name} --peers --report report --seconds 0.2
+
+    p50, p99 and min are of the slowest rank. algbw is the size by p50; busbw is algbw by a factor that makes it
+    comparable with what the hardware moves, whatever the number of ranks (as nccl-tests define it).
+
+    Exit status: 0 only if every result was right and all our own backends took part; 1 if not; 2 for bad options.
+    """
+
+
 for _operation in OPERATIONS.values():
     app.command(
         _operation.name,
-        help="Copy memory without communicating: the machine's bound."
-        if _operation.name == "copy"
-        else f"Measure {_operation.name}.",
+        help=_help(
+            _operation.name,
+            "Copy memory without communicating: the machine's bound."
+            if _operation.name == "copy"
+            else f"Measure {_operation.name}. The size is that of: {_operation.size}. busbw is algbw x "
+            f"{_operation.factor}.",
+        ),
     )(_command((_operation.name,)))
-app.command("all", help="Measure every op.")(_command(tuple(name for name in OPERATIONS if name != "copy")))
+app.command("all", help=_help("all", "Measure every op."))(_command(tuple(n for n in OPERATIONS if n != "copy")))
 
 
 @app.command("imports")
@@ -153,7 +185,12 @@ def imports(
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes to import in.")] = 11,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what importing holdfast.comms costs beyond importing torch."""
+    """Measure what importing holdfast.comms costs beyond importing torch.
+
+    [bold]Examples[/bold]
+
+        holdfast bench imports --processes 31
+    """
     import msgspec
 
     from holdfast.harness.bench.imports import measure
@@ -185,7 +222,12 @@ def recovery(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one."""
+    """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one.
+
+    [bold]Examples[/bold]
+
+        holdfast bench recovery -n 4 --spares 1 --kills 20
+    """
     import msgspec
 
     from holdfast.comms.errors import HoldfastError
@@ -218,8 +260,7 @@ def recovery(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
-        notes.print(f"[bold red]{type(error).__name__}[/]: {error}")
-        raise typer.Exit(1) from error
+        raise _failed("recovery", error) from error
     if json:
         typer.echo(msgspec.json.encode({"holdfast": bench, "peer": peer} if peers else bench).decode())
         return
@@ -244,17 +285,25 @@ def evictions(
 ) -> None:
     """Count ranks that are slow and are taken for dead: there should be none.
 
+    [bold]Examples[/bold]
+
+        holdfast bench evictions --minutes 1 -n 4
+
     Ranks hold their interpreter, compute in several threads, and take and touch memory, each for up to two and a half
     times the suspect time, on too few cores. Exit status: 0 only if nobody was evicted.
     """
     import json as json_module
 
+    from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench.evictions import measure
 
+    typer.echo(f"{ranks} ranks work on {cores} cores for {minutes:g} minutes", err=True)
     try:
         found = measure(60 * minutes, ranks, cores, suspect, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    except HoldfastError as error:
+        raise _failed("evictions", error) from error
     if json:
         typer.echo(json_module.dumps(found.plain(), indent=2))
     else:
@@ -278,14 +327,23 @@ def overhead(
     work: Annotated[float, typer.Option(min=0.1, help="Milliseconds of work in a step.")] = 20.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what is paid while nothing fails: by the flight recorder and metrics per op, by ft.Session per step."""
+    """Measure what is paid while nothing fails: by the flight recorder and metrics per op, by ft.Session per step.
+
+    [bold]Examples[/bold]
+
+        holdfast bench overhead --backend gloo --rounds 20
+    """
     import msgspec
 
+    from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench.overhead import run, table
 
     try:
         nbytes = parse_size(size)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    cost = run(backend, ranks, nbytes, rounds, work, lambda text: typer.echo(text, err=True))
+    try:
+        cost = run(backend, ranks, nbytes, rounds, work, lambda text: typer.echo(text, err=True))
+    except HoldfastError as error:
+        raise _failed("overhead", error) from error
     typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))

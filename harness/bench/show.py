@@ -193,18 +193,29 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
         axes.set_yscale("log")
 
 
+def check_plot(path: Path) -> None:
+    """Raises ValueError if no picture can be written to `path`: before anything is measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("plots need matplotlib: pip install 'holdfast[report]'") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path} does not say what to write: end it with .png or .svg ({', '.join(sorted(known))})")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+
+
 def plot(bench: Bench, path: Path) -> None:
     """Write a picture: for each op and number of ranks the time on the left, bus bandwidth on the right.
 
-    Raises ModuleNotFoundError with what to install if matplotlib is not there.
+    Raises ValueError if there is nothing to plot. `check_plot` says whether it can be written.
     """
-    try:
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plots need matplotlib: pip install 'holdfast[report]'") from error
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
     pairs = list(dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes))
     if not pairs:
         raise ValueError("there is nothing to plot: no op with a size was measured")

@@ -44,7 +44,7 @@ def blame(
     `holdfast run --logs logs/` keeps the files of a job that has ended.
 
     Exit status: 0, also if nobody is to blame; 1 if there is nothing to
-    read, or if --score is below 99%.
+    read, the trace cannot be written, or --score is below 99%.
     """
     if score or injected:
         _score(score, injected, json)
@@ -65,7 +65,11 @@ def blame(
     if perfetto is not None:
         from holdfast.harness.blame.perfetto import trace
 
-        perfetto.write_text(json_module.dumps(trace(evidence)))
+        try:
+            perfetto.write_text(json_module.dumps(trace(evidence)))
+        except OSError as error:
+            typer.echo(f"holdfast blame: the trace cannot be written: {error}", err=True)
+            raise typer.Exit(1) from error
     if json:
         import msgspec
 

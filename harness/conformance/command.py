@@ -44,6 +44,11 @@ def conformance(
     except HoldfastError as error:
         typer.echo(f"holdfast conformance: {error}", err=True)
         raise typer.Exit(2) from error
+    if not outcomes:
+        typer.echo(
+            f"holdfast conformance: no check could run on {backend}" + f" with -k {select!r}" * bool(select), err=True
+        )
+        raise typer.Exit(2)
     if json:
         document = {"backend": backend, "ranks": ranks, "passed": passed, "checks": [asdict(o) for o in outcomes]}
         typer.echo(json_module.dumps(document, indent=2))

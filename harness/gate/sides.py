@@ -55,7 +55,11 @@ def build(name: str, repository: Path, folder: Path) -> Side:
         title = f"{name} as it is"
         _copy(Path(name), root)
     else:
-        commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        try:
+            commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        except NoSuchSide as error:
+            why = f"{name} is neither a commit of {repository} nor a folder with a pyproject.toml"
+            raise NoSuchSide(why) from error
         title = _git(repository, "log", "-1", "--format=%h %s", commit)
         _extract(repository, commit, root)
     if not (root / "comms" / "__init__.py").is_file():
