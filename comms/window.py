@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
+_LOOK_SECONDS = 0.0002
 
 
 class WindowMemory(ABC):
@@ -72,36 +73,37 @@ class WindowMemory(ABC):
 
 
 class _Calls:
-    """The calls of a window that are under way, each inside of this context manager; none begins after the end."""
+    """The calls of a window that are under way, each inside of this context manager; none begins after the end.
+
+    A call says that it runs, then looks for the end; who ends them does so, then looks for calls: one sees the other.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
-        self._running = 0
+        self._running: list[None] = []
+        self._ending = threading.Lock()
         self.over = False
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self.over:
-                raise closed_here()
-            self._running += 1
+        self._running.append(None)
+        if self.over:
+            self._running.pop()
+            raise closed_here()
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._running -= 1
-            if self.over:
-                self._left.notify_all()
+        self._running.pop()
 
     def end(self) -> bool:
         """Let none begin; whether this was the first to say so."""
-        with self._lock:
+        with self._ending:
             first, self.over = not self.over, True
             return first
 
     def wait(self, seconds: float) -> bool:
         """Whether all have ended, within `seconds`."""
-        with self._lock:
-            return self._left.wait_for(lambda: not self._running, seconds)
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        return not self._running
 
 
 class Window:
