@@ -11,7 +11,9 @@ import torch
 
 from holdfast.comms.connect import runnable_backends
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch
+from holdfast.comms.liveness import this_host
 from holdfast.comms.registry import registry
+from holdfast.ft.admission import too_far
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.keys import load_key
 from holdfast.ft.timeouts import Timeouts
@@ -83,7 +85,7 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
     """The job as this process would found it, or as it finds it in the register.
 
     Raises `WrongKey`, `Mismatch` if `view` is of another job or of this one in another configuration,
-    `BackendUnavailable` if this process cannot run what is asked for.
+    `BackendUnavailable` if this process cannot run what is asked for, or is not on the one host that the job needs.
     """
     names, unavailable = runnable_backends(settings.backend, settings.device)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
@@ -116,6 +118,9 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
         raise BackendUnavailable(
             there.backend, f"the job runs on it, this process cannot: {reasons or 'not asked for'}"
         )
+    distance = too_far(this_host(), one_host_backends(mine.backends), view)
+    if distance is not None:
+        raise BackendUnavailable(there.backend, distance)
     return mine
 
 

@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
+from holdfast.ft.admission import refusal, too_far
 from holdfast.ft.change import Change, applied, between, latest
 from holdfast.ft.composition import formed, next_size, runnable, successors
 from holdfast.ft.evidence import Evidence
@@ -293,7 +294,10 @@ class Membership(Struct, frozen=True):
 
     def _welcome(self, spare: Member) -> Membership:
         known = spare.id == self.me.id or spare.id in self.evidence.dead or any(m.id == spare.id for m in self.spares)
-        if known or (self.view is not None and self.view.rank_of(spare.id) is not None):
+        if known:
+            return self
+        view = self.view
+        if view is not None and (spare.id in view.ranks or too_far(spare.peer.host, self.one_host, view) is not None):
             return self
         return replace(self, spares=(*self.spares, spare))
 
@@ -352,9 +356,9 @@ class Membership(Struct, frozen=True):
         """
         if self.started_at is None or self.in_flight is not None:
             return self._waking(None), ()
-        refusal = self._refusal()
-        if refusal is not None:
-            return replace(self, ended="refused", wake_at=None), (Refused(refusal),)
+        why = refusal(self.me, self.job, self.one_host, self.view)
+        if why is not None:
+            return replace(self, ended="refused", wake_at=None), (Refused(why),)
         state = self._measure_shortage(now)
         need = state._need()
         if need is None:
@@ -458,23 +462,6 @@ class Membership(Struct, frozen=True):
         if short == (self.short_since is not None):
             return self
         return replace(self, short_since=now if short else None)
-
-    def _refusal(self) -> str | None:
-        """Why this process, which is in no view yet, can never be in this job; None if it can."""
-        view = self.view
-        if view is None:
-            return None if self.job.backends else "this process can run no backend"
-        if view.rank_of(self.me.id) is not None:
-            return None
-        conflict = self.job.conflict(view.job)
-        if conflict is not None:
-            return conflict
-        mine, theirs = ", ".join(self.job.backends) or "none", ", ".join(view.job.backends)
-        if view.phase == "forming" and not self._forming((*view.members, self.me), "").job.backends:
-            return f"no backend suits all: the members so far can run {theirs}, this process {mine}"
-        if view.job.backend and view.job.backend not in self.job.backends:
-            return f"the job runs on {view.job.backend}, which this process cannot run; it can run {mine}"
-        return None
 
     def _forming(self, members: tuple[Member, ...], reason: str) -> View:
         job = self.job if self.view is None else self.view.job

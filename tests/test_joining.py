@@ -14,7 +14,7 @@ import torch
 from children import Child, children
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
-from holdfast.ft import Attempt, Session, Timeouts, faultpoints
+from holdfast.ft import Attempt, Session, Timeouts, faultpoints, joining
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.copies.fetching import BLOCK
 from holdfast.ft.keys import KeyRefused, create_key
@@ -93,6 +93,17 @@ def test_a_register_in_use_by_another_job_or_configuration_is_refused(
         Session(**{**contract, **change})
     with Register.open(contract["register"]) as register:
         assert register.read() == before
+
+
+def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
+    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(**contract, size=1) as founder:
+        for attempt in founder.steps(1):
+            with attempt, monkeypatch.context() as elsewhere:
+                elsewhere.setattr(joining, "this_host", lambda: "elsewhere")
+                with pytest.raises(BackendUnavailable, match="needs all members on one host"):
+                    Session(**contract)
 
 
 def test_a_wrong_key_is_refused(contract: dict[str, Any], tmp_path: Path) -> None:

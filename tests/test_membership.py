@@ -246,6 +246,16 @@ def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_noth
     assert state.ended == "refused"
 
 
+def test_a_spare_elsewhere_is_kept_out_of_a_job_whose_backend_needs_one_host() -> None:
+    stranger = Membership(member(7, "other"), structs.replace(JOB, backend=""), Timeouts(), frozenset({"shm"}))
+    state, _ = stranger.on(v.ViewRead(RUNNING), 0.0)
+    _, effects = state.on(v.Started(), 0.0)
+    words = "the job runs on shm, which needs all members on one host: they are on h, this process is on other"
+    assert effects == (v.Refused(words),)
+    assert core(0).on(v.SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
+    assert core(0).on(v.SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
+
+
 def test_too_few_candidates_end_the_formation_clearly() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
     state = core(0, forming)
