@@ -21,7 +21,7 @@ from leaks import Snapshot, settle
 from holdfast.harness import LocalCluster, processes
 
 pytest.register_assert_rewrite(
-    *(f"holdfast.harness.conformance.{name}" for name in ("collectives", "failures", "windows", "planes"))
+    *(f"holdfast.harness.conformance.{name}" for name in ("collectives", "reductions", "failures", "windows", "planes"))
 )
 
 _leaks: list[str] = []

@@ -12,6 +12,7 @@ import torch
 from holdfast.comms import Communicator, Mismatch, Revoked
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.collectives import *  # noqa: F403
+from holdfast.harness.conformance.reductions import *  # noqa: F403
 
 
 @pytest.fixture(

@@ -1,0 +1,205 @@
+"""Every reduction: of every dtype and op, against a result computed without communication.
+
+Fixtures: `ranks`, a cluster over the backend that is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, ReduceOp, Unsupported
+from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.capability import reduces
+
+COUNTS = (0, 1, 5, 1000, 40_000)
+"""Nothing, one, a few, a slot, and more than a slot."""
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+INTEGERS = (*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def can_reduce(comm: Communicator, dtype: torch.dtype) -> bool:
+    """Whether the backend says that it reduces `dtype`; if not, it must refuse to, and nothing else is asked of it."""
+    if reduces(comm.backend, dtype):
+        return True
+    with pytest.raises(Unsupported):
+        comm.all_reduce(torch.zeros(1).to(dtype))
+    return False
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's input: small whole numbers, so that sums and products are exact in every dtype."""
+    numbers = (torch.arange(count) + rank) % 3 + 1
+    return (numbers % 2).bool() if dtype == torch.bool else numbers.to(dtype)
+
+
+EXPECTED: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+}
+
+
+def test_all_reduce_of_every_dtype_and_op(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*INTEGERS, *FLOATS, *COMPLEX)):
+            for op, expect in EXPECTED.items():
+                if dtype.is_complex and op.name in ("min", "max"):
+                    continue
+                for count in COUNTS:
+                    tensor = values(comm.rank, count, dtype)
+                    rows = torch.stack([values(r, count, torch.int64) for r in range(comm.size)])
+                    comm.all_reduce(tensor, op)
+                    torch.testing.assert_close(tensor, expect(rows).to(dtype))
+
+    ranks.run(body)
+
+
+def test_all_reduce_of_bools_and_bits(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        rows = [(torch.arange(8) >> r & 1).bool() for r in range(comm.size)]
+        either, both = rows[comm.rank].clone(), rows[comm.rank].clone()
+        comm.all_reduce(either, ReduceOp.BOR)
+        comm.all_reduce(both, ReduceOp.BAND)
+        assert torch.equal(either, torch.stack(rows).any(0))
+        assert torch.equal(both, torch.stack(rows).all(0))
+        bits = torch.arange(1000) * (comm.rank + 1)
+        comm.all_reduce(bits, ReduceOp.BXOR)
+        expected = torch.arange(1000)
+        for r in range(1, comm.size):
+            expected = expected ^ (torch.arange(1000) * (r + 1))
+        assert torch.equal(bits, expected)
+
+    ranks.run(body)
+
+
+def test_reductions_of_eight_bit_floats(ranks: LocalCluster) -> None:
+    """By the backend, or as float32: small whole numbers come out the same."""
+
+    def body(comm: Communicator) -> None:
+        for dtype in EIGHT_BIT_FLOATS:
+            rows = [values(r, 1000, torch.float32) for r in range(comm.size)]
+            total, largest = rows[comm.rank].to(dtype), rows[comm.rank].to(dtype)
+            comm.all_reduce(total)
+            comm.all_reduce(largest, ReduceOp.MAX)
+            assert torch.equal(total.float(), torch.stack(rows).sum(0))
+            assert torch.equal(largest.float(), torch.stack(rows).amax(0))
+            part = torch.empty(10).to(dtype)
+            comm.reduce_scatter_single(part, torch.ones(10 * comm.size).to(dtype))
+            assert torch.equal(part.float(), torch.full((10,), float(comm.size)))
+            with pytest.raises(Unsupported):
+                comm.all_reduce(total, ReduceOp.BAND)
+
+    ranks.run(body)
+
+
+def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in (3, 40_000):
+            mean = torch.full((count,), float(comm.rank))
+            comm.all_reduce(mean, ReduceOp.AVG)
+            assert torch.equal(mean, torch.full((count,), (comm.size - 1) / 2))
+            scaled = torch.full((count,), float(comm.rank + 1))
+            comm.all_reduce(scaled, ReduceOp.premul_sum(0.5))
+            assert torch.equal(scaled, torch.full((count,), comm.size * (comm.size + 1) / 4))
+            whole = torch.full((count,), -3 - comm.rank)
+            comm.all_reduce(whole, ReduceOp.AVG)
+            total = sum(-3 - r for r in range(comm.size))
+            assert torch.equal(whole, torch.full((count,), int(total / comm.size)))
+            for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.uint8, torch.uint16, torch.uint32)):
+                positive = torch.full((count,), comm.rank + 40, dtype=dtype)
+                comm.all_reduce(positive, ReduceOp.AVG)
+                assert torch.equal(positive, torch.full((count,), 40 + (comm.size - 1) // 2, dtype=dtype))
+
+    ranks.run(body)
+
+
+def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
+    """Equal bits on all ranks, also of numbers that are equal in other bits; and whose NaN it was does not matter."""
+
+    def body(comm: Communicator) -> list[bytes]:
+        found = []
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), FLOATS):
+            for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
+                for odd in range(comm.size):
+                    zero = torch.full((3,), -0.0 if comm.rank == odd else 0.0, dtype=dtype)
+                    several = torch.full((3,), -math.nan if comm.rank == odd else math.nan, dtype=dtype)
+                    one = torch.full((3,), math.nan if comm.rank == odd else 1.0, dtype=dtype)
+                    for tensor in (zero, several, one):
+                        comm.all_reduce(tensor, op)
+                        found.append(bytes(tensor.view(torch.uint8).numpy()))
+                    assert bool((zero == 0).all() and torch.isnan(torch.cat([several, one])).all())
+        return found
+
+    outcomes = ranks.run(body)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def test_payloads_of_many_segments(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        count = 3_000_001
+        steps = torch.arange(count) % 1000
+        tensor = (steps * (comm.rank + 1)).float()
+        comm.all_reduce(tensor)
+        total = comm.size * (comm.size + 1) // 2
+        assert torch.equal(tensor, (steps * total).float())
+        comm.all_reduce(tensor, ReduceOp.premul_sum(0.5))
+        assert torch.equal(tensor, (steps * total).float() * 0.5 * comm.size)
+        if can_reduce(comm, torch.bfloat16):
+            halves = (steps % 7).bfloat16()
+            comm.all_reduce(halves)
+            assert torch.equal(halves, (steps % 7 * comm.size).bfloat16())
+
+    ranks.run(body)
+
+
+def test_overflow_is_infinity_without_a_warning(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for count in (2, 40_000):
+                tensor = torch.full((count,), 3e38)
+                comm.all_reduce(tensor)
+                assert bool(torch.isinf(tensor).all()) == (comm.size > 1)
+
+    ranks.run(body)
+
+
+def test_reduce_leaves_other_ranks_as_they_were(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for count in COUNTS:
+            for dst in range(comm.size):
+                tensor = values(comm.rank, count, torch.float32)
+                comm.reduce(tensor, dst)
+                rows = torch.stack([values(r, count, torch.float32) for r in range(comm.size)])
+                assert torch.equal(tensor, rows.sum(0) if comm.rank == dst else rows[comm.rank])
+
+    ranks.run(body)
+
+
+def test_reduce_scatter_single_and_in_uneven_lists(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        total = comm.size * (comm.size + 1) // 2
+        for count in COUNTS:
+            output = torch.empty(count)
+            tensor = torch.arange(float(comm.size)).repeat_interleave(count) * (comm.rank + 1)
+            comm.reduce_scatter_single(output, tensor)
+            assert torch.equal(output, torch.full((count,), float(comm.rank * total)))
+            rows = torch.empty(count, 2)
+            comm.reduce_scatter_single(rows, tensor[:, None].expand(-1, 2))
+            assert torch.equal(rows, output[:, None].expand(-1, 2))
+            inputs = [torch.full((r * count,), float(comm.rank)) for r in range(comm.size)]
+            uneven = torch.empty(comm.rank * count)
+            comm.reduce_scatter(uneven, inputs, ReduceOp.MAX)
+            assert torch.equal(uneven, torch.full_like(uneven, comm.size - 1.0))
+
+    ranks.run(body)
