@@ -70,7 +70,9 @@ class Ledger:
         here that others have done.
         """
         open_step = self.prepared and self.done == self.total - 1
-        if self.done + open_step < self.total and self.standing == HOLDER:
+        if self.standing == NEWCOMER:
+            raise HoldfastError("the job was finished before this process, a newcomer to it, was given its state")
+        if self.done + open_step < self.total:
             raise HoldfastError(
                 f"the job was finished after {self.done} of {self.total} steps here; call steps() alike on all ranks"
             )

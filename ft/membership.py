@@ -87,7 +87,8 @@ class Membership(Struct, frozen=True):
     can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
     the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
     `revoked` is the newest epoch that was revoked here because somebody was lost: it cannot go on, whatever is heard
-    later. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none is.
+    later. `finished`: all steps are committed here, and this process has said so in the epoch of `view`. `ended` is set
+    once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none is.
     """
 
     me: Member
@@ -187,8 +188,9 @@ class Membership(Struct, frozen=True):
                 return self._knowing(self.evidence.cleared(event, self.view, self.shape)), ()
             case SpareAnnounced(member):
                 return self._welcome(member), ()
-            case LocalFinished():
-                return replace(self, finished=True), ()
+            case LocalFinished(epoch):
+                is_now = self.view is not None and self.view.epoch == epoch
+                return (replace(self, finished=True) if is_now else self), ()
             case Tick():
                 return self, ()
 
@@ -236,6 +238,7 @@ class Membership(Struct, frozen=True):
             view=view,
             evidence=self.evidence.after(view, departed, self.shape),
             spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
+            finished=False,
             wanted=(),
             short_since=None,
             told=0,

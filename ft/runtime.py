@@ -90,9 +90,9 @@ class Runtime:
         with contextlib.suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(self._reactor.failed, failure)
 
-    def finish(self) -> None:
-        """All steps are committed on this rank."""
-        self._feed_soon(v.LocalFinished())
+    def finish(self, epoch: int) -> None:
+        """All steps are committed on this rank, which works in `epoch`."""
+        self._feed_soon(v.LocalFinished(epoch))
 
     def leave(self, reason: str) -> None:
         """Tell the others that this process is gone for the job, as if it had died."""

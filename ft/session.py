@@ -352,7 +352,7 @@ class Session:
         comm = self._comm
         assert comm is not None
         self._reach("finish.before_propose")
-        runtime.finish()
+        runtime.finish(comm.epoch)
         self._rebuild(self._next_view(comm.epoch))
 
     def _conclude(self, view: View) -> None:

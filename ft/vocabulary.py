@@ -127,7 +127,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class LocalFinished:
-    """This process has committed the last step of the job."""
+    """This process has committed the last step of the job, and said so in `epoch`: in the next one somebody may have to
+    be given the state first.
+    """
+
+    epoch: int
 
 
 Event = (

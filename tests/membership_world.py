@@ -158,7 +158,8 @@ def apply(world: World, action: Action) -> World:
         case "poll":
             return _feed(world, i, v.ViewRead(world.register))
         case "finish":
-            return _feed(world, i, v.LocalFinished())
+            assert process.core.view is not None
+            return _feed(world, i, v.LocalFinished(process.core.view.epoch))
         case "tick":
             assert process.core.wake_at is not None
             world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)

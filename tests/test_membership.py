@@ -176,12 +176,23 @@ def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
 
 
 def test_a_finished_job_releases_its_spares() -> None:
-    _, effects = core(0).on(v.LocalFinished(), 10.0)
+    _, effects = core(0).on(v.LocalFinished(3), 10.0)
     assert isinstance(effects[-1], v.Propose)
     done = effects[-1].view
     assert done.phase == "finished"
     state, effects = core(7).on(v.ViewRead(done), 10.1)
     assert effects == (v.Install(done),) and state.ended == "finished"
+
+
+def test_who_has_finished_does_not_end_the_job_for_a_newcomer_that_has_no_state_yet() -> None:
+    replaced = View(4, "running", (member(0), member(7), member(2)), JOB, "p7 takes the place of p1")
+    state, _ = core(2, spares=(member(7),)).on(v.LocalFinished(3), 10.0)
+    state, _ = state.on(v.ViewRead(replaced), 10.1)
+    state, effects = state.on(v.LocalFinished(3), 10.2)  # said before it had heard of epoch 4
+    assert effects == () and state.wake_at is None
+    state, _ = state.on(v.LocalFinished(4), 10.3)
+    _, effects = state.on(v.Tick(), 10.6)
+    assert isinstance(effects[-1], v.Propose) and effects[-1].view.phase == "finished"
 
 
 def test_a_stalled_process_is_fenced_once_by_those_who_share_its_host() -> None:

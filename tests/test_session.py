@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from holdfast.comms import HoldfastError
+from holdfast.comms.liveness import HOST, this_host
 from holdfast.ft import Session, Timeouts, reactor
 from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.view import Member
@@ -290,6 +291,50 @@ def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
         committed = [e["step"] for e in events if e["kind"] == "committed" and e["process"] == process]
         assert committed == list(range(15))
     assert check([event_of(event) for event in events]) == []
+
+
+class SlowTally(Tally):
+    """Takes a while to be given away."""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(1.0)
+        return super().state_dict()
+
+
+def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, list[int]]:
+    """Rank 0 is busy for a while after the last step."""
+    tally = SlowTally()
+    session.attach("tally", tally)
+    for attempt in session.steps(15):
+        with attempt:
+            while attempt.step == 3 and not Path(gate).exists():
+                time.sleep(0.005)
+            attempt.comm.barrier()
+        if attempt.committed:
+            tally.steps.append(attempt.step)
+            if attempt.step == 14 and attempt.rank == 0:
+                time.sleep(1.0)
+    return session.rank, session.step, tally.steps
+
+
+def alone() -> None:
+    """Each process is on a host of its own."""
+    os.environ[HOST] = str(os.getpid())
+    this_host.cache_clear()
+
+
+@pytest.mark.parametrize(("backend", "prepare"), [("shm", None), ("gloo", alone)])
+def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_job_is_over(
+    backend: str, prepare: Callable[[], None] | None
+) -> None:
+    fault = {"HOLDFAST_FAULT": "commit.after_barrier:14:1:3"}
+    options: dict[str, Any] = {"timeouts": QUICK, "shards": SHARDS}
+    with LocalCluster(3, backend, spares=1, environ=fault, session=options, prepare=prepare) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(tally_up_and_save, str(gate))
+        job.wait_for_spares()
+        gate.touch()
+        assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
 
 
 def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:

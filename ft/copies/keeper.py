@@ -107,7 +107,10 @@ class Keeper:
         plane = self._planes.agree(comm, hosts)
         taking = comm.rank in verdict.receivers
         if plane is None:
-            return self._over_the_communicator(comm, verdict, done)
+            taken = self._over_the_communicator(comm, verdict, done)
+            if taken is None:
+                pulling.arrived(comm, self.patience)
+            return taken
         if not taking:
             if comm.rank == verdict.source:
                 self._reach("sync.before_header")
@@ -142,9 +145,8 @@ class Keeper:
         return pulled.done
 
     def everybody_has_it(self, comm: Communicator) -> None:
-        """A newcomer, having noted what it has, lets those who offered the state go on."""
-        if self._planes.agreed is not None:
-            pulling.arrived(comm, self.patience)
+        """A newcomer, having noted what it has, lets the others go on."""
+        pulling.arrived(comm, self.patience)
 
     def _over_the_communicator(self, comm: Communicator, verdict: Verdict, done: int) -> int | None:
         """As `bring_up_to_date`, where no memory plane reaches all ranks: from one source, over the communicator."""

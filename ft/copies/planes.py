@@ -19,8 +19,6 @@ class Planes:
 
     def __init__(self) -> None:
         self._open: dict[str, MemoryPlane] = {}
-        self.agreed: MemoryPlane | None = None
-        """What the newest `agree` gave."""
 
     def agree(self, comm: Communicator, hosts: Sequence[str]) -> MemoryPlane | None:
         """The plane that all ranks can use, collective over `comm`; None if there is none.
@@ -28,15 +26,13 @@ class Planes:
         `hosts` are the ranks' hosts. On one host it is `shm`; between hosts what crosses them, if UCX_TLS names a
         network for it: without that a plane speaks over shared memory alone.
         """
-        self.agreed = None
         offers = comm.all_gather_object(_able(hosts))
         for name in offers[0]:
             if all(name in offer for offer in offers):
                 if name not in self._open:
                     self._open[name] = memory(name)
-                self.agreed = self._open[name]
-                break
-        return self.agreed
+                return self._open[name]
+        return None
 
     def close(self) -> None:
         """Close every plane, and with it what it exposes. Idempotent."""

@@ -125,7 +125,7 @@ def pull(
 
 
 def arrived(comm: Communicator, patience: float) -> None:
-    """Let those who offer the state go on. Collective with `offer`."""
+    """Every newcomer has the state, and all may go on. Collective; `offer` ends with it."""
     comm.barrier(timeout=patience)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.ledger import Ledger
-from holdfast.ft.verdict import NEWCOMER, Verdict, Vote, judge
+from holdfast.ft.verdict import Verdict, Vote, judge
 from holdfast.ft.view import View
 from holdfast.ft.vocabulary import LocalFinished
 
@@ -125,25 +125,23 @@ class Worker:
 
     def _ready(self) -> None:
         me, ledger = self._process, self.ledger
-        if ledger.done >= ledger.total and ledger.standing != NEWCOMER:
-            me.reach("finish.before_propose", self._finish)
-            return
         verdict, view = ledger.pending, self._view
-        if verdict is None or view is None:
-            self._begin_step()
-            return
-        rank = view.rank_of(me.member.id)
-        if rank == verdict.source:
-            self._reach("sync.before_header", lambda: self._synchronise(verdict, (ledger.done, self.digest)))
-        elif rank in verdict.receivers:
-            self._synchronise(verdict, None)
+        if verdict is not None and view is not None:
+            rank = view.rank_of(me.member.id)
+            if rank == verdict.source:
+                self._reach("sync.before_header", lambda: self._synchronise(verdict, (ledger.done, self.digest)))
+            elif rank in verdict.receivers:
+                self._synchronise(verdict, None)
+            else:
+                self._everybody_has_it()
+        elif ledger.done >= ledger.total:
+            me.reach("finish.before_propose", self._finish)
         else:
-            ledger.pending = None
             self._begin_step()
 
     def _finish(self) -> None:
         self.stage = "waiting"
-        self._process.feed(LocalFinished())
+        self._process.feed(LocalFinished(self.epoch))
         self.look()
 
     def _synchronise(self, verdict: Verdict, state: tuple[int, int] | None) -> None:
@@ -155,17 +153,25 @@ class Worker:
         me, state = self._process, states[0]
         assert state is not None
         if self.ledger.pending is not None and me.core.rank() == self.ledger.pending.source:
-            self.ledger.synchronised()
-            self._begin_step()
+            self._everybody_has_it()
             return
 
         def load() -> None:
             done, self.digest = state
             self.ledger.take_over(done)
             me.world.emit(me, "synced", step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}")
-            self._reach("sync.after_load", self._ready)
+            self._reach("sync.after_load", self._everybody_has_it)
 
         self._reach("sync.before_load", load)
+
+    def _everybody_has_it(self) -> None:
+        """The others go on when the newcomers have the state, and not before."""
+
+        def go_on(_: Sequence[Any]) -> None:
+            self.ledger.synchronised()
+            self._ready()
+
+        self._meet("arrived", None, go_on)
 
     def _begin_step(self) -> None:
         def begin() -> None:
