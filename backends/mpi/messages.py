@@ -23,14 +23,14 @@ from holdfast.backends.mpi.window import Desk, MpiWindow
 from holdfast.comms.algorithms.cost import DEFAULTS
 from holdfast.comms.algorithms.exchange import Posted
 from holdfast.comms.algorithms.messages import USER_TAGS, MessageTransport
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.arguments import TAGS
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Context
 
 Tensor = torch.Tensor
 
 _LINK = DEFAULTS["mpi"]
-_USER_TAGS = 1 << 30
 _SPINS, _CROWDED_SPINS = 2000, 50
 """Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
 _LOOK_SECONDS = 0.001
@@ -243,9 +243,7 @@ class MpiMessages(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         if tag >= USER_TAGS:
-            tag = _USER_TAGS | (tag - USER_TAGS)
-        elif tag >= _USER_TAGS:
-            raise Unsupported(f"tag {tag} over mpi", f"use tags from 0 to {_USER_TAGS - 1}")
+            tag = TAGS | (tag - USER_TAGS)
         try:
             request = call([at(tensor), MPI.BYTE], peer, tag)
         except MPI.Exception as error:

@@ -98,12 +98,15 @@ for _name in _FORWARDED:
     setattr(HoldfastBackend, _name, _forwarded(_name))
 
 
-def behind(group: dist.ProcessGroup | None) -> HoldfastProcessGroup | None:
-    """What does the work of a torch process group that runs over holdfast; None for one of another kind."""
-    if group is None or isinstance(group, HoldfastProcessGroup):
+def behind(group: object) -> HoldfastProcessGroup | None:
+    """What does the work of a torch process group that runs over holdfast; None for one of another kind, and for what
+    torch gives to ranks outside of a group.
+    """
+    if isinstance(group, HoldfastProcessGroup):
         return group
-    for device in group._device_types:
-        backend = group._get_backend(device)
-        if isinstance(backend, HoldfastBackend):
-            return backend.group
+    if isinstance(group, dist.ProcessGroup):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, HoldfastBackend):
+                return backend.group
     return None
