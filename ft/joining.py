@@ -17,8 +17,7 @@ from holdfast.ft.admission import too_far
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.keys import load_key
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.topology import Shape
-from holdfast.ft.view import Job, View
+from holdfast.ft.view import MESH, Job, View
 
 MAX_NAME = 100
 MAX_MEMBERS = 1 << 16
@@ -40,7 +39,7 @@ class Settings:
     shards: int
     timeouts: Timeouts
     device: torch.device
-    mesh: int = Shape().mesh
+    mesh: int = MESH
 
 
 def settle(
@@ -75,7 +74,7 @@ def settle(
     key_path = _given("key_file", key_path, "HOLDFAST_KEY_FILE", "the file with the job's key")
     asked = backend or os.environ.get("HOLDFAST_BACKEND") or "auto"
     where = torch.device("cpu" if device is None else device)
-    mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(Shape().mesh)))
+    mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(MESH)))
     _positive("HOLDFAST_MESH", mesh, MAX_MEMBERS)
     key = load_key(Path(key_path))
     return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
@@ -102,6 +101,8 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
         tuple(names),
         key_check=key_check(settings.key, settings.name),
         asked=settings.backend,
+        timeouts=settings.timeouts,
+        mesh=settings.mesh,
     )
     if view is None or there is None:
         if mine.min_size > mine.size:

@@ -16,7 +16,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice
 
-from holdfast.ft.view import Member, View
+from holdfast.ft.view import MESH, Member, View
 
 _PRIME = (1 << 61) - 1
 _FACTORS = (0x1D8E4E27C47D124F, 0x0EB44ACCAB455D16, 0x1B873593CC9E2D51)
@@ -28,7 +28,7 @@ class Shape:
     above that. `heads`: how many members are told of evidence first.
     """
 
-    mesh: int = 64
+    mesh: int = MESH
     rings: int = 4
     heads: int = 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
@@ -11,8 +12,12 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport import Peer
+from holdfast.ft.timeouts import Timeouts
 
 Phase = Literal["forming", "running", "finished", "failed"]
+
+MESH = 64
+"""Up to how many members everybody knows everybody, unless HOLDFAST_MESH says otherwise."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -34,7 +39,8 @@ class Job(msgspec.Struct, frozen=True):
     `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of
     shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
     order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` tells a
-    wrong key apart from the right one and is of no other use.
+    wrong key apart from the right one and is of no other use. By `timeouts` and `mesh` (see `Shape`) the members judge
+    each other: who had others would be taken for dead, or watched by nobody.
     """
 
     name: str
@@ -45,6 +51,8 @@ class Job(msgspec.Struct, frozen=True):
     backend: str = ""
     key_check: str = ""
     asked: str = "auto"
+    timeouts: Timeouts = Timeouts()
+    mesh: int = MESH
 
     def conflict(self, there: Job) -> str | None:
         """Why a process that wants this job cannot be in the job that is `there`; None if it can."""
@@ -52,8 +60,10 @@ class Job(msgspec.Struct, frozen=True):
             return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
         if self.key_check != there.key_check:
             return f"job {self.name!r} has another key"
-        for what in ("size", "min_size", "shards"):
-            mine, theirs = getattr(self, what), getattr(there, what)
+        terms = [(what, getattr(self, what), getattr(there, what)) for what in ("size", "min_size", "shards", "mesh")]
+        times = [field.name for field in fields(Timeouts)]
+        terms += [(what, getattr(self.timeouts, what), getattr(there.timeouts, what)) for what in times]
+        for what, mine, theirs in terms:
             if mine != theirs:
                 return (
                     f"job {self.name!r} is in use with {what}={theirs}, not {mine}; use another name or the same {what}"

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def test_arguments_that_cannot_work_are_refused(
         ({"size": 2}, Mismatch, "in use with size=1, not 2"),
         ({"shards": 7}, Mismatch, "in use with shards=4, not 7"),
         ({"backend": "gloo"}, Mismatch, "in use with backend='shm', not 'gloo'"),
+        ({"timeouts": Timeouts(heartbeat=1.0, suspect=3.0)}, Mismatch, "in use with heartbeat=0.1, not 1.0"),
+        ({"timeouts": replace(QUICK, join=3.0)}, Mismatch, "in use with join=2.0, not 3.0"),
     ],
 )
 def test_a_register_in_use_by_another_job_or_configuration_is_refused(
@@ -93,6 +96,14 @@ def test_a_register_in_use_by_another_job_or_configuration_is_refused(
         Session(**{**contract, **change})
     with Register.open(contract["register"]) as register:
         assert register.read() == before
+
+
+def test_a_process_with_another_mesh_is_refused(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(**contract, size=1) as founder:
+        one_step(founder)
+    monkeypatch.setenv("HOLDFAST_MESH", "2")
+    with pytest.raises(Mismatch, match="in use with mesh=64, not 2"):
+        Session(**contract)
 
 
 def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
