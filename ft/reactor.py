@@ -362,11 +362,11 @@ class Reactor:
 
     def _beat(self) -> None:
         """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
+        self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
         view = self._core.view if self._core is not None else None
         self.links.notify_all("beat", _encode(view.epoch if view is not None else 0))
         if self._detectors is not None:
             self._detectors.beat()
-        self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
 
     def _tell_core(self, event: v.Event) -> None:
         """What a detector says."""

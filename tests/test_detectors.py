@@ -25,9 +25,10 @@ from holdfast.comms.transport import Peer
 from holdfast.ft import Session
 from holdfast.ft import vocabulary as v
 from holdfast.ft.detectors import plugin as own_detectors
-from holdfast.ft.detectors.detector import Surroundings
+from holdfast.ft.detectors.detector import Detector, Surroundings
 from holdfast.ft.detectors.observing import NOBODY_LISTENS, Observing
 from holdfast.ft.detectors.progressing import Progressing
+from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
 from holdfast.ft.processes import ProcessWatch, cpu_ticks, is_stopped
 from holdfast.ft.progress import Place, Progress
@@ -150,18 +151,7 @@ def test_who_is_in_everybodys_way_is_ended_on_this_host_but_not_if_it_has_left(e
     view = view_of("AABBCC")
     told: list[v.Event] = []
     loop = asyncio.new_event_loop()
-    around = Surroundings(
-        view.members[0],
-        TIMES,
-        loop,
-        told.append,
-        _ignore,
-        _ignore,
-        _ignore,
-        lambda: Place(3, 0, False),
-        lambda who: False,
-    )
-    detector = Observing(around)
+    detector = Observing(surroundings(view, loop, told.append))
     detector.follow(view, view.members[1:])
     for observer in ("p2", "p4"):
         detector.accused(observer, "p1", evidence, 0.0)
@@ -173,6 +163,15 @@ def test_who_is_in_everybodys_way_is_ended_on_this_host_but_not_if_it_has_left(e
 
 
 def _ignore(*words: object, **fields: object) -> None: ...
+
+
+def surroundings(
+    view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[v.Event], None] = _ignore
+) -> Surroundings:
+    """Those of the first member."""
+    return Surroundings(
+        view.members[0], TIMES, loop, tell, _ignore, _ignore, _ignore, lambda: Place(3, 0, False), lambda who: False
+    )
 
 
 pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
@@ -424,6 +423,54 @@ def test_a_malformed_detector_is_kept_out_whole(offered: tuple[Any, ...], words:
     with pytest.raises(InvalidPlugin, match=words):
         registry.register(Plugin(*offered))
     assert not registry.detectors
+
+
+class Counting(Detector):
+    """Counts its heartbeats, and raises at the one that `fails_at` says."""
+
+    fails_at = 0
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
+        self.beats, self.closed = 0, False
+
+    def beat(self, now: float) -> None:
+        self.beats += 1
+        if self.beats == self.fails_at:
+            raise RuntimeError("no smoke without fire")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Failing(Counting):
+    fails_at = 2
+
+
+def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[Counting] = []
+
+    def make(kind: type[Counting]) -> Callable[[Surroundings], Detector]:
+        return lambda surroundings: made.append(kind(surroundings)) or made[-1]
+
+    def broken(*_: object) -> Any:
+        raise OSError("out of order")
+
+    offered = [
+        info(name="unprobed", probe=broken),
+        info(name="unmade", make=broken),
+        info(name="failing", make=make(Failing)),
+        info(name="counting", make=make(Counting)),
+    ]
+    loop = asyncio.new_event_loop()
+    detectors = Detectors(surroundings(view_of("AB"), loop), offered, _ignore)
+    for _ in range(4):
+        detectors.beat()
+    loop.close()
+    failing, counting = made
+    assert (failing.beats, failing.closed) == (2, True)
+    assert (counting.beats, counting.closed) == (4, False)
+    assert [name in caplog.text for name in ("unprobed", "unmade", "failing", "counting")] == [True, True, True, False]
 
 
 def test_ours_are_offered_like_anybodys_and_can_work_here() -> None:

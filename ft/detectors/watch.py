@@ -1,14 +1,15 @@
-"""All detectors of one process, as its runtime sees them."""
+"""All detectors of one process, as its runtime sees them: one that fails is left out, and stops none of the others."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -17,6 +18,8 @@ from holdfast.comms.plugins import Available, DetectorInfo
 from holdfast.ft.detectors.detector import Detector, Surroundings
 from holdfast.ft.progress import Place
 from holdfast.ft.view import Member, View
+
+T = TypeVar("T")
 
 LOOKS_A_HEARTBEAT = 4
 """How often detectors look while one of them is in doubt."""
@@ -43,8 +46,6 @@ class Detectors:
         self._looking: asyncio.TimerHandle | None = None
         self._detectors: dict[str, Detector] = {}
         for info in infos:
-            if not isinstance(info.probe(), Available):
-                continue
             own = dataclasses.replace(
                 surroundings,
                 send=partial(self._send_to, info.name),
@@ -53,26 +54,27 @@ class Detectors:
                 vouch=self.heard,
                 placed=self._placed,
             )
-            self._detectors[info.name] = info.make(own)
+            try:
+                if isinstance(info.probe(), Available):
+                    self._detectors[info.name] = info.make(own)
+            except Exception:
+                _log.exception("detector %r cannot be made: this process does without it", info.name)
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         """Watch exactly these from now on."""
         self._view = view
-        for detector in self._detectors.values():
-            detector.follow(view, watched)
+        self._each(lambda detector: detector.follow(view, watched))
 
     def beat(self) -> None:
         """Once a heartbeat."""
         now = time.monotonic()
-        for detector in self._detectors.values():
-            detector.beat(now)
+        self._each(lambda detector: detector.beat(now))
         self._look()
 
     def _look(self) -> None:
         now = time.monotonic()
-        for detector in list(self._detectors.values()):
-            detector.look(now)
-        if self._looking is None and any(detector.doubtful for detector in self._detectors.values()):
+        self._each(lambda detector: detector.look(now))
+        if self._looking is None and any(self._each(lambda detector: detector.doubtful)):
             self._looking = self._loop.call_later(self._heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
 
     def _look_again(self) -> None:
@@ -81,20 +83,17 @@ class Detectors:
 
     def linked(self, member_id: str) -> None:
         """A connection has come to stand."""
-        for detector in self._detectors.values():
-            detector.linked(member_id)
+        self._each(lambda detector: detector.linked(member_id))
 
     def refused(self, member_id: str) -> None:
         """The host of another process says that nobody listens at its address any more."""
         now = time.monotonic()
-        for detector in self._detectors.values():
-            detector.refused(member_id, now)
+        self._each(lambda detector: detector.refused(member_id, now))
 
     def heard(self, member_id: str) -> None:
         """Another process lives."""
         now = time.monotonic()
-        for detector in self._detectors.values():
-            detector.heard(member_id, now)
+        self._each(lambda detector: detector.heard(member_id, now))
 
     def received(self, member_id: str, body: bytes) -> None:
         """Detectors of another process say something. Raises `CorruptData` for what nobody says."""
@@ -111,44 +110,64 @@ class Detectors:
             if self._view is not None and self._view.epoch == epoch:
                 self._accused(member_id, member, evidence, now)
         elif name in self._detectors:
-            self._detectors[name].received(member_id, words, now)
+            try:
+                self._detectors[name].received(member_id, words, now)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                raise
+            except Exception:
+                self._leave_out(name)
 
     def testified(self, observer: str, member: str, evidence: str | None) -> None:
         """Another process suspects a member, or (None) does so no more."""
         now = time.monotonic()
-        for detector in self._detectors.values():
-            detector.testified(observer, member, evidence, now)
+        self._each(lambda detector: detector.testified(observer, member, evidence, now))
 
     def failed(self, view: View, failure: HoldfastError) -> None:
         """An op of this process's communicator has failed."""
         if self._view is None or self._view.epoch != view.epoch:
             return
         now = time.monotonic()
-        for detector in self._detectors.values():
-            detector.failed(view, failure, now)
+        self._each(lambda detector: detector.failed(view, failure, now))
 
     def fence(self, member: Member) -> bool:
         """End a process of this host for certain; False if none of the detectors can."""
-        return any(detector.fence(member) for detector in self._detectors.values())
+        return any(self._each(lambda detector: detector.fence(member)))
 
     @property
     def missed(self) -> int:
         """How many heartbeats of others did not come, so far. From any thread."""
-        return sum(detector.missed for detector in list(self._detectors.values()))
+        return sum(self._each(lambda detector: detector.missed))
 
     def silent_for(self, member_id: str) -> float | None:
         """For how many seconds there was no sign of life of a process; None for one that nobody listens to."""
         now = time.monotonic()
-        found = [detector.silent_for(member_id, now) for detector in self._detectors.values()]
+        found = self._each(lambda detector: detector.silent_for(member_id, now))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def close(self) -> None:
         """Let go of everything."""
         if self._looking is not None:
             self._looking.cancel()
-        for detector in self._detectors.values():
-            detector.close()
+        self._each(lambda detector: detector.close())
         self._detectors.clear()
+
+    def _each(self, act: Callable[[Detector], T]) -> list[T]:
+        """What `act` gives for each detector. One that raises is left out: it must not stop the others."""
+        found = []
+        for name, detector in list(self._detectors.items()):
+            try:
+                found.append(act(detector))
+            except Exception:
+                self._leave_out(name)
+        return found
+
+    def _leave_out(self, name: str) -> None:
+        """Go on without a detector that has just raised."""
+        _log.exception("detector %r failed: this process does without it from here on", name)
+        detector = self._detectors.pop(name, None)
+        if detector is not None:
+            with contextlib.suppress(Exception):
+                detector.close()
 
     def _send_to(self, name: str, member_id: str | None, body: bytes) -> None:
         self._send(member_id, _encode((name, body)))
@@ -159,10 +178,8 @@ class Detectors:
             self._accused(self._me.id, member, evidence, time.monotonic())
 
     def _accused(self, observer: str, member: str, evidence: str, now: float) -> None:
-        for detector in self._detectors.values():
-            detector.accused(observer, member, evidence, now)
+        self._each(lambda detector: detector.accused(observer, member, evidence, now))
         self._look()
 
     def _placed(self, member_id: str, place: Place) -> None:
-        for detector in self._detectors.values():
-            detector.placed(member_id, place)
+        self._each(lambda detector: detector.placed(member_id, place))
