@@ -10,6 +10,9 @@ from __future__ import annotations
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.verdict import FOUNDER, HOLDER, NEWCOMER, Verdict, Vote
 
+BROKEN_EPOCHS = 3
+"""How many epochs, from one commit to the next, may be ended by a failure that nobody is found to be to blame for."""
+
 
 class Ledger:
     """`done` steps of `total` are committed here; step number `done` is `prepared` or not. `standing` is what this
@@ -23,6 +26,7 @@ class Ledger:
         self.prepared = False
         self.rewinds = 0
         self.pending: Verdict | None = None
+        self._broken = 0
 
     def found(self) -> None:
         """This process is there from the start: it has the state that it was constructed with."""
@@ -36,6 +40,12 @@ class Ledger:
         """The open step is committed."""
         self.done += 1
         self.prepared = False
+        self._broken = 0
+
+    def may_break(self) -> bool:
+        """Whether one more epoch may be ended because of a failure that nobody is found to be to blame for."""
+        self._broken += 1
+        return self._broken <= BROKEN_EPOCHS
 
     def vote(self) -> Vote:
         """What the others of the next epoch have to know."""

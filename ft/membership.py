@@ -23,17 +23,18 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.admission import refusal, too_far
-from holdfast.ft.change import Change, applied, between, latest
+from holdfast.ft.change import Change, applied
 from holdfast.ft.composition import formed, next_size, runnable, successors
 from holdfast.ft.evidence import Evidence
+from holdfast.ft.spreading import answered, passed_on, proclaimed
 from holdfast.ft.telling import addressed, news, standing, urgent
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.topology import Shape, heads, host_mates, observers
 from holdfast.ft.view import Job, Member, Phase, View
 from holdfast.ft.vocabulary import (
-    Announce,
     AnnounceSelf,
     Ask,
+    Broken,
     CasFailed,
     CasLost,
     CasWon,
@@ -86,9 +87,10 @@ class Membership(Struct, frozen=True):
     `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it
     can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
     the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
-    `revoked` is the newest epoch that was revoked here because somebody was lost: it cannot go on, whatever is heard
-    later. `finished`: all steps are committed here, and this process has said so in the epoch of `view`. `ended` is set
-    once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none is.
+    `revoked` is the newest epoch that was revoked here because somebody was lost, or because an op failed as `broken`
+    says: it cannot go on, whatever is heard later. `finished`: all steps are committed here, and this process has said
+    so in the epoch of `view`. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None
+    if none is.
     """
 
     me: Member
@@ -108,6 +110,7 @@ class Membership(Struct, frozen=True):
     wanted_since: float = 0.0
     short_since: float | None = None
     revoked: int = 0
+    broken: str = ""
     retry_at: float = 0.0
     told: int = 0
     tell_at: float | None = None
@@ -163,10 +166,10 @@ class Membership(Struct, frozen=True):
             case Changed(change, teller):
                 return self._follow(change, teller)
             case Heard(member, epoch):
-                return self, self._answer(member, epoch)
+                return self, answered(self.view, member, epoch, self.shape)
             case CasWon(view):
                 state, effects = replace(self, in_flight=None)._adopt(view)
-                return state, (*effects, *state._proclaim(view))
+                return state, (*effects, *proclaimed(view, self.me, state.spares, self.shape))
             case CasLost(view):
                 lost = replace(self, in_flight=None)
                 if view is None or (self.view is not None and view.epoch <= self.view.epoch):
@@ -178,6 +181,10 @@ class Membership(Struct, frozen=True):
                 return self._bury(deaths), ()
             case SpareGone(member, evidence):
                 return self._bury((Death(member, evidence),)), ()
+            case Broken(epoch, reason):
+                if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
+                    return self, ()
+                return replace(self, revoked=epoch, broken=reason), (Revoke(epoch, (), reason),)
             case Stalled(member, evidence):
                 return self._fence(member, evidence)
             case Suspicion():
@@ -209,18 +216,6 @@ class Membership(Struct, frozen=True):
         except CorruptData:
             return self, (Ask(change.epoch),)
 
-    def _answer(self, member: Member, epoch: int) -> tuple[Effect, ...]:
-        """Somebody shows what epoch it is in: tell it of the newest, or ask for that."""
-        view = self.view
-        if view is None or epoch > view.epoch:
-            return (Ask(epoch),)
-        if epoch == view.epoch:
-            return ()
-        change: Change | None = None
-        if epoch == view.epoch - 1 and not self.shape.is_mesh(view):
-            change = latest(view)
-        return (Announce(view, (member,), change),)
-
     def _adopt(self, view: View | None, teller: str = "") -> Step:
         """Take over a newer view. Older ones, and ones already known, change nothing: epochs never go back."""
         old = self.view
@@ -239,6 +234,7 @@ class Membership(Struct, frozen=True):
             evidence=self.evidence.after(view, departed, self.shape),
             spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
             finished=False,
+            broken="",
             wanted=(),
             short_since=None,
             told=0,
@@ -246,8 +242,9 @@ class Membership(Struct, frozen=True):
         )
         if not is_in and was_in:
             return replace(state, ended="evicted"), (*effects, Evicted(view, view.reason))
+        spread = passed_on(view, old, teller, self.me, state.spares, self.shape)
         if view.phase in ("finished", "failed"):
-            effects = (*effects, Install(view), *state._pass_on(old, teller))
+            effects = (*effects, Install(view), *spread)
             return replace(state, ended="finished" if view.phase == "finished" else "failed"), effects
         if view.phase == "running":
             if is_in:
@@ -255,29 +252,7 @@ class Membership(Struct, frozen=True):
             else:
                 to = view.members if self.shape.is_mesh(view) else heads(view, (), self.shape)
                 effects = (*effects, AnnounceSelf(view, to))
-        return state, (*effects, *state._pass_on(old, teller))
-
-    def _proclaim(self, view: View) -> tuple[Effect, ...]:
-        """In a small job whoever has brought a view about tells everybody; in a large one those on its host, beside its
-        neighbours elsewhere.
-        """
-        mesh = self.shape.is_mesh(view)
-        others = (*view.members, *self.spares) if mesh else host_mates(view, self.me)
-        to = tuple(m for m in others if m.id != self.me.id)
-        return (Announce(view, to, None if mesh else latest(view)),) if to else ()
-
-    def _pass_on(self, old: View | None, teller: str) -> tuple[Effect, ...]:
-        """In a large job everybody who learns of a view tells its neighbours, once: the news reaches all in about log N
-        steps, whoever has died on the way.
-        """
-        view = self.view
-        assert view is not None
-        if self.shape.is_mesh(view):
-            return ()
-        around = observers(view, self.me, self.shape) if view.rank_of(self.me.id) is not None else ()
-        to = tuple(m for m in (*around, *self.spares) if m.id != teller)
-        change = between(old, view) if old is not None else None
-        return (Announce(view, to, change),) if to else ()
+        return state, (*effects, *spread)
 
     def _bury(self, deaths: tuple[Death, ...]) -> Membership:
         others = tuple(death for death in deaths if death.id != self.me.id)
@@ -425,6 +400,8 @@ class Membership(Struct, frozen=True):
         if not lost and not (waiting and len(view.members) < view.job.size):
             if self.revoked == view.epoch:
                 words = "nobody is lost after all: who was taken for it is heard again"
+                if self.broken:
+                    words = f"nobody is lost, but an op has failed: {self.broken}"
                 return Need(("again",), lambda: self._next("running", view.members, words), turn)
             return None
         if next_size(view, lost, waiting) < view.job.min_size:

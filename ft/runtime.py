@@ -90,6 +90,10 @@ class Runtime:
         with contextlib.suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(self._reactor.failed, failure)
 
+    def broken(self, epoch: int, failure: HoldfastError) -> None:
+        """An op of `epoch` has failed, and nobody was found to be to blame: the members need another epoch."""
+        self._feed_soon(v.Broken(epoch, str(failure)))
+
     def finish(self, epoch: int) -> None:
         """All steps are committed on this rank, which works in `epoch`."""
         self._feed_soon(v.LocalFinished(epoch))

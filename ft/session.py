@@ -375,12 +375,18 @@ class Session:
                     raise late from failure
 
     def _await_end(self, epoch: int, failure: HoldfastError) -> None:
-        """Wait until `epoch` is over. Raises `failure` if nobody is found to be to blame for it meanwhile."""
-        timeouts = self._settings.timeouts
-        if self._runtime is not None and not self._tenure.wait_over(epoch, EVIDENT_SECONDS):
-            self._runtime.failed(failure)
-        if not self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
+        """Wait until `epoch` is over. If nobody is found to be to blame meanwhile it is ended here; raises `failure` if
+        that has not helped.
+        """
+        timeouts, runtime = self._settings.timeouts, self._runtime
+        assert runtime is not None
+        if not self._tenure.wait_over(epoch, EVIDENT_SECONDS):
+            runtime.failed(failure)
+        if self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
+            return
+        if not self._ledger.may_break():
             raise failure
+        runtime.broken(epoch, failure)
 
     def _rebuild(self, view: View) -> None:
         """Build the communicator of `view`, or of the first later one that stands, and settle what was open."""

@@ -77,6 +77,14 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """An op of this process failed in `epoch`, and nobody is found to be to blame: the epoch cannot go on."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stalled:
     """A member of this host that was looked at and did not run at all for the whole suspect time."""
 
@@ -143,6 +151,7 @@ Event = (
     | CasLost
     | CasFailed
     | Proof
+    | Broken
     | Stalled
     | Suspicion
     | Cleared

@@ -17,7 +17,7 @@ from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.topology import Shape
 from holdfast.ft.view import Job, Member, View
 
-Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish"]
+Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
 
 
 class InvariantBroken(AssertionError):
@@ -60,6 +60,7 @@ class World:
     ticks: int = 0
     outages: int = 0
     finishing: bool = False
+    breaks: int = 0
 
     @property
     def register(self) -> View | None:
@@ -82,6 +83,7 @@ def new_world(
     ticks: int = 0,
     outages: int = 0,
     finishing: bool = False,
+    breaks: int = 0,
     mesh: int = 64,
 ) -> World:
     """`count` processes that have not started yet, of a job that wants `size` members. In a job of more than `mesh`
@@ -90,18 +92,17 @@ def new_world(
     job = Job("job", size, min_size, size, ("shm", "gloo"))
     shape = Shape(mesh=mesh)
     cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}), shape)) for i in range(count))
-    return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+    return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing, breaks=breaks)
 
 
 def started(world: World) -> World:
     """The world once everything that needs neither a fault nor a tick has happened, in one order."""
-    budget = (world.kills, world.ticks, world.outages, world.finishing)
-    world = replace(world, kills=0, ticks=0, outages=0, finishing=False)
+    budget = {what: getattr(world, what) for what in ("kills", "ticks", "outages", "finishing", "breaks")}
+    world = replace(world, kills=0, ticks=0, outages=0, finishing=False, breaks=0)
     while True:
         action = next(actions(world), None)
         if action is None:
-            kills, ticks, outages, finishing = budget
-            return replace(world, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+            return replace(world, **budget)
         world = apply(world, action)
 
 
@@ -133,6 +134,8 @@ def actions(world: World) -> Iterator[Action]:
             yield Action("tick", i)
         if world.finishing and core.rank() is not None and not core.finished:
             yield Action("finish", i)
+        if world.breaks and core.view is not None and core.rank() is not None and core.revoked < core.view.epoch:
+            yield Action("break", i)
     for i, event in world.mail:
         if world.processes[i].alive:
             quiet = False
@@ -160,6 +163,10 @@ def apply(world: World, action: Action) -> World:
         case "finish":
             assert process.core.view is not None
             return _feed(world, i, v.LocalFinished(process.core.view.epoch))
+        case "break":
+            assert process.core.view is not None
+            broken = v.Broken(process.core.view.epoch, "a connection was lost")
+            return _feed(replace(world, breaks=world.breaks - 1), i, broken)
         case "tick":
             assert process.core.wake_at is not None
             world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)

@@ -29,7 +29,7 @@ from holdfast.ft.membership import Membership
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.view import Job, Member, View
 
-CHANCE = frozenset({"kill", "tick", "finish", "away"})
+CHANCE = frozenset({"kill", "tick", "finish", "away", "break"})
 
 
 def explore(world: World) -> int:
@@ -83,6 +83,17 @@ def test_the_others_take_over_in_rank_order_if_nothing_comes_of_it() -> None:
     assert state.wake_at == pytest.approx(10.1)
     assert state.on(v.Tick(), 10.05)[1] == ()
     assert isinstance(state.on(v.Tick(), 10.1)[1][0], v.Propose)
+
+
+def test_an_op_that_failed_by_nobodys_fault_costs_an_epoch_and_nobody() -> None:
+    state, effects = core(0).on(v.Broken(2, "a connection was lost"), 10.0)
+    assert effects == ()  # of an epoch that is over
+    state, effects = state.on(v.Broken(3, "a connection was lost"), 10.0)
+    assert effects[0] == v.Revoke(3, (), "a connection was lost")
+    assert isinstance(effects[1], v.Propose)
+    assert (effects[1].view.epoch, effects[1].view.members) == (4, RUNNING.members)
+    assert effects[1].view.reason == "nobody is lost, but an op has failed: a connection was lost"
+    assert state.on(v.Broken(3, "a connection was lost"), 10.1)[1] == ()
 
 
 def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
@@ -336,6 +347,13 @@ def test_every_order_of_deaths_in_a_running_job(
     )
     assert world.register is not None and world.register.phase == "running"
     assert explore(world) > 500
+
+
+@pytest.mark.parametrize(("kills", "breaks"), [(0, 2), (1, 1)])
+def test_every_order_of_ops_that_fail_by_nobodys_fault(kills: int, breaks: int) -> None:
+    world = started(new_world(3, size=3, kills=kills, ticks=1, breaks=breaks))
+    assert world.register is not None and world.register.phase == "running"
+    assert explore(world) > 100
 
 
 def test_every_order_of_a_death_in_a_job_that_is_large_for_its_mesh() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from holdfast.comms.liveness import HOST, this_host
 from holdfast.ft import Session, Timeouts, reactor
 from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.view import Member
-from holdfast.harness import LocalCluster, RankDied
+from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.job import Job
 
@@ -291,6 +292,32 @@ def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
         committed = [e["step"] for e in events if e["kind"] == "committed" and e["process"] == process]
         assert committed == list(range(15))
     assert check([event_of(event) for event in events]) == []
+
+
+def lose_connections(session: Session, times: int) -> int:
+    """Rank 1 loses its data connections so many times in step 2."""
+    lost = 0
+    for attempt in session.steps(5):
+        with attempt:
+            if attempt.step == 2 and attempt.rank == 1 and lost < times:
+                lost += 1
+                for each in attempt.comm.transport._sockets:  # type: ignore[attr-defined]
+                    each.shutdown(socket.SHUT_RDWR)
+            attempt.comm.barrier()
+    return session.step
+
+
+def test_connections_that_break_cost_an_epoch_and_no_rank() -> None:
+    with cluster(3, "gloo") as ranks:
+        job = ranks.start(lose_connections, 1)
+        assert job.results() == [5] * 3
+        assert {e["size"] for e in job.events() if e["kind"] == "rebuilt"} == {3}
+
+
+def test_connections_that_break_again_and_again_end_the_session() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.3, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(2, "gloo", timeouts=timeouts) as ranks, pytest.raises(RankFailed, match="lost a connection"):
+        ranks.start(lose_connections, 99).results()
 
 
 class SlowTally(Tally):

@@ -11,6 +11,7 @@ from holdfast.ft import membership
 from holdfast.ft import vocabulary as v
 from holdfast.ft.composition import Composition
 from holdfast.ft.membership import Membership, Step
+from holdfast.ft.spreading import proclaimed
 from holdfast.ft.view import View
 from holdfast.harness.simulate.museum.exhibit import Exhibit, exhibit
 
@@ -67,7 +68,7 @@ def _installs_first(decide: Callable[..., Step]) -> object:
         for effect in effects:
             if isinstance(effect, v.Propose) and self.rank() is not None and effect.view.phase == "running":
                 state, more = state._adopt(effect.view)
-                return state, (*more, *state._proclaim(effect.view), *effects)
+                return state, (*more, *proclaimed(effect.view, state.me, state.spares, state.shape), *effects)
         return state, effects
 
     return _decide
