@@ -150,9 +150,9 @@ class Worker:
         self._meet("sync", state, self._synchronised, [self._view.members[rank].id for rank in ranks])
 
     def _synchronised(self, states: Sequence[tuple[int, int] | None]) -> None:
-        me, state = self._process, states[0]
-        assert state is not None
-        if self.ledger.pending is not None and me.core.rank() == self.ledger.pending.source:
+        me, state, view, verdict = self._process, states[0], self._view, self.ledger.pending
+        assert state is not None and view is not None and verdict is not None
+        if view.rank_of(me.member.id) == verdict.source:  # of this epoch: its core may not have heard of that yet
             self._everybody_has_it()
             return
 
