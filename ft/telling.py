@@ -86,9 +86,7 @@ def addressed(
     effects: list[Effect] = []
     if words.deaths and blind:
         effects.append(Report(words.deaths, blind))
-    if (
-        words.seen and to
-    ):  # those that it is about too: where one way alone is cut, they learn that this side has stopped
+    if words.seen and to:  # whom it is about too: where one way alone is cut, they learn that this side has stopped
         effects.append(Testify(words.seen, to))
     return tuple(effects)
 
