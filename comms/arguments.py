@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 _STRIDED = torch.strided
 
 TAGS = 1 << 30
-"""Tags are below: mpi has room for no more."""
+"""Tags of users are below. Above are those of collectives over messages, for which mpi has just enough room."""
 
 
 class Arguments:

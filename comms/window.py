@@ -229,6 +229,11 @@ def closed_here() -> RegionGone:
     return RegionGone("this rank has closed the window; make another one")
 
 
+def closed_there(rank: int) -> RegionGone:
+    """What a call gets that reaches for the window of a rank that has closed it."""
+    return RegionGone(f"rank {rank} has closed its window; make another one")
+
+
 def check_exposable(tensor: Tensor) -> None:
     """ValueError unless a window can be made of it: dense, contiguous, its own memory."""
     if not tensor.is_contiguous():

@@ -27,6 +27,7 @@ from rich.text import Text
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
+from holdfast.ft.processes import is_stopped
 from holdfast.ft.view import View
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.spawning import die_with_parent, how_it_ended
@@ -173,7 +174,7 @@ class Launcher:
     def _members_at_work(self, last: View) -> bool:
         """Whether a member of a finished job goes on after the last step; one that is stopped does not."""
         return last.phase == "finished" and any(
-            process.returncode is None and not _is_stopped(process.pid) for process in self._members(last).values()
+            process.returncode is None and not is_stopped(process.pid) for process in self._members(last).values()
         )
 
     def _members(self, view: View) -> dict[int, subprocess.Popen[bytes]]:
@@ -233,11 +234,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             pass
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process that was not reaped yet is stopped, by a signal for example."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from holdfast.backends.mpi.meeting import meet
 from holdfast.backends.mpi.window import Desk, MpiWindow
 from holdfast.comms.algorithms.cost import DEFAULTS
 from holdfast.comms.algorithms.exchange import Posted
-from holdfast.comms.algorithms.messages import USER_TAGS, MessageTransport
-from holdfast.comms.arguments import TAGS
+from holdfast.comms.algorithms.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Context
@@ -242,8 +241,6 @@ class MpiMessages(MessageTransport):
     def _post(self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool) -> _Message:
         if self._error is not None:
             raise self._error.again()
-        if tag >= USER_TAGS:
-            tag = TAGS | (tag - USER_TAGS)
         try:
             request = call([at(tensor), MPI.BYTE], peer, tag)
         except MPI.Exception as error:

@@ -40,7 +40,7 @@ from holdfast.backends.mpi.window_server import (
 from holdfast.comms.errors import OpTimeout, RegionGone
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Peer, Transport
-from holdfast.comms.window import WindowMemory, closed_here
+from holdfast.comms.window import WindowMemory, closed_here, closed_there
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
@@ -158,7 +158,7 @@ class MpiWindow(WindowMemory):
         if self.leaving:
             raise closed_here()
         if self._mine.closed[rank]:
-            raise _closed(rank)
+            raise closed_there(rank)
         self._desk.check(rank)
 
     # -- one request
@@ -204,7 +204,7 @@ class MpiWindow(WindowMemory):
             raise self._explain(rank, error) from error
         outcome, value, data = heard
         if outcome == GONE:
-            raise _closed(rank)
+            raise closed_there(rank)
         return value, data
 
     def _explain(self, rank: int, error: MPI.Exception) -> Exception:
@@ -376,7 +376,3 @@ class MpiWindow(WindowMemory):
                 self._desk.send(frame, rank)
             except MPI.Exception:
                 continue  # it is gone
-
-
-def _closed(rank: int) -> RegionGone:
-    return RegionGone(f"rank {rank} has closed its window; make another one")

@@ -22,10 +22,11 @@ from holdfast.backends.ucx.leftovers import leave_behind
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.regions import writer_lives, writer_token
-from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS, closed
+from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Peer, Transport
+from holdfast.comms.window import closed_there
 
 BLOCK_BYTES = 4 << 20
 """Bytes that are copied at once; between two looks at the deadline."""
@@ -86,7 +87,7 @@ class NearWindow(MappedWindow):
         with self._fence:
             pass
         if self._mine[2 * rank]:
-            raise closed(rank)
+            raise closed_there(rank)
 
     def _put(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
         """One block. The lock is held."""

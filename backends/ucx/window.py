@@ -14,9 +14,9 @@ import torch
 
 from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx.onesided import OneSided
-from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.transport import Transport
-from holdfast.comms.window import WindowMemory, closed_here
+from holdfast.comms.window import WindowMemory, closed_here, closed_there
 
 YIELDS = 200
 SLEEP_SECONDS = 0.0002
@@ -75,7 +75,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         if self.leaving:
             raise closed_here()
         if self._mine[2 * rank]:
-            raise closed(rank)
+            raise closed_there(rank)
         self._side.check(rank)
         return self._parts[rank]
 
@@ -151,7 +151,3 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     @abstractmethod
     def _withdraw(self) -> None:
         """Stop exposing the tensor's memory. Whatever may still come must find no memory that is used."""
-
-
-def closed(rank: int) -> RegionGone:
-    return RegionGone(f"rank {rank} has closed its window; make another one")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms.errors import OpTimeout, RegionGone
-from holdfast.comms.window import WindowMemory, closed_here
+from holdfast.comms.window import WindowMemory, closed_here, closed_there
 
 OPEN, CLOSED = 1, 2
 _SLEEP_SECONDS = 0.0002
@@ -115,7 +115,7 @@ class MappedWindow(WindowMemory):
             raise closed_here()
         part = self._parts[rank]
         if part.header[0] != OPEN:
-            raise RegionGone(f"rank {rank} has closed its window; make another one")
+            raise closed_there(rank)
         if rank != self._rank and rank in self._dead():
             raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
         self._check()

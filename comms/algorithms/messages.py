@@ -13,14 +13,14 @@ import torch
 
 from holdfast.comms.algorithms import arithmetic, bruck, cost, doubling, pairwise, ring, tree
 from holdfast.comms.algorithms.exchange import Exchange, Posted
+from holdfast.comms.arguments import TAGS
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.transport import Context, Transport
 
 Tensor = torch.Tensor
 
-USER_TAGS = 1 << 32
-"""Tags below are the user's; collectives use those above, one an op."""
 _OP_TAGS = 1 << 20
+"""How many tags collectives use, one an op, from `TAGS` on: those below are the user's."""
 
 
 class MessageTransport(Transport):
@@ -59,7 +59,7 @@ class MessageTransport(Transport):
         """What an algorithm works with: the messages of the op that begins."""
         self._op += 1
         self._rounds = 0
-        tag = USER_TAGS + self._op % _OP_TAGS
+        tag = TAGS + self._op % _OP_TAGS
         return Exchange(
             self._post_send, self._post_recv, self._complete, self.rank, self.size, tag, op, self._op, deadline
         )
