@@ -29,9 +29,10 @@ from holdfast.harness.chaos.measure import percentiles, strikes
 from holdfast.harness.chaos.performance import Raw, Struck
 from holdfast.harness.chaos.planning import Planned, Trigger
 from holdfast.harness.chaos.points import LATE_STEPS
-from holdfast.harness.chaos.record import ChaosReport, Stage, Strike
+from holdfast.harness.chaos.record import ChaosReport, Speed, Stage, Strike
 from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.chaos.stage import Noted
+from holdfast.harness.chaos.verdict import failures
 from holdfast.harness.chaos.workload import Store
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli import app
@@ -133,6 +134,16 @@ def test_a_process_of_a_store_that_ends_though_nobody_struck_it_fails_the_run(
     )
     (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
     assert failure == "reader-0 exited with status 1, and nobody had struck it"
+
+
+@pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
+def test_a_run_may_end_before_the_last_of_the_faults_that_come_again_and_again(again: bool, came: bool) -> None:
+    raw = history()
+    raw.struck = [Struck(msgspec.structs.replace(each.planned, again=again)) for each in raw.struck]
+    raw.struck[0].time = 1.0 if came else None
+    scenario = Scenario(name="faster", title="", summary="", workload=Store(versions=2, readers=1, megabytes=0.01))
+    told = failures(scenario, raw, [], strikes(raw), Speed(steps=9, rate=1.0), None, 0)
+    assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
 def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:

@@ -41,13 +41,16 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault with nothing left to chance. `number` counts from 1."""
+    """A fault with nothing left to chance. `number` counts from 1. `again`: it is one of those that come again and
+    again for as long as the run lasts.
+    """
 
     number: int
     type: str
     when: Trigger
     what: FaultType
     lasts: float | None = None
+    again: bool = False
 
 
 def schedule(
@@ -57,25 +60,26 @@ def schedule(
 
     `steps` (default: the workload's) is what shares of a run are taken of. Raises ValueError for what cannot be placed.
     """
-    found: list[tuple[Trigger, FaultType, str, float | None]] = []
+    found: list[tuple[Trigger, FaultType, str, float | None, bool]] = []
     total = steps if steps is not None else scenario.workload.steps
     for index, fault in enumerate(scenario.faults):
         dice = random.Random(_seed(seed, scenario.name, index))
         at = fault.at
         if at.every is None:
-            found.append((_trigger(fault.at, dice, total), fault.what.drawn(dice, scenario), fault.type, fault.lasts))
+            what = fault.what.drawn(dice, scenario)
+            found.append((_trigger(at, dice, total), what, fault.type, fault.lasts, False))
             continue
         if seconds is None:
             raise ValueError("a fault that comes again and again needs a run of a known duration: give `minutes`")
         moment = at.every if at.start is None else at.start
         while moment < seconds:
             what = fault.what.drawn(dice, scenario)
-            found.append((Trigger(seconds=round(moment, 6)), what, fault.type, fault.lasts))
+            found.append((Trigger(seconds=round(moment, 6)), what, fault.type, fault.lasts, True))
             moment += at.every
     found.sort(key=lambda each: each[0].seconds if each[0].seconds is not None else -1.0)
     return tuple(
-        Planned(number=number, type=kind, when=when, what=what, lasts=lasts)
-        for number, (when, what, kind, lasts) in enumerate(found, start=1)
+        Planned(number=number, type=kind, when=when, what=what, lasts=lasts, again=again)
+        for number, (when, what, kind, lasts, again) in enumerate(found, start=1)
     )
 
 

@@ -33,10 +33,11 @@ def failures(
     expect = scenario.expect
     found = list(_of_invariants(scenario, findings))
     found += [f"fault {each.number} ({each.words}) could not strike: {each.refused}" for each in struck if each.refused]
+    outlived = _outlived(raw)
     found += [
         f"fault {each.number} ({each.words}) never struck: its moment ({each.when}) did not come"
         for each in struck
-        if each.time is None and not each.refused
+        if each.time is None and not each.refused and each.number not in outlived
     ]
     if raw.too_long:
         found.append(f"the run was not over after {scenario.limit:.0f} s: {speed.steps} steps were committed")
@@ -65,6 +66,16 @@ def failures(
         if not any(words in text for words in expect.caught):
             found.append(f"nobody noticed: none of {list(expect.caught)} is in the logs")
     return found
+
+
+def _outlived(raw: Raw) -> set[int]:
+    """The faults whose moment a run that was faster than planned did not live to see: those that come again and again,
+    if they came at all.
+    """
+    came = {each.planned.type for each in raw.struck if each.time is not None}
+    return {
+        each.planned.number for each in raw.struck if each.planned.again and each.waits and each.planned.type in came
+    }
 
 
 def _lost(raw: Raw) -> list[str]:
