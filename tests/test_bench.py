@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from holdfast.ft import Timeouts
 from holdfast.harness.bench import recovery, recovery_peer, rounds, show
 from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.contestants import Arena, missing
@@ -431,6 +432,13 @@ def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
     bench = recovery.run("shm", ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer)
     (kill,) = bench.kills
     assert 0 < kill.detect <= kill.total
+
+
+def test_recovery_from_a_rank_that_stops_is_measured() -> None:
+    bench = recovery.run("shm", ranks=3, kills=1, stopped=True)
+    (stop,) = bench.kills
+    silent = Timeouts().suspect - Timeouts().heartbeat  # its last heartbeat was before it stopped
+    assert 1e3 * silent <= stop.detect <= stop.total
 
 
 def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:

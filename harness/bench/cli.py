@@ -215,6 +215,9 @@ def recovery(
     proposer: Annotated[
         bool, typer.Option("--proposer", help="Then kill the rank that proposes the next epoch, too, before it tells.")
     ] = False,
+    stopped: Annotated[
+        bool, typer.Option("--stop", help="Stop ranks (SIGSTOP), do not kill them: they are found by their silence.")
+    ] = False,
     size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K",
     seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0,
     peers: Annotated[
@@ -227,6 +230,8 @@ def recovery(
     [bold]Examples[/bold]
 
         holdfast bench recovery -n 4 --spares 1 --kills 20
+
+        holdfast bench recovery -n 4 --stop --kills 10
     """
     import msgspec
 
@@ -255,6 +260,7 @@ def recovery(
                 lambda text: status.update(text),
                 together=together,
                 proposer=proposer,
+                stopped=stopped,
             )
             peer = recovery_peer.run(ranks, kills, nbytes, seed, lambda text: status.update(text)) if peers else None
     except ValueError as error:

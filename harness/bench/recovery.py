@@ -79,7 +79,8 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     """A whole run. The parts are differences: `agree` is from detection to installation, and so on.
 
     `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
-    `proposer` also the one that had just put the next epoch into the register.
+    `proposer` also the one that had just put the next epoch into the register. `stopped`: they were not killed but
+    stopped, and ended by the survivors.
     """
 
     backend: str
@@ -96,6 +97,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     first_op: Spread
     together: int = 1
     proposer: bool = False
+    stopped: bool = False
 
     @staticmethod
     def of(
@@ -105,6 +107,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
         nbytes: int,
         together: int,
         proposer: bool,
+        stopped: bool,
         others: float,
         kills: tuple[Recovery, ...],
     ) -> RecoveryBench:
@@ -123,6 +126,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             first_op=Spread.of(kill.total - kill.rebuild for kill in kills),
             together=together,
             proposer=proposer,
+            stopped=stopped,
         )
 
 
@@ -189,8 +193,8 @@ def analyse(
     )
 
 
-def _kill(job: Job, ranks: Sequence[int], proposer: bool) -> Recovery:
-    """SIGKILL these ranks at once; with `proposer` rank 0 will end itself."""
+def _strike(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Recovery:
+    """Send these ranks signal `number` at once; with `proposer` rank 0 will end itself."""
     view = job.view()
     members = [member.peer.pid for member in view.members]
     victims = [next(process for process in job.processes if process.pid == members[rank]) for rank in ranks]
@@ -199,7 +203,7 @@ def _kill(job: Job, ranks: Sequence[int], proposer: bool) -> Recovery:
     end.register(victims[0].pidfd, select.POLLIN)
     killed = time.monotonic()
     for victim in victims:
-        victim.signal(signal.SIGKILL)
+        victim.signal(number)
     end.poll(1e3 * LIMIT)
     gone = time.monotonic()
     time.sleep(SETTLE)
@@ -217,12 +221,13 @@ def run(
     *,
     together: int = 1,
     proposer: bool = False,
+    stopped: bool = False,
 ) -> RecoveryBench:
     """Kill ranks, chosen at random, `kills` times: `together` of them at once, and with `proposer` also the one that
     proposes the next epoch, as soon as the register has it. ValueError if nobody would be left.
 
     With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
-    which goes on with one rank less.
+    which goes on with one rank less. `stopped`: SIGSTOP, not SIGKILL.
     """
     lost = together + proposer
     if not 0 < together <= lost < ranks:
@@ -243,9 +248,9 @@ def run(
                 for _ in range(min(max(1, spares // together), kills - len(done))):
                     time.sleep(SETTLE + choose.random() * SETTLE)
                     victims = choose.sample(range(1 if proposer else 0, ranks), together)
-                    done.append(_kill(job, victims, proposer))
+                    done.append(_strike(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, noise.cpus(), tuple(done))
+    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done))
 
 
 def _median(done: list[Recovery]) -> float:

@@ -139,10 +139,11 @@ def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: C
 def show_recovery(bench: RecoveryBench, out: Console) -> None:
     """Print the spread of the whole recovery and of its parts."""
     spares = f", {bench.spares} spares" if bench.spares else ", no spares"
+    signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
     proposer = " and then of the proposer" if bench.proposer else ""
     table = Table(
-        title=f"SIGKILL of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
-        f"{len(bench.kills)} kills",
+        title=f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
+        f"{len(bench.kills)} {kills}",
         title_justify="left",
         caption=f"until the last survivor's next correct all_reduce; others used {bench.others:.2f} CPUs meanwhile",
         caption_justify="left",
