@@ -11,7 +11,6 @@ with ft.Session(min_size=2) as session:
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,20 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.ft import faultpoints, joining, telemetry, transfer, voting
+from holdfast.ft import faultpoints, joining, telemetry, voting
+from holdfast.ft.attachments import Attachments
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.control.interface import check_ours
-from holdfast.ft.copies.checkpoints import Checkpoints
 from holdfast.ft.copies.keeper import Keeper
-from holdfast.ft.copies.sharded import Build, Shape, Sharded
 from holdfast.ft.events import EventLog, Listener
 from holdfast.ft.gaps import Gaps
 from holdfast.ft.ledger import Ledger
 from holdfast.ft.register import Register
 from holdfast.ft.runtime import Runtime, new_identity
-from holdfast.ft.skeleton import take_apart
+from holdfast.ft.succession import Succession
 from holdfast.ft.tenure import Noted, Tenure
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torchgroup import TorchGroup
@@ -46,10 +43,8 @@ if TYPE_CHECKING:
 EVIDENT_SECONDS = 0.002
 """How long after an op failed the next epoch, or a better reason, is likely to come by itself."""
 
-_log = logging.getLogger("holdfast.ft")
 
-
-class Session:
+class Session(Attachments):
     """A context manager: inside, this process belongs to the job, as a member or as a spare.
 
     `backend` is a name, a preference list or "auto"; `size` how many members the job wants; `min_size` how few it can
@@ -105,15 +100,14 @@ class Session:
         self._tenure = Tenure(self._identity, Noted(self._identity, self._events))
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
-        self._keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
+        keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
+        super().__init__(keeper, self._settings.size)
         self._group = TorchGroup()
         self._gaps = Gaps()
-        self._comm: Communicator | None = None
-        self._retired: list[Communicator] = []
+        self._comms = Succession(self._settings)
         self._view: View | None = None
         self._ledger = Ledger()
         self._over = False
-        self._used = False
 
     # What a user asks -----------------------------------------------------------------------------------------
 
@@ -151,58 +145,9 @@ class Session:
         """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
         return self._events.subscribe(listener)
 
-    def attach(self, name: str, thing: transfer.Stateful) -> None:
-        """Keep `thing` the same on all ranks: newcomers get its state from those that have it.
-
-        Raises TypeError at once for what has no state_dict and load_state_dict, or whose state cannot travel.
-        """
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(thing, method, None)):
-                raise TypeError(f"{name!r} cannot be attached: {type(thing).__name__} has no {method}()")
-        if name in self._keeper.attached:
-            raise ValueError(f"something is attached as {name!r} already")
-        if self._used:
-            raise HoldfastError(f"{name!r} must be attached before steps()")
-        take_apart(thing.state_dict())
-        self._keeper.attached[name] = thing
-
-    def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
-        """Keep what `build(mesh)` makes (a dict: model, optimizer ...), sharded over a DeviceMesh of all ranks: of one
-        dimension, or as `mesh(size)` lays them out, such as {"replicate": size // 2, "shard": 2}.
-
-        It is built in every epoch anew, and gets the state that it had: `copies` neighbours of each rank keep a copy of
-        its part in memory, refreshed with every commit. A part that is lost with all copies comes from the newest of
-        the `checkpoints`. It belongs to the transaction: change it (`optimizer.step()`) inside of the attempt.
-
-        Raises TypeError and ValueError for what cannot work, HoldfastError if something sharded is attached already.
-        """
-        if self._used:
-            raise HoldfastError("attach_sharded() must be called before steps()")
-        if self._keeper.sharded is not None:
-            raise HoldfastError("something sharded is attached already; let one build() return everything")
-        sharded, size = Sharded(build, copies, mesh), self._settings.size
-        if size and copies >= max(size, 2):
-            raise ValueError(f"copies={copies}: in a job of {size} ranks each has {size - 1} neighbours")
-        if size:
-            sharded.mesh(size)
-        import torch.distributed.tensor  # noqa: F401  # here, so that a spare need not when it is promoted
-
-        self._keeper.sharded = sharded
-        return sharded
-
-    def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
-        """Save all that is attached by torch.distributed.checkpoint after every so many steps, in a directory that all
-        ranks see. A job that starts and finds checkpoints there goes on from the newest.
-
-        Raises ValueError, TypeError, OSError for what cannot work.
-        """
-        if self._used:
-            raise HoldfastError("checkpoints() must be called before steps()")
-        self._keeper.checkpoints = Checkpoints(directory, every)
-
     def process_group(self) -> BorrowedProcessGroup:
         """torch.distributed's default group in the epoch at hand; see `Attempt.process_group`."""
-        comm, view = self._comm, self._view
+        comm, view = self._comms.comm, self._view
         if comm is None or view is None or self._runtime is None:
             raise HoldfastError("there is no process group before the first attempt")
         return self._group.over(comm, self._runtime.store(view), self._settings.timeouts.operation)
@@ -250,8 +195,7 @@ class Session:
             runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
         self._group.drop()
         self._keeper.close()
-        for comm in [*self._retired, *([self._comm] if self._comm is not None else [])]:
-            self._close(comm)
+        self._comms.close()
         if runtime is not None:
             runtime.close()
         self._register.close()
@@ -267,8 +211,8 @@ class Session:
             if self._ledger.done >= self._ledger.total:
                 self._finish(runtime)
                 continue
-            assert self._comm is not None and self._view is not None
-            attempt = Attempt(self, self._comm, self._ledger.done, self._view.job.shards)
+            assert self._comms.comm is not None and self._view is not None
+            attempt = Attempt(self, self._comms.comm, self._ledger.done, self._view.job.shards)
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
@@ -292,7 +236,7 @@ class Session:
     def _ready(self) -> bool:
         """Bring newcomers up to date and begin an attempt, in the newest epoch; False if the job is over."""
         while not self._over:
-            comm = self._comm
+            comm = self._comms.comm
             assert comm is not None and self._runtime is not None
             try:
                 self._synchronise(comm)
@@ -313,7 +257,7 @@ class Session:
 
         Communicators of earlier epochs are closed only here, where nobody waits for the next one.
         """
-        comm = self._comm
+        comm = self._comms.comm
         assert comm is not None
         self._keeper.stage(comm, self._hosts(), self._ledger.done + 1)
         self._reach("commit.before_prepare")
@@ -326,12 +270,11 @@ class Session:
         with self._tenure.held(comm.epoch):
             self._note_commit("normal", comm.epoch)
         self._reach("commit.after_commit")
-        if self._retired:
-            self._close_retired()
+        self._comms.close_retired()
 
     def recover(self, failure: HoldfastError) -> bool:
         """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
-        comm, done = self._comm, self._ledger.done
+        comm, done = self._comms.comm, self._ledger.done
         assert comm is not None
         self._go_on(failure)
         if self._ledger.done == done:
@@ -339,17 +282,17 @@ class Session:
         return self._ledger.done > done
 
     def _go_on(self, failure: HoldfastError) -> None:
-        assert self._comm is not None
-        epoch, word = self._comm.epoch, self._comm.announced
+        assert self._comms.comm is not None
+        epoch, word = self._comms.comm.epoch, self._comms.comm.announced
         if word is not None:
             self._tenure.heed(word)
-        failure = self._comm.in_its_ranks(failure)
+        failure = self._comms.comm.in_its_ranks(failure)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
 
     def _finish(self, runtime: Runtime) -> None:
         """Declare the job finished, and wait until that is agreed."""
-        comm = self._comm
+        comm = self._comms.comm
         assert comm is not None
         self._reach("finish.before_propose")
         runtime.finish(comm.epoch)
@@ -411,33 +354,24 @@ class Session:
         assert self._runtime is not None
         rank = view.rank_of(self._identity)
         assert rank is not None
-        if self._comm is not None:
+        if self._comms.comm is not None:
             self._group.drop()
             self._keeper.drop()
-            self._retired.append(self._comm)
-            self._comm = None
+            self._comms.retire()
         timeouts = self._settings.timeouts
         patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
         self._reach("rebuild.before_connect", view)
-        self._close_retired(keep=1)
         mine = self._ledger.vote()
-        comm = connect_members(
-            view.job.backend,
-            rank=rank,
-            size=len(view.members),
-            store=self._runtime.store(view),
-            peers=[member.peer for member in view.members],
-            epoch=view.epoch,
-            name=view.job.name,
-            device=self._settings.device,
-            timeout=patience,
-            op_timeout=timeouts.operation,
+        comm = self._comms.connect(
+            view,
+            rank,
+            self._runtime.store(view),
+            patience,
             over=lambda: self._tenure.why_over(view.epoch),
             recorder=None if self._telemetry is None else self._telemetry.recorder,
-            previous=self._retired[-1] if self._retired else None,
             greeting=mine.numbers(),
         )
-        self._comm, self._view = comm, view
+        self._view = view
         self._tenure.carry(comm)
         self._reach("rebuild.before_votes")
         verdict = judge(voting.collect(comm, mine, patience), rank)
@@ -471,16 +405,6 @@ class Session:
         gap = self._gaps.commit(time.monotonic(), self._view, how == "normal")
         if gap is not None:
             self._events.emit("gap", step=self._ledger.done - 1, epoch=epoch, **gap)
-
-    def _close_retired(self, keep: int = 0) -> None:
-        while len(self._retired) > keep:
-            self._close(self._retired.pop(0))
-
-    def _close(self, comm: Communicator) -> None:
-        try:
-            comm.close()
-        except HoldfastError as error:
-            _log.warning("the communicator of epoch %d could not be closed: %s", comm.epoch, error)
 
     # Small things ---------------------------------------------------------------------------------------------
 
