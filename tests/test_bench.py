@@ -445,6 +445,7 @@ def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
     assert CliRunner().invoke(app, ["recovery", "--together", "4"]).exit_code == 2
     assert CliRunner().invoke(app, ["recovery", "--proposer", "--spares", "2"]).exit_code == 2
     assert CliRunner().invoke(app, ["recovery", "--size", "big"]).exit_code == 2
+    assert CliRunner().invoke(app, ["recovery", "--stop", "--peers"]).exit_code == 2
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1
     assert "backend 'nosuch' is not available" in unknown.stderr

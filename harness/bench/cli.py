@@ -242,6 +242,8 @@ def recovery(
 
     if peers and (reason := missing(OPENMPI)) is not None:
         raise typer.BadParameter(f"--peers: {reason}")
+    if peers and stopped:
+        raise typer.BadParameter("--peers with --stop: ULFM's recovery is measured from ranks that are killed")
 
     try:
         nbytes = parse_size(size)

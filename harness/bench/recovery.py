@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.ft import Session
 
 FIRST_OP = "first_op"
-"""The event that a rank logs after its first correct all_reduce in an epoch."""
+"""The event that a rank logs after its first correct all_reduce in an epoch, `completed` before it was compared."""
 
 SETTLE = 0.2
 """Seconds for which a job reduces undisturbed before a kill, and sleeps of the killer after one."""

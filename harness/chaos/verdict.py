@@ -72,10 +72,9 @@ def _outlived(raw: Raw) -> set[int]:
     """The faults whose moment a run that was faster than planned did not live to see: those that come again and again,
     if they came at all.
     """
-    came = {each.planned.type for each in raw.struck if each.time is not None}
-    return {
-        each.planned.number for each in raw.struck if each.planned.again and each.waits and each.planned.type in came
-    }
+    recurring = [each for each in raw.struck if each.planned.again]
+    came = {each.planned.type for each in recurring if each.time is not None}
+    return {each.planned.number for each in recurring if each.waits and each.planned.type in came}
 
 
 def _lost(raw: Raw) -> list[str]:
