@@ -105,7 +105,9 @@ def _extract(repository: Path, commit: str, root: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as archive,
         tarfile.open(fileobj=cast(IO[bytes], archive.stdout), mode="r|") as files,
     ):
-        files.extractall(root, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not before Python 3.11.4
+            files.extraction_filter = tarfile.data_filter
+        files.extractall(root)
     if archive.returncode:
         raise NoSuchSide(f"git archive {commit} ended with status {archive.returncode}")
 
