@@ -23,7 +23,7 @@ setup(
         Extension(
             "holdfast.comms._native",
             sources=["comms/native/module.c"],
-            depends=[f"comms/native/{name}.h" for name in ("board", "exact", "kernels", "pipeline")],
+            depends=[f"comms/native/{name}.h" for name in ("board", "exact", "kernels", "pipeline", "publication")],
             extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
             py_limited_api=True,
         )

@@ -118,3 +118,14 @@ def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) ->
 
 def make_nans_alike(dtype: str, address: int, count: int, /) -> None:
     """Put torch's own NaN in place of every one among `count` floats."""
+
+def know_tensors(kind_of_tensor: type[Any], /) -> None:
+    """Let `plain` and `span` be quick with tensors of just this type. AttributeError or ValueError if it does not say
+    where they lie as DLPack 1 has it."""
+
+def plain(tensor: Any, /) -> bool:
+    """Whether it is dense CPU memory in row-major order that can be taken as it is: outside autograd, and holding the
+    numbers themselves. False for what is no tensor, and for complex numbers."""
+
+def span(tensor: Any, /) -> tuple[int, int]:
+    """The address and the size in bytes of a contiguous tensor."""

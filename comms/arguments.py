@@ -11,6 +11,7 @@ from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducib
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import BackendInfo
+from holdfast.comms.tensors import plain
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -30,7 +31,8 @@ class Arguments:
         self._widens = info.capabilities.widens(device.type)
         self._carried = frozenset(EIGHT_BIT_FLOATS if self._widens else ())
         self._moves = info.capabilities.moves.get(device.type, frozenset())
-        self._allowed: set[tuple[torch.dtype, str]] = set()
+        self._movable: set[torch.dtype] = set()
+        self._reducible: dict[tuple[torch.dtype, str], bool] = {}
 
     def tensor(self, tensor: Any) -> None:
         """TypeError, ValueError or `Unsupported` unless it is a dense tensor on this communicator's device."""
@@ -42,26 +44,38 @@ class Arguments:
         if tensor.layout is not _STRIDED:
             raise Unsupported(f"{tensor.layout} tensors", "pass a dense tensor: tensor.to_dense()")
 
-    def movable(self, tensor: Any) -> None:
-        """As `tensor`, and of a dtype that the backend moves."""
+    def as_it_is(self, tensor: Any) -> bool:
+        """As `tensor`, and True if `packed(tensor)` would be itself."""
+        if self._on_cpu and plain(tensor):
+            return True
         self.tensor(tensor)
-        if (tensor.dtype, "") not in self._allowed:
+        return False
+
+    def movable(self, tensor: Any) -> bool:
+        """As `as_it_is`, and of a dtype that the backend moves."""
+        itself = self.as_it_is(tensor)
+        if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._moves:
                 raise Unsupported(f"moving {name} over {self._backend!r}", "view it as uint8")
-            self._allowed.add((tensor.dtype, ""))
+            self._movable.add(tensor.dtype)
+        return itself
 
-    def reducible(self, tensor: Any, op: Any) -> None:
-        """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32."""
-        self.tensor(tensor)
+    def reducible(self, tensor: Any, op: Any) -> bool:
+        """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32. True if
+        `carrier(packed(tensor))` would be itself.
+        """
+        itself = self.as_it_is(tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
-        if (tensor.dtype, op.name) not in self._allowed:
+        as_such = self._reducible.get((tensor.dtype, op.name))
+        if as_such is None:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._reduces and name not in self._widens:
                 raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
             check_reducible(tensor.dtype, op)
-            self._allowed.add((tensor.dtype, op.name))
+            as_such = self._reducible[tensor.dtype, op.name] = tensor.dtype not in self._carried
+        return itself and as_such
 
     def carrier(self, tensor: Tensor) -> Tensor:
         """What is reduced in the place of `tensor`: itself, or a copy in float32."""
@@ -72,14 +86,15 @@ class Arguments:
         if not isinstance(rank, int) or not 0 <= rank < self._size:
             raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
 
-    def message(self, tensor: Any, peer: Any, what: str, tag: Any) -> None:
+    def message(self, tensor: Any, peer: Any, what: str, tag: Any) -> bool:
         """As `movable`; ValueError unless `peer` is another rank, and `tag` one that every backend can tell."""
-        self.movable(tensor)
+        itself = self.movable(tensor)
         self.rank(peer, what)
         if peer == self._rank:
             raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
         if not isinstance(tag, int) or not 0 <= tag < TAGS:
             raise ValueError(f"tag={tag!r} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
+        return itself
 
     def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
         """ValueError unless there is one tensor for each rank, all of `dtype`."""
@@ -101,11 +116,12 @@ class Arguments:
         self.one_for_each(items, what, tensor.dtype)
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
-    def like(self, tensor: Any, checked: Tensor) -> None:
-        """As `tensor`, and of the dtype of one that has been checked already."""
-        self.tensor(tensor)
+    def like(self, tensor: Any, checked: Tensor) -> bool:
+        """As `as_it_is`, and of the dtype of one that has been checked already."""
+        itself = self.as_it_is(tensor)
         if tensor.dtype != checked.dtype:
             raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
+        return itself
 
     def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
         if tensor.numel() != count:
@@ -113,7 +129,8 @@ class Arguments:
 
     def divided(self, tensor: Tensor, what: str) -> None:
         """ValueError unless the rows of dimension 0 can be divided evenly over the ranks."""
-        total = tensor.size(0) if tensor.dim() else 1
+        shape = tensor.shape
+        total = shape[0] if shape else 1
         if total % self._size:
             raise ValueError(f"{what} has {total} rows, not a multiple of {self._size}; pass split sizes")
 

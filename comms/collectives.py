@@ -45,13 +45,13 @@ class Collectives:
         With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
         backend, only on the values (see `holdfast.comms.reproducible`).
         """
-        self._check.reducible(tensor, op)
+        itself = self._check.reducible(tensor, op)
         if reproducible:
             check_exact(op)
         transport = self._transport
 
         def body(deadline: float) -> None:
-            flat = self._check.carrier(packed(tensor))
+            flat = tensor if itself else self._check.carrier(packed(tensor))
             if reproducible:
                 reduce_exactly(transport, flat, op, deadline)
             else:
@@ -79,11 +79,11 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
-        self._check.reducible(tensor, op)
+        itself = self._check.reducible(tensor, op)
         self._check.rank(dst, "dst")
 
         def body(deadline: float) -> None:
-            flat = self._check.carrier(packed(tensor))
+            flat = tensor if itself else self._check.carrier(packed(tensor))
             self._transport.reduce(flat, dst, op, deadline)
             unpack(flat, tensor)
 
@@ -127,13 +127,14 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor`, of size times `output`'s elements, and give rank i its i-th part."""
-        self._check.reducible(output, op)
-        self._check.like(tensor, output)
+        themselves = self._check.reducible(output, op) & self._check.like(tensor, output)
         self._check.same_count(tensor, output.numel() * self.size, "tensor", "size times output's")
 
         def body(deadline: float) -> None:
-            flat = self._check.carrier(packed(output))
-            self._transport.reduce_scatter_single(flat, self._check.carrier(packed(tensor)), op, deadline)
+            flat, given = output, tensor
+            if not themselves:
+                flat, given = self._check.carrier(packed(output)), self._check.carrier(packed(tensor))
+            self._transport.reduce_scatter_single(flat, given, op, deadline)
             unpack(flat, output)
 
         return self._issue("reduce_scatter_single", output, body, async_op, timeout, op.name)
@@ -142,11 +143,11 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None) -> Work:
         """Copy rank `src`'s `tensor` into every rank's."""
-        self._check.movable(tensor)
+        itself = self._check.movable(tensor)
         self._check.rank(src, "src")
 
         def body(deadline: float) -> None:
-            flat = packed(tensor)
+            flat = tensor if itself else packed(tensor)
             self._transport.broadcast(flat, src, deadline)
             unpack(flat, tensor)
 
@@ -174,13 +175,12 @@ class Collectives:
         self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Concatenate every rank's `tensor`, in rank order, into `output`, of size times its elements."""
-        self._check.movable(tensor)
-        self._check.like(output, tensor)
+        themselves = self._check.movable(tensor) & self._check.like(output, tensor)
         self._check.same_count(output, tensor.numel() * self.size, "output", "size times tensor's")
 
         def body(deadline: float) -> None:
-            flat = packed(output)
-            self._transport.all_gather_single(flat, packed(tensor), deadline)
+            flat, given = (output, tensor) if themselves else (packed(output), packed(tensor))
+            self._transport.all_gather_single(flat, given, deadline)
             unpack(flat, output)
 
         return self._issue("all_gather_single", tensor, body, async_op, timeout)
@@ -224,8 +224,7 @@ class Collectives:
 
         Split sizes are rows, one number a rank; without them the rows are divided evenly.
         """
-        self._check.movable(tensor)
-        self._check.like(output, tensor)
+        themselves = self._check.movable(tensor) & self._check.like(output, tensor)
         splits = None
         if output_split_sizes is None and input_split_sizes is None and output.numel() == tensor.numel():
             self._check.divided(output, "output")
@@ -237,7 +236,7 @@ class Collectives:
             splits = to_output, of_tensor
 
         def body(deadline: float) -> None:
-            flat, given = packed(output), packed(tensor)
+            flat, given = (output, tensor) if themselves else (packed(output), packed(tensor))
             if splits is None:
                 self._transport.all_to_all_single(flat, given, deadline)
             else:
@@ -330,10 +329,10 @@ class Collectives:
         self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
-        self._check.message(tensor, dst, "dst", tag)
+        itself = self._check.message(tensor, dst, "dst", tag)
 
         def body(deadline: float) -> None:
-            self._transport.send(packed(tensor), dst, tag, deadline)
+            self._transport.send(tensor if itself else packed(tensor), dst, tag, deadline)
 
         return self._executor.issue("send", tensor.nbytes, body, async_op, timeout, None, tensor, tag, dst)
 
@@ -341,10 +340,10 @@ class Collectives:
         self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
-        self._check.message(tensor, src, "src", tag)
+        itself = self._check.message(tensor, src, "src", tag)
 
         def body(deadline: float) -> None:
-            flat = packed(tensor)
+            flat = tensor if itself else packed(tensor)
             self._transport.recv(flat, src, tag, deadline)
             unpack(flat, tensor)
 

@@ -86,7 +86,7 @@ class Executor:
         `agreed()` says in words what all ranks must agree on; None for point-to-point ops. `about`, `detail` and
         `peer` say the same to a journal.
         """
-        if not self._entry.acquire(blocking=False):
+        if not self._entry.acquire(False):
             if self._over is not None:
                 self._refuse()
             raise Mismatch(

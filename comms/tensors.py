@@ -6,7 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from holdfast.comms import _native
+
 Tensor = torch.Tensor
+_native.know_tensors(Tensor)
+plain, span = _native.plain, _native.span
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 """Every dtype of this torch, in an order that all ranks share."""
@@ -19,11 +23,15 @@ def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
 
 def packed(tensor: Tensor) -> Tensor:
     """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
-    if tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg():
-        if tensor.numel() <= 1 and tensor.dim() and tensor.stride(-1) != 1:  # contiguous, but not to `view` as bytes
-            return tensor.as_strided(tensor.shape, (1,) * tensor.dim())
+    if plain(tensor):
         return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg():
+        flat = tensor
+    else:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if flat.dim() and flat.stride(-1) != 1:  # one element, or none: contiguous, but not to `view` as bytes
+        return flat.as_strided((flat.numel(),), (1,)).view(flat.shape)
+    return flat
 
 
 def unpack(flat: Tensor, target: Tensor) -> None:

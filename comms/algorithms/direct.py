@@ -22,7 +22,7 @@ from holdfast.comms.algorithms.publication import STARTED, Publications, Spans
 from holdfast.comms.algorithms.staging import Staging
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors import unpack
+from holdfast.comms.tensors import span, unpack
 from holdfast.comms.transport import Transport
 
 
@@ -65,11 +65,10 @@ class DirectTransport(Transport):
     # -- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        ops, given, dtype = self._ops, arithmetic.before(tensor, op), tensor.dtype
-        target = (tensor.data_ptr(), tensor.nbytes)
-        source = target if given is tensor else (given.data_ptr(), given.nbytes)
-        kind = arithmetic.kind(dtype, op)
-        if not ops.reduce("all_reduce", source, 0, kind, target, deadline, dtype, op.name, tensor.numel()):
+        ops, given = self._ops, arithmetic.before(tensor, op)
+        target = span(tensor)
+        source = target if given is tensor else span(given)
+        if not ops.reduce("all_reduce", source, 0, op, target, deadline, tensor.dtype, alike=True):
             if self.size == 1:
                 copy(target[0], *source)
             else:
@@ -78,8 +77,8 @@ class DirectTransport(Transport):
         arithmetic.after(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        ops, given, nbytes, here = self._ops, arithmetic.before(tensor, op), tensor.nbytes, self.rank == dst
-        source, target = (given.data_ptr(), nbytes), (tensor.data_ptr(), nbytes)
+        ops, given, here = self._ops, arithmetic.before(tensor, op), self.rank == dst
+        source, target = span(given), span(tensor)
         copied = ops.publish(
             "reduce", source, deadline, dtype=tensor.dtype, root=dst, reduction=op.name, count=tensor.numel()
         )
@@ -95,7 +94,7 @@ class DirectTransport(Transport):
             copy(target[0], *source)
         else:
             give, into = (0, 0) * dst + source, target if here else (0, 0)
-            self._staging.reduce("reduce", _padded(give, self.size), into, kind, nbytes, deadline, ops.number)
+            self._staging.reduce("reduce", _padded(give, self.size), into, kind, target[1], deadline, ops.number)
         ops.finish()
         if here:
             arithmetic.after(tensor, op, self.size)
@@ -111,16 +110,15 @@ class DirectTransport(Transport):
         self._reduce_scatter(output, pieces(given.data_ptr(), output.nbytes, self.size), op, deadline)
 
     def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
-        ops, target = self._ops, (output.data_ptr(), output.nbytes)
-        kind = arithmetic.kind(output.dtype, op)
-        if not ops.reduce("reduce_scatter", given, self.rank, kind, target, deadline, output.dtype, op.name):
+        ops, target = self._ops, span(output)
+        if not ops.reduce("reduce_scatter", given, self.rank, op, target, deadline, output.dtype):
             if self.size == 1:
                 copy(target[0], *given)
             else:
                 for rank in ops.around():
                     ops.expect(rank, self.rank, target[1])
                 result = torch.empty_like(output) if self._overlaps_others(target, given) else output
-                into, longest = (result.data_ptr(), result.nbytes), max(given[1::2])
+                into, longest, kind = span(result), max(given[1::2]), arithmetic.kind(output.dtype, op)
                 self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
                 unpack(result, output)
             ops.finish()
@@ -129,18 +127,18 @@ class DirectTransport(Transport):
     # -- moves
 
     def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
-        ops, here, span = self._ops, self.rank == src, (tensor.data_ptr(), tensor.nbytes)
-        given = span if here else ()
+        ops, here, target = self._ops, self.rank == src, span(tensor)
+        given = target if here else ()
         copied = ops.publish("broadcast", given, deadline, dtype=tensor.dtype, root=src, count=tensor.numel())
         if not here:
             ops.meet(src, "broadcast", deadline)
             copied = ops.copied(src)
         if not copied and self.size > 1:
             ops.meet_all("broadcast", deadline)
-            into = () if here else (0, 0) * src + span
-            self._staging.share("broadcast", given, into, span[1], deadline, ops.number)
+            into = () if here else (0, 0) * src + target
+            self._staging.share("broadcast", given, into, target[1], deadline, ops.number)
         elif not here:
-            ops.take(src, 0, *span)
+            ops.take(src, 0, *target)
         ops.finish()
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
@@ -150,7 +148,7 @@ class DirectTransport(Transport):
         self._all_gather(pieces(output.data_ptr(), tensor.nbytes, self.size), tensor, deadline)
 
     def _all_gather(self, into: Spans, tensor: torch.Tensor, deadline: float) -> None:
-        ops, given = self._ops, (tensor.data_ptr(), tensor.nbytes)
+        ops, given = self._ops, span(tensor)
         if not ops.exchange("all_gather", given, into, 0, given[0], deadline, tensor.dtype):
             if self.size > 1:
                 self._staging.share("all_gather", given, into, max(into[1::2]), deadline, ops.number)
@@ -162,7 +160,8 @@ class DirectTransport(Transport):
         self._all_to_all(_spans(outputs), others, given[own], inputs[self.rank].dtype, deadline)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        nbytes, start = tensor.nbytes // self.size, tensor.data_ptr()
+        start, total = span(tensor)
+        nbytes = total // self.size
         into, given = pieces(output.data_ptr(), nbytes, self.size), pieces(start, nbytes, self.size, self.rank)
         self._all_to_all(into, given, start + self.rank * nbytes, tensor.dtype, deadline)
 
@@ -177,7 +176,7 @@ class DirectTransport(Transport):
             ops.finish()
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
-        ops, given, into = self._ops, (tensor.data_ptr(), tensor.nbytes), _spans(outputs or ())
+        ops, given, into = self._ops, span(tensor), _spans(outputs or ())
         ops.publish("gather", given, deadline, dtype=tensor.dtype, root=dst)
         if into:
             copy(into[2 * dst], *given)
@@ -188,7 +187,7 @@ class DirectTransport(Transport):
         ops.finish()
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
-        ops, given, target = self._ops, _spans(inputs or ()), (tensor.data_ptr(), tensor.nbytes)
+        ops, given, target = self._ops, _spans(inputs or ()), span(tensor)
         copied = ops.publish("scatter", given, deadline, dtype=tensor.dtype, root=src)
         if given:
             copy(target[0], given[2 * src], target[1])
@@ -254,7 +253,7 @@ class DirectTransport(Transport):
 
 
 def _spans(tensors: Sequence[torch.Tensor]) -> Spans:
-    return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes))
+    return tuple(number for tensor in tensors for number in span(tensor))
 
 
 def _padded(spans: Spans, count: int) -> Spans:

@@ -10,13 +10,13 @@ tables have two parities, so op k+2 waits until all have finished op k before it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import FLAG, Board
 from holdfast.comms.algorithms.signature import in_words, signature
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.ops import ReduceOp
 
 Spans = tuple[int, ...]
 """Memory of this process: address and size in bytes of one piece after the other, flat."""
@@ -39,6 +39,7 @@ class Publications:
         self.number = 0
         self._board, self._native = board, board.native
         self._signatures: dict[_Key, int] = {}
+        self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}
 
     def publish(
         self,
@@ -55,7 +56,10 @@ class Publications:
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
-        return self._post(self._native.publish, (op, dtype, root, reduction, count), deadline, inputs) == 1
+        number, signed = self._next(), self._signed((op, dtype, root, reduction, count))
+        while (outcome := self._native.publish(number, signed, inputs)) == _EARLY:
+            self._wait_for_place(op, deadline)
+        return outcome == 1
 
     def exchange(
         self,
@@ -70,8 +74,10 @@ class Publications:
         """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input
         `index` of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
         """
-        key = (op, dtype, 0, "", 0)
-        if (outcome := self._post(self._native.exchange, key, deadline, inputs, into, index, own)) >= _DONE_AT_ONCE:
+        number, signed = self._next(), self._signed((op, dtype, 0, "", 0))
+        while (outcome := self._native.exchange(number, signed, inputs, into, index, own)) == _EARLY:
+            self._wait_for_place(op, deadline)
+        if outcome >= _DONE_AT_ONCE:
             return True
         if outcome & _NOT_MET:
             self.meet_all(op, deadline)
@@ -85,18 +91,26 @@ class Publications:
         op: str,
         inputs: Spans,
         index: int,
-        kind: int,
+        reduction: ReduceOp,
         into: tuple[int, int],
         deadline: float,
         dtype: torch.dtype,
-        reduction: str,
-        count: int = 0,
+        alike: bool = False,
     ) -> bool:
         """`publish`, `meet_all`, `combine` and `finish`. False if all but the last two was done, for not all inputs are
-        in slots.
+        in slots. `alike`: what is reduced has as many elements on every rank.
         """
-        key = (op, dtype, 0, reduction, count)
-        if (outcome := self._post(self._native.reduce, key, deadline, inputs, index, kind, *into)) >= _DONE_AT_ONCE:
+        key = (op, dtype, reduction.name, into[1] if alike else 0)
+        known = self._reductions.get(key)
+        if known is None:
+            count = into[1] // dtype.itemsize if alike else 0
+            known = signature(op, dtype, 0, reduction.name, count), arithmetic.kind(dtype, reduction)
+            self._reductions[key] = known
+        signed, kind = known
+        number = self._next()
+        while (outcome := self._native.reduce(number, signed, inputs, index, kind, *into)) == _EARLY:
+            self._wait_for_place(op, deadline)
+        if outcome >= _DONE_AT_ONCE:
             return True
         if outcome & _NOT_MET:
             self.meet_all(op, deadline)
@@ -106,16 +120,21 @@ class Publications:
         self.finish()
         return True
 
-    def _post(self, call: Callable[..., int], key: _Key, deadline: float, *arguments: Spans | int) -> int:
-        """Number one more op, and `call` for it once the others have read what lies in its place."""
+    def _next(self) -> int:
+        """The number of one more op."""
         self._board.check()
         self.number += 1
-        packed = self._signatures.get(key)
-        if packed is None:
-            packed = self._signatures[key] = signature(*key)
-        while (outcome := call(self.number, packed, *arguments)) == _EARLY:
-            self._board.wait_all(4 * (self.number - 2) + 3, deadline, key[0], self.number)
-        return outcome
+        return self.number
+
+    def _signed(self, key: _Key) -> int:
+        signed = self._signatures.get(key)
+        if signed is None:
+            signed = self._signatures[key] = signature(*key)
+        return signed
+
+    def _wait_for_place(self, op: str, deadline: float) -> None:
+        """Return once all have read what lies where the newest op goes."""
+        self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
 
     def meet(self, rank: int, op: str, deadline: float) -> None:
         """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""

@@ -10,6 +10,7 @@
 #include "exact.h"
 #include "pipeline.h"
 #include "publication.h"
+#include "tensors.h"
 
 typedef struct {
     PyObject_HEAD
@@ -542,6 +543,23 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+/* -- tensors */
+
+/* know_tensors(type): which tensors `plain` and `span` are quick with. */
+static PyObject *know_tensors(PyObject *module, PyObject *type) {
+    if (know(PyModule_GetState(module), type) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* plain(tensor): whether it is dense CPU memory in row-major order that can be taken as it is. */
+static PyObject *plain(PyObject *module, PyObject *tensor) {
+    return PyBool_FromLong(is_plain(PyModule_GetState(module), tensor));
+}
+
+/* span(tensor): (address, nbytes). */
+static PyObject *span_(PyObject *module, PyObject *tensor) { return span_of_tensor(PyModule_GetState(module), tensor); }
+
 #define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
 #define PLAIN(NAME, FUNCTION) {NAME, (PyCFunction)FUNCTION, METH_NOARGS, NULL}
 
@@ -589,6 +607,9 @@ static PyMethodDef module_methods[] = {
     FAST("copy", copy_),
     FAST("pieces", pieces),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
+    {"know_tensors", know_tensors, METH_O, NULL},
+    {"plain", plain, METH_O, NULL},
+    {"span", span_, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -608,7 +629,7 @@ static PyModuleDef_Slot module_slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", NULL, 0, module_methods, module_slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_native", NULL, sizeof(tensors), module_methods, module_slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }
