@@ -13,10 +13,6 @@
 #include "board.h"
 #include "kernels.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 typedef struct {
     board *b;
     span *give, *take; /* give[d]: this rank's bytes for d (for itself: for all); take[s]: where those of s belong */
@@ -29,28 +25,6 @@ typedef struct {
     int awaited, flag; /* what it waits for */
     uint64_t value;
 } pipeline;
-
-/* Copy into a stage, past the caches. Whoever takes it out may run on a core that shares no cache with this one: a line
- * that is dirty here would cost it five times what one from memory does, and this one as much when it is written again.
- * Seen by all who see a flag that is raised afterwards. */
-static void stage(char *to, const char *from, uint64_t nbytes) {
-    uint64_t i = 0;
-#ifdef __SSE2__
-    if (!((uintptr_t)to & 15)) {
-        for (; i + 64 <= nbytes; i += 64) {
-            __m128i a = _mm_loadu_si128((const __m128i *)(from + i)), b = _mm_loadu_si128((const __m128i *)(from + i + 16)),
-                    c = _mm_loadu_si128((const __m128i *)(from + i + 32)),
-                    d = _mm_loadu_si128((const __m128i *)(from + i + 48));
-            _mm_stream_si128((__m128i *)(to + i), a);
-            _mm_stream_si128((__m128i *)(to + i + 16), b);
-            _mm_stream_si128((__m128i *)(to + i + 32), c);
-            _mm_stream_si128((__m128i *)(to + i + 48), d);
-        }
-        _mm_sfence();
-    }
-#endif
-    memcpy(to + i, from + i, nbytes - i);
-}
 
 static inline span block_of(const pipeline *p, span whole, uint64_t step) {
     uint64_t start = step * p->block;
@@ -81,7 +55,7 @@ static int give(pipeline *p, uint64_t step) {
         if (!has(p, to, p->reduces_all ? REDUCED : TAKEN, (int64_t)step + 1 - b->depth))
             return 0;
         if (!p->shared || p->other == b->size - 1)
-            stage(staged(b, b->rank, p->shared ? b->rank : to, step), part.at, part.nbytes);
+            stream(staged(b, b->rank, p->shared ? b->rank : to, step), part.at, part.nbytes);
     }
     raise_flag(b, GIVEN, p->base + step + 1);
     return 1;
@@ -97,7 +71,7 @@ static int reduce(pipeline *p, uint64_t step) {
         p->combine(mine.at, p->other == 1 ? block_of(p, p->give[b->rank], step).at : mine.at,
                    staged(b, from, b->rank, step), mine.nbytes / p->itemsize);
     }
-    stage(staged(b, b->rank, b->rank, step), mine.at, mine.nbytes);
+    stream(staged(b, b->rank, b->rank, step), mine.at, mine.nbytes);
     raise_flag(b, REDUCED, p->base + step + 1);
     return 1;
 }

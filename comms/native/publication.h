@@ -13,6 +13,7 @@
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
+#define STREAMED (1 << 14) /* bytes from which on inputs go past the caches */
 enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
@@ -46,7 +47,10 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
         for (int i = 0; i < count; i++) {
             table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
             if (fits) {
-                memcpy(slot, inputs[i].at, inputs[i].nbytes);
+                if (inputs[i].nbytes < STREAMED)
+                    memcpy(slot, inputs[i].at, inputs[i].nbytes);
+                else
+                    stream(slot, inputs[i].at, inputs[i].nbytes);
                 slot += inputs[i].nbytes;
             }
         }
