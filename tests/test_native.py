@@ -1,8 +1,10 @@
-"""The compiled reductions agree with torch's own, bit by bit, for every dtype and op that they have."""
+"""The compiled reductions agree with torch's own, bit by bit; tensors lie where torch says."""
 
 from __future__ import annotations
 
 import threading
+import timeit
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import ReduceOp, _native
 from holdfast.comms.algorithms import arithmetic
+from holdfast.comms.tensors import packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -68,6 +71,83 @@ def test_a_reduction_is_torchs_own(dtype: torch.dtype, op: str) -> None:
         torch.testing.assert_close(out, wanted, rtol=1e-6 if dtype.is_complex else 0, atol=0, equal_nan=True)
 
     same()
+
+
+class Named(torch.Tensor):
+    """A tensor of somebody's own class."""
+
+
+def test_plain_is_what_a_transport_may_take_as_it_is() -> None:
+    numbers = torch.arange(12.0).reshape(3, 4)
+    shapes = [numbers, numbers[1:], numbers[0], torch.ones(()), torch.ones(0, 3), torch.ones(1, 1)]
+    assert all(plain(tensor) for tensor in shapes)
+    assert all(
+        plain(torch.ones(3).to(dtype))
+        for dtype in (*arithmetic.REDUCIBLE, *arithmetic.EIGHT_BIT_FLOATS)
+        if not dtype.is_complex
+    )
+    assert plain(torch.nn.Parameter(torch.ones(2)).data)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(12.0).reshape(3, 4).t(), id="transposed"),
+        pytest.param(torch.arange(12.0)[::2], id="strided"),
+        pytest.param(torch.arange(12.0).reshape(3, 4)[:, :1], id="column"),
+        pytest.param(torch.ones(3, requires_grad=True), id="autograd"),
+        pytest.param(torch.nn.Parameter(torch.ones(3)), id="parameter"),
+        pytest.param(torch.ones(3, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.tensor(1 + 2j).conj().imag, id="negated"),
+        pytest.param(torch.ones(3).to_sparse(), id="sparse"),
+        pytest.param(torch.ones(3, device="meta"), id="meta"),
+        pytest.param(torch.ones(3).as_subclass(Named), id="subclass"),
+        pytest.param([1.0], id="list"),
+        pytest.param(None, id="nothing"),
+    ],
+)
+def test_what_is_not_plain(tensor: Any) -> None:
+    assert not plain(tensor)
+
+
+def test_what_is_packed_holds_the_same_numbers_and_is_plain() -> None:
+    """Negation that torch has put off is done; what has but one element can be viewed as bytes."""
+    put_off = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert packed(put_off).tolist() == [-2.0, 4.0]
+    one_of_many = torch.arange(12.0).reshape(3, 4)[:1, :1]
+    column = torch.ones(3, 1).as_strided((3, 1), (1, 7))
+    for tensor in (put_off, put_off[:1], one_of_many, column):
+        assert plain(packed(tensor))
+        assert torch.equal(packed(tensor).view(torch.uint8).view(torch.float32), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.int64], ids=str)
+def test_a_span_is_where_torch_says(dtype: torch.dtype) -> None:
+    for tensor in (torch.ones(5, dtype=dtype), torch.ones(5, dtype=dtype)[2:], torch.ones(0, dtype=dtype)):
+        assert span(tensor) == (tensor.data_ptr(), tensor.nbytes)
+
+
+@given(st.integers(0, 9000), st.integers(0, 4200), st.integers(0, 40))
+def test_a_copy_is_right_wherever_it_goes(nbytes: int, ahead: int, start: int) -> None:
+    """Overlapping its source, too, and just where some processors are slow."""
+    memory = torch.randint(0, 256, (16_000,), dtype=torch.uint8)
+    expected = memory.clone()
+    expected[start + ahead : start + ahead + nbytes] = memory[start : start + nbytes]
+    _native.copy(memory.data_ptr() + start + ahead, memory.data_ptr() + start, nbytes)
+    assert torch.equal(memory, expected)
+
+
+def test_a_copy_to_any_place_of_a_page_takes_about_as_long() -> None:
+    """Ratios of least times; by glibc alone it fails on Zen 4."""
+    nbytes = 1 << 18
+    source, target = (torch.ones(nbytes + (1 << 14), dtype=torch.uint8) for _ in range(2))
+    page = -(target.data_ptr() - source.data_ptr()) % 4096
+
+    def least(ahead: int) -> float:
+        into, of = target.data_ptr() + page + ahead, source.data_ptr()
+        return min(timeit.repeat(lambda: _native.copy(into, of, nbytes), number=3, repeat=30))
+
+    assert least(8) < 5 * least(64)
 
 
 def test_what_cannot_be_reduced_has_no_number() -> None:

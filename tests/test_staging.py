@@ -10,6 +10,7 @@ from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
 
 LARGE = 40_000  # elements: beyond a slot
+COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
 OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
 
 
@@ -54,7 +55,9 @@ def run(comm: Communicator, program: list[tuple[str, int, int]]) -> None:
 def test_large_ops_follow_each_other_in_any_order() -> None:
     with LocalCluster(3, "shm") as cluster:
         steps = st.tuples(
-            st.sampled_from(OPS), st.integers(0, 2), st.sampled_from([0, 3, 16_384, LARGE, 4 * LARGE + 1])
+            st.sampled_from(OPS),
+            st.integers(0, 2),
+            st.sampled_from(COUNTS),
         )
 
         @settings(max_examples=15, deadline=None)

@@ -43,7 +43,7 @@ TABLE = 48
 GREETING_WORDS = 4
 ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
 NOTE_BYTES = 2048
-SLOT_BYTES = 64 * 1024
+SLOT_BYTES = 128 * 1024
 STAGE_BLOCK_BYTES = 256 * 1024
 STAGE_DEPTH = 4
 """How many blocks one rank may be ahead of another in a staged op."""

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.comms._native import copy
 from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.tensors import span
 from holdfast.comms.window import WindowMemory, closed_here, closed_there
 
 OPEN, CLOSED = 1, 2
@@ -58,13 +60,13 @@ class MappedWindow(WindowMemory):
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
         if source.nbytes:
-            ctypes.memmove(part.address + offset, source.data_ptr(), source.nbytes)
+            copy(part.address + offset, *span(source))
             self._live(rank)
 
     def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
         if into.nbytes:
-            ctypes.memmove(into.data_ptr(), part.address + offset, into.nbytes)
+            copy(into.data_ptr(), part.address + offset, into.nbytes)
             self._live(rank)
 
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:

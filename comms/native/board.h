@@ -126,6 +126,18 @@ static inline int look(const board *b, int rank, int flag, uint64_t value, long 
     }
 }
 
+/* `memmove`, in small pieces where it is slow in one: AMD's Zen 3 and 4 move strings (`rep movsb`, which glibc uses from
+ * 2 KiB on) at a sixteenth of the speed to what lies 1 to 15 bytes further into its page than where they come from. */
+static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
+    char *into = to;
+    const char *at = from;
+    uint64_t ahead = (uintptr_t)into - (uintptr_t)at, behind = (uintptr_t)at - (uintptr_t)into;
+    if ((ahead & 4095) - 1 < 15 && ahead >= nbytes && behind >= nbytes)
+        for (uint64_t piece = 1024; nbytes > piece; into += piece, at += piece, nbytes -= piece)
+            memmove(into, at, piece);
+    memmove(into, at, nbytes);
+}
+
 /* Copy into memory of this row, past the caches. Whoever takes it out may run on a core that shares no cache with this one: a line
  * that is dirty here would cost it five times what one from memory does, and this one as much when it is written again.
  * Seen by all who see a flag that is raised afterwards. */
@@ -145,7 +157,7 @@ static void stream(char *to, const char *from, uint64_t nbytes) {
         _mm_sfence();
     }
 #endif
-    memcpy(to + i, from + i, nbytes - i);
+    copy_bytes(to + i, from + i, nbytes - i);
 }
 
 #endif

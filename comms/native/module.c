@@ -270,11 +270,11 @@ static void move(span into, const void *from) {
     if (!into.nbytes || into.at == from)
         return;
     if (into.nbytes <= 1 << 14) {
-        memmove(into.at, from, into.nbytes);
+        copy_bytes(into.at, from, into.nbytes);
         return;
     }
     Py_BEGIN_ALLOW_THREADS;
-    memmove(into.at, from, into.nbytes);
+    copy_bytes(into.at, from, into.nbytes);
     Py_END_ALLOW_THREADS;
 }
 
@@ -364,7 +364,7 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
     const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
     if (!at || nbytes != a[4])
         return PyLong_FromUnsignedLongLong(nbytes);
-    memcpy((void *)(uintptr_t)a[3], at, nbytes);
+    copy_bytes((void *)(uintptr_t)a[3], at, nbytes);
     return PyLong_FromLong(-1);
 }
 

@@ -89,7 +89,7 @@ static int take(pipeline *p, uint64_t step) {
         if (p->combine && !p->reduces_all)
             p->combine(part.at, p->other == 1 ? p->own + step * p->block : part.at, block, part.nbytes / p->itemsize);
         else
-            memcpy(part.at, block, part.nbytes);
+            copy_bytes(part.at, block, part.nbytes);
     }
     raise_flag(b, TAKEN, p->base + step + 1);
     return 1;

@@ -48,7 +48,7 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
             table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
             if (fits) {
                 if (inputs[i].nbytes < STREAMED)
-                    memcpy(slot, inputs[i].at, inputs[i].nbytes);
+                    copy_bytes(slot, inputs[i].at, inputs[i].nbytes);
                 else
                     stream(slot, inputs[i].at, inputs[i].nbytes);
                 slot += inputs[i].nbytes;
@@ -96,7 +96,7 @@ static int collect(const board *b, uint64_t op, uint64_t index, const span *into
         int rank = (b->rank + i) % b->size;
         const char *at = input(b, rank, op, index, &nbytes);
         if (at)
-            memcpy(into[rank].at, at, nbytes);
+            copy_bytes(into[rank].at, at, nbytes);
     }
     return TAKEN_ALL;
 }
@@ -113,7 +113,7 @@ static int reduce_inputs(const board *b, uint64_t op, uint64_t index, long kind,
         kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
     }
     if (b->size == 1)
-        memcpy(into.at, first, nbytes);
+        copy_bytes(into.at, first, nbytes);
     return TAKEN_ALL;
 }
 
