@@ -19,6 +19,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
+from holdfast.harness.folders import HeldFolder
 from holdfast.harness.job import Job
 from holdfast.harness.outcomes import Outcome, values
 from holdfast.harness.process_ranks import ProcessRanks
@@ -96,7 +97,7 @@ class LocalCluster:
         self._session_options = dict(session or {})
         self._prepare, self._with_links = prepare, links
         self._links: Links | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: HeldFolder | None = None
         self._ranks: Ranks | None = None
         self._jobs: list[Job] = []
 
@@ -113,8 +114,8 @@ class LocalCluster:
     def logs(self) -> Path:
         """The folder with the output of the processes; removed by `close`."""
         if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="holdfast-", ignore_cleanup_errors=True)
-        return Path(self._directory.name)
+            self._directory = HeldFolder("holdfast-cluster-")
+        return self._directory.path
 
     def run(self, fn: Callable[Concatenate[Communicator, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call `fn(comm, *args, **kwargs)` on every rank; the results by rank.
@@ -181,7 +182,7 @@ class LocalCluster:
             self._ranks.close()
             self._ranks = None
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.close()
             self._directory = None
 
     def _the_links(self) -> Links | None:

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from holdfast.comms.registry import registry
 from holdfast.ft.processes import is_stopped
 from holdfast.ft.view import View
 from holdfast.harness.contract import LocalContract
+from holdfast.harness.folders import HeldFolder
 from holdfast.harness.spawning import die_with_parent, how_it_ended
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
@@ -264,8 +264,8 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
     console = Console(highlight=False)
     if log_directory is not None:
         log_directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="holdfast-run-") as directory, _terminated_as_interrupted():
-        contract = LocalContract.create(plan.job, Path(directory), plan.backend, plan.size)
+    with HeldFolder("holdfast-run-") as folder, _terminated_as_interrupted():
+        contract = LocalContract.create(plan.job, folder.path, plan.backend, plan.size)
         try:
             return Launcher(plan, contract, console).run()
         except KeyboardInterrupt:
