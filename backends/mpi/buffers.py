@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from mpi4py import MPI
 
+from holdfast.comms.tensors import span
+
 Tensor = torch.Tensor
 Counts = tuple[list[int], list[int]]
 """Sizes and offsets, one each a rank."""
@@ -15,7 +17,7 @@ Counts = tuple[list[int], list[int]]
 
 def at(tensor: Tensor) -> MPI.buffer:
     """The memory of a contiguous tensor. The caller keeps the tensor."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return MPI.buffer.fromaddress(*span(tensor))
 
 
 def counts(sizes: Sequence[int]) -> Counts:

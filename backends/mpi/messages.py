@@ -116,11 +116,12 @@ class MpiMessages(MessageTransport):
                 if test():
                     return
             self._wait(test, op, seq, deadline, awaited)
-        except MPI.Exception as error:
-            raise self._explain(op, seq, error) from error
-        finally:
+        except BaseException as error:
             if request != MPI.REQUEST_NULL:
                 _abandoned.append((request, memory))
+            if isinstance(error, MPI.Exception):
+                raise self._explain(op, seq, error) from error
+            raise
 
     def _wait(self, test: Callable[[], bool], op: str, seq: int, deadline: float, awaited: Sequence[int]) -> None:
         began = time.monotonic()

@@ -47,7 +47,7 @@ class MpiTransport(MpiMessages):
             segments.all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
         elif kind is not None:
             mpi, reduce = kind
-            memory = [at(tensor), tensor.numel(), mpi]
+            memory = [at(tensor), mpi]
             self._run("all_reduce", lambda: self._comm.Iallreduce(MPI.IN_PLACE, memory, reduce), deadline, tensor)
         arithmetic.after(tensor, op, self.size)
 
