@@ -138,9 +138,9 @@ static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
     memmove(into, at, nbytes);
 }
 
-/* Copy into memory of this row, past the caches. Whoever takes it out may run on a core that shares no cache with this one: a line
- * that is dirty here would cost it five times what one from memory does, and this one as much when it is written again.
- * Seen by all who see a flag that is raised afterwards. */
+/* Copy into memory of this row, past the caches. Whoever takes it out may run on a core that shares no cache with this one:
+ * a line that is dirty here would cost it five times what one from memory does, and this one as much when it is written
+ * again. Seen by all who see a flag that is raised afterwards. */
 static void stream(char *to, const char *from, uint64_t nbytes) {
     uint64_t i = 0;
 #ifdef __SSE2__

@@ -81,7 +81,7 @@ static int lies_plainly(const tensors *known, PyObject *tensor, dlpack_tensor *w
             return 0;
         count *= where->shape[i];
     }
-    *nbytes = (uint64_t)count * where->bits / 8;
+    *nbytes = (uint64_t)count * where->lanes * where->bits / 8;
     return where->data || !count;
 }
 
