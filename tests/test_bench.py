@@ -390,7 +390,7 @@ def test_import_cost_is_measured_in_fresh_processes() -> None:
 # Recovery ---------------------------------------------------------------------------------------------------------
 
 
-def _logged(pid: int, kind: str, time: float, **fields: int) -> dict[str, Any]:
+def _logged(pid: int, kind: str, time: float, **fields: Any) -> dict[str, Any]:
     return {"pid": pid, "kind": kind, "time": time, **fields}
 
 
@@ -425,6 +425,17 @@ def test_recovery_is_measured_on_real_kills(spares: int) -> None:
     assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
     show.show_recovery(bench, show.console())
+
+
+def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
+    """The second of two may be struck a moment later, and be in the epoch that comes of the first one's death."""
+    events = [
+        _logged(1, "installed", 100.001, epoch=1, members=["a", "b", "c", "d"]),
+        _logged(1, "installed", 100.004, epoch=2, members=["a", "b", "d"]),
+        _logged(1, "installed", 100.009, epoch=3, members=["a", "b"]),
+    ]
+    assert recovery.last_with({"c", "d"}, events, epoch=1) == 2
+    assert recovery.last_with({"c"}, events, epoch=1) == 1
 
 
 @pytest.mark.parametrize("proposer", [False, True])

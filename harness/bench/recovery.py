@@ -207,7 +207,18 @@ def _strike(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Reco
     end.poll(1e3 * LIMIT)
     gone = time.monotonic()
     time.sleep(SETTLE)
-    return analyse(_wait_for_all(job, view.epoch, survivors), rank, killed, view.epoch, survivors, gone)
+    lost, epoch = {view.members[rank].id for rank in ranks}, view.epoch
+    while (newest := last_with(lost, events := _wait_for_all(job, epoch, survivors), epoch)) > epoch:
+        epoch = newest
+    return analyse(events, rank, killed, epoch, survivors, gone)
+
+
+def last_with(lost: set[str], events: list[dict[str, Any]], epoch: int) -> int:
+    """The last epoch, not before `epoch`, with a member that is lost: of two that are killed one after the other the
+    second may go on into an epoch without the first.
+    """
+    held: list[int] = [e["epoch"] for e in events if e["kind"] == "installed" and lost.intersection(e["members"])]
+    return max([epoch, *held])
 
 
 def run(
