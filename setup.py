@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -23,7 +24,7 @@ setup(
         Extension(
             "holdfast.comms._native",
             sources=["comms/native/module.c"],
-            depends=[f"comms/native/{name}.h" for name in ("board", "exact", "kernels", "pipeline", "publication")],
+            depends=[str(header) for header in Path("comms/native").glob("*.h")],
             extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
             py_limited_api=True,
         )

@@ -39,7 +39,7 @@ class Publications:
         self.number = 0
         self._board, self._native = board, board.native
         self._signatures: dict[_Key, int] = {}
-        self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}
+        self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}  # signature and kind, at a look
 
     def publish(
         self,
