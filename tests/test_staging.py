@@ -1,12 +1,17 @@
-"""Large ops of every kind, one after another on one communicator: nothing of one is left to the next."""
+"""Large ops of every kind, one after another on one communicator: nothing of one is left to the next. They are staged
+through the caches where the ranks find each other near, and past them otherwise, with the same results."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator
+from holdfast.comms import Communicator, ReduceOp
+from holdfast.comms.algorithms.board import NEAR, Board
+from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.harness import LocalCluster
 
 LARGE = 40_000  # elements: beyond a slot
@@ -14,11 +19,22 @@ COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
 OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
 
 
-def run(comm: Communicator, program: list[tuple[str, int, int]]) -> None:
-    """Each op on numbers that say who gave them, checked in full; all tensors are let go of between ops."""
+def board_of(comm: Communicator) -> Board:
+    transport = comm._transport
+    assert isinstance(transport, DirectTransport)
+    return transport._board
+
+
+def run(comm: Communicator, program: list[tuple[str, int, int, int]]) -> None:
+    """Each op on numbers that say who gave them, checked in full; all tensors are let go of between ops.
+
+    Before it some ranks are made to say that they are near, whether they are or not: bit r for rank r.
+    """
     size, rank = comm.size, comm.rank
-    for step, (op, root, count) in enumerate(program):
+    board = board_of(comm)
+    for step, (op, root, count, near) in enumerate(program):
         root %= size
+        board.words[board.rows[rank] + NEAR] = near >> rank & 1
         mine = torch.full((count,), float(100 * step + rank))
         everyones = [torch.full((count,), float(100 * step + r)) for r in range(size)]
         total = torch.stack(everyones).sum(0)
@@ -58,11 +74,29 @@ def test_large_ops_follow_each_other_in_any_order() -> None:
             st.sampled_from(OPS),
             st.integers(0, 2),
             st.sampled_from(COUNTS),
+            st.integers(0, 7),
         )
 
         @settings(max_examples=15, deadline=None)
         @given(st.lists(steps, min_size=1, max_size=12))
-        def holds(program: list[tuple[str, int, int]]) -> None:
+        def holds(program: list[tuple[str, int, int, int]]) -> None:
             cluster.run(run, program)
 
         holds()
+
+
+def find_out_how_near(comm: Communicator) -> bool:
+    """Whether a rank, of some that share a processor, has come to say that what it takes is near."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    board, tensor = board_of(comm), torch.ones(LARGE)
+    assert not board.words[board.rows[comm.rank] + NEAR], "nothing is near before it was measured"
+    said = False
+    for _ in range(100):
+        comm.all_reduce(tensor, op=ReduceOp.MAX)
+        said |= bool(board.words[board.rows[comm.rank] + NEAR])
+    return said
+
+
+def test_ranks_on_one_processor_find_each_other_near() -> None:
+    with LocalCluster(2, "shm") as cluster:
+        assert cluster.run(find_out_how_near) == [True, True]

@@ -9,6 +9,7 @@ A row, in 8-byte words, hot words on cache lines of their own:
     1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
     2   reduced     how many blocks of results it has staged
     3   taken       how many blocks of the others' results it has taken
+    4   near        1 if what it last took lay near it (see distance.h)
     8   asleep      1 while this rank sleeps on its doorbell
     16  doorbell    (written by peers) changes to wake this rank; a futex
     24  state       ALIVE, CLOSED, ABORTED or REPLACED
@@ -16,7 +17,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
     27  greeting    4 numbers that this rank has for the others, from the start
     32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
-    48  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
+    48  sounding    changes with each staged op; on a pair of lines of its own, for processors fetch pairs
+    64  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
 Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
@@ -38,8 +40,9 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 
 LINE = 8
-FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, ASLEEP, DOORBELL, STATE, NOTE, EPOCH, GREETING = 0, 1, 2, 3, 8, 16, 24, 25, 26, 27
-TABLE = 48
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, ASLEEP, DOORBELL = 0, 1, 2, 3, 4, 8, 16
+STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
+TABLE = 64
 GREETING_WORDS = 4
 ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
 NOTE_BYTES = 2048

@@ -1,9 +1,9 @@
 """Large collectives through shared memory: a pipeline of blocks.
 
-Block by block, every rank copies what it gives into its stage, past its caches, and the others copy it from there, or
-reduce it into theirs. So a byte is copied twice; but without the kernel, whose reads of another process's memory must
-pin it page by page: that takes longer. A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
-The loop itself is compiled (`comms/native/pipeline.h`).
+Block by block, every rank copies what it gives into its stage, past its caches unless the others are near, and they
+copy it from there, or reduce it into theirs. So a byte is copied twice; but without the kernel, whose reads of another
+process's memory must pin it page by page: that takes longer. A rank may be `STAGE_DEPTH` blocks ahead of another, so
+that ranks rarely wait. The loop itself is compiled (`comms/native/pipeline.h`).
 
 n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank and adds b (n-1)/n;
 there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of R. Graham et al., "MPI Support

@@ -19,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, ASLEEP = 8, DOORBELL = 16, LINES = 32, TABLE = 48 };
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, ASLEEP = 8, DOORBELL = 16, LINES = 32, SOUNDING = 48, TABLE = 64 };
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
 
 typedef struct {
@@ -138,9 +138,8 @@ static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
     memmove(into, at, nbytes);
 }
 
-/* Copy into memory of this row, past the caches. Whoever takes it out may run on a core that shares no cache with this one:
- * a line that is dirty here would cost it five times what one from memory does, and this one as much when it is written
- * again. Seen by all who see a flag that is raised afterwards. */
+/* Copy into memory of this row, past the caches, for whoever runs on a core that may share no cache with this one (see
+ * distance.h). Seen by all who see a flag that is raised afterwards. */
 static void stream(char *to, const char *from, uint64_t nbytes) {
     uint64_t i = 0;
 #ifdef __SSE2__

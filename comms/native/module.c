@@ -420,6 +420,8 @@ static PyObject *board_begin(Board *self, PyObject *args) {
     p->itemsize = kind >= 0 ? itemsize_of(kind) : 1;
     p->reduces_all = reduces_all, p->shared = shared;
     p->step = 0, p->phase = 0, p->other = 1;
+    p->near = all_near(&self->b);
+    sound(&self->b, base + 1);
     Py_RETURN_NONE;
 }
 

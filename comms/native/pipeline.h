@@ -10,14 +10,15 @@
 #ifndef HOLDFAST_PIPELINE_H
 #define HOLDFAST_PIPELINE_H
 
-#include "board.h"
+#include "distance.h"
 #include "kernels.h"
 
 typedef struct {
     board *b;
     span *give, *take; /* give[d]: this rank's bytes for d (for itself: for all); take[s]: where those of s belong */
     const char *own;   /* of a reducing move: this rank's own input to what it takes */
-    int reduces_all, shared;
+    int reduces_all, shared, near;
+    distance heard;
     kernel combine;
     uint64_t itemsize, block, steps, base;
     uint64_t step; /* where it has got to: step, what is being done in it, and for which of the others */
@@ -40,7 +41,19 @@ static inline int has(pipeline *p, int rank, int flag, int64_t value) {
     if (value <= 0)
         return 1;
     p->awaited = rank, p->flag = flag, p->value = p->base + (uint64_t)value;
-    return look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) < 0;
+    if (look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0)
+        return 0;
+    if (flag == GIVEN && value == 1)
+        listen(p->b, &p->heard, rank);
+    return 1;
+}
+
+static inline void stage(pipeline *p, int to, uint64_t step, span part) {
+    char *place = staged(p->b, p->b->rank, to, step);
+    if (p->near)
+        copy_bytes(place, part.at, part.nbytes);
+    else
+        stream(place, part.at, part.nbytes);
 }
 
 static inline int nth(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
@@ -55,7 +68,7 @@ static int give(pipeline *p, uint64_t step) {
         if (!has(p, to, p->reduces_all ? REDUCED : TAKEN, (int64_t)step + 1 - b->depth))
             return 0;
         if (!p->shared || p->other == b->size - 1)
-            stream(staged(b, b->rank, p->shared ? b->rank : to, step), part.at, part.nbytes);
+            stage(p, p->shared ? b->rank : to, step, part);
     }
     raise_flag(b, GIVEN, p->base + step + 1);
     return 1;
@@ -71,7 +84,7 @@ static int reduce(pipeline *p, uint64_t step) {
         p->combine(mine.at, p->other == 1 ? block_of(p, p->give[b->rank], step).at : mine.at,
                    staged(b, from, b->rank, step), mine.nbytes / p->itemsize);
     }
-    stream(staged(b, b->rank, b->rank, step), mine.at, mine.nbytes);
+    stage(p, b->rank, step, mine);
     raise_flag(b, REDUCED, p->base + step + 1);
     return 1;
 }
@@ -110,6 +123,7 @@ static int run(pipeline *p) {
                 return 0;
         }
     }
+    tell_distance(p->b, &p->heard);
     if (!p->reduces_all)
         raise_flag(p->b, REDUCED, p->base + p->steps);
     return 1;

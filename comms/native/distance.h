@@ -1,0 +1,56 @@
+/* How far apart the cores are that ranks run on: near each other if they share a cache, which a scheduler or a hypervisor
+ * may change at any time.
+ *
+ * Between near cores a block is best staged as usual: it stays in the cache that both see. Between far ones a line that is
+ * dirty in the other's cache takes five to ten times as long as one from memory, so blocks go past the caches. Who writes
+ * a block cannot tell, and who reads it can: each staged op begins with a line that every rank writes (`sound`); whoever
+ * takes something from it takes the time of reading that line (`listen`), and says at the end whether it was near. */
+
+#ifndef HOLDFAST_DISTANCE_H
+#define HOLDFAST_DISTANCE_H
+
+#include "board.h"
+
+/* Nanoseconds, the clock's own twenty included: 40 to 60 between cores that share a cache, 180 and more where they do not. */
+#define FARTHEST 110
+
+typedef struct {
+    uint64_t now, before; /* the farthest that was heard in this op, and in the last in which anything was */
+} distance;
+
+static inline uint64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline void sound(board *b, uint64_t number) {
+    atomic_store_explicit(word_of(b, b->rank, SOUNDING), number, memory_order_relaxed);
+}
+
+/* Once in an op, after `rank` is known to have begun it. */
+static inline void listen(const board *b, distance *d, int rank) {
+    uint64_t began = nanoseconds();
+    (void)flag_of(b, rank, SOUNDING);
+    uint64_t took = nanoseconds() - began;
+    d->now = took > d->now ? took : d->now;
+}
+
+/* Tell the others whether what this rank took was near. One of two ops may have been interrupted while it listened. */
+static inline void tell_distance(board *b, distance *d) {
+    if (!d->now)
+        return;
+    uint64_t least = d->before && d->before < d->now ? d->before : d->now;
+    atomic_store_explicit(word_of(b, b->rank, NEAR), least <= FARTHEST, memory_order_relaxed);
+    d->before = d->now, d->now = 0;
+}
+
+/* Whether all who read what this rank writes say that they are near. */
+static inline int all_near(const board *b) {
+    for (int rank = 0; rank < b->size; rank++)
+        if (rank != b->rank && !flag_of(b, rank, NEAR))
+            return 0;
+    return 1;
+}
+
+#endif
