@@ -18,16 +18,22 @@ if not shutil.which(compiler):
     os.environ["CC"] = f"{sys.executable} -m ziglang cc"
     needed.append("ziglang")
 
+
+def extension(name: str, source: str) -> Extension:
+    return Extension(
+        name,
+        sources=[source],
+        depends=[str(header) for header in Path(source).parent.glob("*.h")],
+        extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
+        py_limited_api=True,
+    )
+
+
 setup(
     setup_requires=needed,
     ext_modules=[
-        Extension(
-            "holdfast.comms._native",
-            sources=["comms/native/module.c"],
-            depends=[str(header) for header in Path("comms/native").glob("*.h")],
-            extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
-            py_limited_api=True,
-        )
+        extension("holdfast.comms._native", "comms/native/module.c"),
+        extension("holdfast.backends.ucx._near", "backends/ucx/native/near.c"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -118,6 +118,7 @@ class Window:
         self.rank = rank
         self._memory = memory
         self._itemsize = dtype.itemsize
+        self._elements = [size // dtype.itemsize for size in memory.sizes]
         self._timeout = timeout
         self._calls = _Calls()
 
@@ -196,15 +197,15 @@ class Window:
         return time.monotonic() + (self._timeout if timeout is None else timeout)
 
     def _check_rank(self, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < len(self._memory.sizes):
-            raise ValueError(f"rank={rank!r} is out of range: ranks are 0 to {len(self._memory.sizes) - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < len(self._elements):
+            raise ValueError(f"rank={rank!r} is out of range: ranks are 0 to {len(self._elements) - 1}")
 
     def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
         """The byte offset of a transfer that fits into rank's window."""
         self._check_rank(rank)
         if tensor.dtype != self.dtype or not tensor.is_cpu:
             raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
-        elements, end = self._memory.sizes[rank] // self._itemsize, offset + tensor.numel()
+        elements, end = self._elements[rank], offset + tensor.numel()
         if offset < 0 or end > elements:
             raise ValueError(f"elements {offset} to {end} are outside rank {rank}'s window of {elements}")
         return offset * self._itemsize
@@ -214,7 +215,7 @@ class Window:
         self._check_rank(rank)
         if self.dtype not in ATOMIC_DTYPES:
             raise Unsupported(f"atomics on {self.dtype}", "use a window of int32 or int64")
-        elements = self._memory.sizes[rank] // self._itemsize
+        elements = self._elements[rank]
         if not 0 <= index < elements:
             raise ValueError(f"element {index} is outside rank {rank}'s window of {elements}")
         least, most = _RANGES[self.dtype]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import mmap
 import os
 import random
 import threading
@@ -267,8 +268,9 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
     """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
     assert " hg" in said_of(plane.empty(32 << 20).fill_(3), "VmFlags")
-    assert " hg" not in said_of(plane.empty(100).fill_(3), "VmFlags")
-    assert plane.empty(100).shape == (100,)
+    small = [plane.empty(100) for _ in range(3)]
+    assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "pages of their own"
+    assert {each.shape for each in small} == {(100,)}
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """libucp through cffi: the declarations that are used here, and how the library is found and loaded.
 
 Struct layouts and numbers are those of `ucp/api/ucp.h`, 1.18 to 1.22; UCX grows its structs at their ends, behind field
-masks, so an older layout stays valid. Nothing is compiled. Loading starts no thread and opens no descriptor.
+masks, so an older layout stays valid. Nothing is linked to it. Loading starts no thread and opens no descriptor.
 """
 
 from __future__ import annotations

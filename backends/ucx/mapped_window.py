@@ -31,7 +31,9 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here."""
+    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here. `handles` are the addresses
+    of endpoint, key and words, for compiled code.
+    """
 
     endpoint: Any
     header: int
@@ -40,6 +42,7 @@ class Part:
     memory: int
     key: Any
     nbytes: int
+    handles: tuple[int, int, int]
 
 
 class MappedWindow(UcxWindow[OneSided, Part]):
@@ -80,7 +83,12 @@ class MappedWindow(UcxWindow[OneSided, Part]):
             header_key = side.unpack(rank, card.header_key)
             key = side.unpack(rank, card.key) if card.key else None
             words = self._mapped(header_key, card.header)
-        return Part(side.endpoints[rank], card.header, header_key, words, card.memory, key, card.nbytes)
+        endpoint = side.endpoints[rank]
+        handles = self._address(endpoint), self._address(key), self._address(words)
+        return Part(endpoint, card.header, header_key, words, card.memory, key, card.nbytes, handles)
+
+    def _address(self, pointer: Any) -> int:
+        return 0 if pointer is None else int(self._worker.lib.ffi.cast("uintptr_t", pointer))
 
     def _mapped(self, key: Any, header: int) -> Any:
         """A rank's header, mapped into this process; None if it cannot be."""

@@ -18,13 +18,16 @@ import torch
 from holdfast.backends.local_cpu import give_way
 from holdfast.backends.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx._near import CLOSED, Near
 from holdfast.backends.ucx.leftovers import leave_behind
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.regions import writer_lives, writer_token
 from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS
+from holdfast.backends.ucx.worker import Worker
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.liveness import this_process
+from holdfast.comms.tensors import span
 from holdfast.comms.transport import Peer, Transport
 from holdfast.comms.window import closed_there
 
@@ -47,6 +50,7 @@ class NearWindow(MappedWindow):
         self._atomic = libucp.atomic_parameters(side.worker.lib, 8, self._reply)
         if tensor.nbytes >= BLOCK_BYTES:
             put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, _MOVING_SECONDS)
+        self._near = _near_calls(side.worker)
         super().__init__(side, transport, tensor, deadline)
 
     def _mapped(self, key: Any, header: int) -> Any:
@@ -59,27 +63,24 @@ class NearWindow(MappedWindow):
 
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
-        nbytes, address = source.nbytes, source.data_ptr()
+        address, nbytes = span(source)
         for start in range(0, nbytes, BLOCK_BYTES):
-            block = min(BLOCK_BYTES, nbytes - start)
             if start and time.monotonic() > deadline:
                 raise OpTimeout("put", 0, 0.0, (rank,))
             with self._side.lock:
-                part.words[self._busy] = 1
                 try:
-                    self._enter(rank)
-                    self._put(rank, part, address + start, block, offset + start, deadline)
+                    self._put(rank, part, address + start, min(BLOCK_BYTES, nbytes - start), offset + start, deadline)
                 finally:
                     part.words[self._busy] = 0
 
     def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
-        nbytes, address = into.nbytes, into.data_ptr()
+        address, nbytes = span(into)
         for start in range(0, nbytes, BLOCK_BYTES):
-            block = min(BLOCK_BYTES, nbytes - start)
             if start and time.monotonic() > deadline:
                 raise OpTimeout("get", 0, 0.0, (rank,))
-            self._get(rank, part, address + start, block, offset + start, deadline)
+            with self._side.lock:
+                self._get(rank, part, address + start, min(BLOCK_BYTES, nbytes - start), offset + start, deadline)
         self._live(rank)
 
     def _enter(self, rank: int) -> None:
@@ -90,16 +91,20 @@ class NearWindow(MappedWindow):
             raise closed_there(rank)
 
     def _put(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
-        """One block. The lock is held."""
-        request = self._call.ucp_put_nbx(part.endpoint, address, nbytes, part.memory + offset, part.key, self._plain)
-        self._side.wait(request, rank, deadline, "put")
+        """One block, with this rank's word set, which says that it writes. The lock is held."""
+        endpoint, key, words = part.handles
+        busy, closed = words + 8 * self._busy, self._header.address + 16 * rank
+        request = self._near.put(endpoint, address, nbytes, part.memory + offset, key, busy, closed)
+        if request == CLOSED:
+            raise closed_there(rank)
+        if request:
+            self._side.wait(request, rank, deadline, "put")
 
     def _get(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
-        """One block."""
-        with self._side.lock:
-            request = self._call.ucp_get_nbx(
-                part.endpoint, address, nbytes, part.memory + offset, part.key, self._plain
-            )
+        """One block. The lock is held."""
+        endpoint, key, _ = part.handles
+        request = self._near.get(endpoint, address, nbytes, part.memory + offset, key)
+        if request:
             self._side.wait(request, rank, deadline, "get")
 
     # -- atomics
@@ -186,3 +191,20 @@ class NearWindow(MappedWindow):
         if writers:
             leave_behind(self._tensor, writers)
         self._unmap()
+
+
+def _near_calls(worker: Worker) -> Near:
+    ffi, call = worker.lib.ffi, worker.lib.call
+
+    def at(name: str) -> int:
+        return int(ffi.cast("uintptr_t", ffi.addressof(call, name)))
+
+    return Near(
+        get=at("ucp_get_nbx"),
+        put=at("ucp_put_nbx"),
+        progress=at("ucp_worker_progress"),
+        status=at("ucp_request_check_status"),
+        free=at("ucp_request_free"),
+        worker=int(ffi.cast("uintptr_t", worker.handle)),
+        param=int(ffi.cast("uintptr_t", worker.plain)),
+    )
