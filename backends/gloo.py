@@ -8,7 +8,6 @@ bytes.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
@@ -134,30 +133,52 @@ class GlooTransport(TorchGroup):
 
     # -- how an op runs and ends
 
-    def _collective(self, op: str, kind: Any, start: Callable[[Any], Any], deadline: float, **fields: Any) -> None:
-        """Run `start(options)`. Its options are kept for the next op, with a timeout in whole seconds: it is this
-        transport that keeps the deadline.
+    def _collective(
+        self,
+        op: str,
+        start: Callable[..., Any],
+        tensors: tuple[Any, ...],
+        kind: Any,
+        deadline: float,
+        detail: str | int = 0,
+    ) -> None:
+        """Run `start(*tensors, options)`. The options of a `kind` have a timeout in whole seconds: it is this transport
+        that keeps the deadline.
         """
-        seconds = max(math.ceil(deadline - time.monotonic()), 1)
-        key = (kind, seconds, *fields.values())
-        given = self._options.get(key)
-        if given is None:
-            if len(self._options) >= _OPTIONS:
-                self._options.clear()
-            given = self._options[key] = options(kind, timedelta(seconds=seconds), **fields)
-        self._run(op, lambda _: start(given), deadline)
-
-    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
-        """Run `start(limit)`. `awaited` are the ranks that it waits for, where that is known."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
         began = time.monotonic()
-        limit = timedelta(seconds=max(deadline - began, 0.001))
+        key = kind, int(deadline - began) + 1, detail
         try:
-            work = start(limit)
+            work = start(*tensors, self._options.get(key) or self._make_options(key))
             if work is not None:
                 self._wait(work, deadline)
+        except RuntimeError as error:
+            raise self._explain(op, error, began, deadline, ()) from error
+
+    def _make_options(self, key: tuple[Any, int, str | int]) -> Any:
+        """torch's options of a kind of op, its seconds, and its reduction or root; they are kept for the next."""
+        if len(self._options) >= _OPTIONS:
+            self._options.clear()
+        kind, seconds, detail = key
+        given = self._options[key] = options(kind, timedelta(seconds=max(seconds, 1)))
+        if kind is dist.AllreduceOptions:
+            given.reduceOp = _NATIVE_OPS[str(detail)]
+        elif kind is dist.BroadcastOptions:
+            given.rootRank = detail
+        return given
+
+    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
+        """Run `start(limit)`, which is complete when it returns. `awaited` are the ranks that it waits for, where that
+        is known.
+        """
+        self._seq += 1
+        if self._error is not None:
+            raise self._error.again()
+        began = time.monotonic()
+        try:
+            start(timedelta(seconds=max(deadline - began, 0.001)))
         except RuntimeError as error:
             raise self._explain(op, error, began, deadline, awaited) from error
 
@@ -219,13 +240,7 @@ class GlooTransport(TorchGroup):
         if tensor.dtype in _NATIVE_DTYPES and not (tensor.dtype.is_floating_point and op.name in ("min", "max")):
             if given is not tensor:
                 tensor.copy_(given)
-            self._collective(
-                "all_reduce",
-                dist.AllreduceOptions,
-                lambda given: self._group.allreduce([tensor], given),
-                deadline,
-                reduceOp=_NATIVE_OPS[op.name],
-            )
+            self._collective("all_reduce", self._group.allreduce, ([tensor],), dist.AllreduceOptions, deadline, op.name)
         else:
             others = [torch.empty_like(given) for _ in range(self.size)]
             self.all_gather(others, given, deadline)
@@ -252,11 +267,8 @@ class GlooTransport(TorchGroup):
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
         if tensor.numel() == 0:
             return
-
-        def start(given: Any) -> Any:
-            return self._group.broadcast([_movable(tensor)], given)
-
-        self._collective("broadcast", dist.BroadcastOptions, start, deadline, rootRank=src)
+        given = ([_movable(tensor)],)
+        self._collective("broadcast", self._group.broadcast, given, dist.BroadcastOptions, deadline, src)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
@@ -264,46 +276,33 @@ class GlooTransport(TorchGroup):
             return
         if tensor.numel() == 0:
             return
-
-        def start(given: Any) -> Any:
-            return self._group.allgather([[bytes_of(output) for output in outputs]], [bytes_of(tensor)], given)
-
-        self._collective("all_gather", AllgatherOptions, start, deadline)
+        given = [[bytes_of(output) for output in outputs]], [bytes_of(tensor)]
+        self._collective("all_gather", self._group.allgather, given, AllgatherOptions, deadline)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         if tensor.numel() == 0:
             return
-
-        def start(given: Any) -> Any:
-            return self._group._allgather_base(_movable(output.view(-1)), _movable(tensor.view(-1)), given)
-
-        self._collective("all_gather", AllgatherOptions, start, deadline)
+        given = _movable(output.view(-1)), _movable(tensor.view(-1))
+        self._collective("all_gather", self._group._allgather_base, given, AllgatherOptions, deadline)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         share = [tensor.nbytes // self.size] * self.size
-
-        def start(given: Any) -> Any:
-            return self._group.alltoall_base(bytes_of(output), bytes_of(tensor), share, share, given)
-
-        self._collective("all_to_all", dist.AllToAllOptions, start, deadline)
+        given = bytes_of(output), bytes_of(tensor), share, share
+        self._collective("all_to_all", self._group.alltoall_base, given, dist.AllToAllOptions, deadline)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
         given = torch.cat([bytes_of(tensor) for tensor in inputs])
         taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8)
-
-        def start(settings: Any) -> Any:
-            out_sizes, in_sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
-            return self._group.alltoall_base(taken, given, out_sizes, in_sizes, settings)
-
-        self._collective(op, dist.AllToAllOptions, start, deadline)
+        sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
+        self._collective(op, self._group.alltoall_base, (taken, given, *sizes), dist.AllToAllOptions, deadline)
         start_of = 0
         for output in outputs:
             bytes_of(output).copy_(taken[start_of : start_of + output.nbytes])
             start_of += output.nbytes
 
     def barrier(self, deadline: float) -> None:
-        self._collective("barrier", dist.BarrierOptions, self._group.barrier, deadline)
+        self._collective("barrier", self._group.barrier, (), dist.BarrierOptions, deadline)
 
     # -- point to point
 
