@@ -23,7 +23,7 @@ def extension(name: str, source: str) -> Extension:
     return Extension(
         name,
         sources=[source],
-        depends=[str(header) for header in Path(source).parent.glob("*.h")],
+        depends=[str(header) for header in Path("comms/native").glob("*.h")],
         extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
         py_limited_api=True,
     )

@@ -81,6 +81,10 @@ def silent() -> Any:
     return np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
+SCALED = frozenset({"avg", "premul_sum"})
+"""The reductions before or after which something is to be done; elsewhere `before` and `after` may be left out."""
+
+
 def before(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """What a rank contributes: `tensor`, or a scaled copy of it for premul_sum."""
     return tensor * op.factor if op.name == "premul_sum" else tensor

@@ -114,7 +114,7 @@ class Board:
     `size` rows are used; default: all).
 
     `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
-    long waits.
+    long waits. `error` is what `fail` was given, if anything.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Board:
         self._mine = self.rows[rank]
         self._others = [row for r, row in enumerate(self.rows) if r != rank]
         self._dead = dead
-        self._error: HoldfastError | None = None
+        self.error: HoldfastError | None = None
         crowded = size > (len(os.sched_getaffinity(0)) or 1)
         self._yields = _CROWDED_YIELDS if crowded else _YIELDS
         self.native = _native.Board(
@@ -213,8 +213,8 @@ class Board:
 
     def fail(self, error: HoldfastError) -> None:
         """End this rank's wait, and all later ones, with `error`. From any thread."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self.native.stop()
         self.native.ring_all()
 
@@ -273,7 +273,7 @@ class Board:
         native, look_at_peers = self.native, began + _LIVENESS_SECONDS
         while True:
             bell = native.lie_down()
-            if not ready() and self._error is None and not self._is_over():
+            if not ready() and self.error is None and not self._is_over():
                 native.sleep(bell, _SLEEP_NANOSECONDS)
             native.get_up()
             if ready():
@@ -290,8 +290,8 @@ class Board:
 
     def check(self) -> None:
         """Raise what `fail` was given, if anything."""
-        if self._error is not None:
-            raise self._error.again()
+        if self.error is not None:
+            raise self.error.again()
 
     def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""

@@ -65,8 +65,8 @@ class DirectTransport(Transport):
     # -- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        ops, given = self._ops, arithmetic.before(tensor, op)
-        target = span(tensor)
+        ops, target = self._ops, span(tensor)
+        given = arithmetic.before(tensor, op) if op.name in arithmetic.SCALED else tensor
         source = target if given is tensor else span(given)
         if not ops.reduce("all_reduce", source, 0, op, target, deadline, tensor.dtype, alike=True):
             if self.size == 1:
@@ -74,7 +74,8 @@ class DirectTransport(Transport):
             else:
                 self._staging.all_reduce(given, tensor, op, deadline, ops.number)
             ops.finish()
-        arithmetic.after(tensor, op, self.size)
+        if op.name in arithmetic.SCALED:
+            arithmetic.after(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         ops, given, here = self._ops, arithmetic.before(tensor, op), self.rank == dst

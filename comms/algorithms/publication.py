@@ -122,7 +122,8 @@ class Publications:
 
     def _next(self) -> int:
         """The number of one more op."""
-        self._board.check()
+        if self._board.error is not None:
+            self._board.check()
         self.number += 1
         return self.number
 

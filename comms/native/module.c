@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include "exact.h"
+#include "numbers.h"
 #include "pipeline.h"
 #include "publication.h"
 #include "tensors.h"
@@ -70,20 +71,7 @@ static void board_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* -- arguments: addresses and numbers, by position */
-
-static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
-    if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        into[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (into[i] == (uint64_t)-1 && PyErr_Occurred())
-            return 0;
-    }
-    return 1;
-}
+/* -- arguments */
 
 static int ours(const Board *self, uint64_t rank) {
     if (rank < (uint64_t)self->b.size)

@@ -9,7 +9,8 @@
 #include <Python.h>
 
 #include <stdatomic.h>
-#include <stdint.h>
+
+#include "../../../comms/native/numbers.h"
 
 typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uint64_t remote, void *key, const void *param);
 
@@ -26,19 +27,6 @@ typedef struct {
     const void *param;
 } Near;
 
-static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uintptr_t *into) {
-    if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        into[i] = (uintptr_t)PyLong_AsUnsignedLongLong(args[i]);
-        if (into[i] == (uintptr_t)-1 && PyErr_Occurred())
-            return 0;
-    }
-    return 1;
-}
-
 static int near_init(PyObject *object, PyObject *args, PyObject *named) {
     Near *self = (Near *)object;
     static char *names[] = {"get", "put", "progress", "status", "free", "worker", "param", NULL};
@@ -54,8 +42,8 @@ static int near_init(PyObject *object, PyObject *args, PyObject *named) {
 }
 
 /* endpoint, address, nbytes, remote, key: OK if done, else a request that is under way, or a negative status. */
-static intptr_t attempt(const Near *self, transfer function, const uintptr_t *a) {
-    intptr_t request = function((void *)a[0], a[1], (size_t)a[2], (uint64_t)a[3], (void *)a[4], self->param);
+static intptr_t attempt(const Near *self, transfer function, const uint64_t *a) {
+    intptr_t request = function((void *)(uintptr_t)a[0], (uintptr_t)a[1], (size_t)a[2], a[3], (void *)(uintptr_t)a[4], self->param);
     if (request <= 0)
         return request;
     self->progress(self->worker);
@@ -65,7 +53,7 @@ static intptr_t attempt(const Near *self, transfer function, const uintptr_t *a)
     return OK;
 }
 
-static intptr_t run(const Near *self, transfer function, const uintptr_t *a) {
+static intptr_t run(const Near *self, transfer function, const uint64_t *a) {
     if (a[2] <= AT_ONCE)
         return attempt(self, function, a);
     intptr_t outcome;
@@ -77,18 +65,18 @@ static intptr_t run(const Near *self, transfer function, const uintptr_t *a) {
 
 /* get(endpoint, address, nbytes, remote, key) */
 static PyObject *near_get(Near *self, PyObject *const *args, Py_ssize_t count) {
-    uintptr_t a[5];
+    uint64_t a[5];
     return numbers(args, count, 5, a) ? PyLong_FromSsize_t(run(self, self->get, a)) : NULL;
 }
 
 /* put(endpoint, address, nbytes, remote, key, busy, closed): with the word `busy` at 1 from here on, which says that this rank
  * writes; if the word `closed` is 0 then, else CLOSED. */
 static PyObject *near_put(Near *self, PyObject *const *args, Py_ssize_t count) {
-    uintptr_t a[7];
+    uint64_t a[7];
     if (!numbers(args, count, 7, a))
         return NULL;
-    atomic_store((_Atomic uint64_t *)a[5], 1);
-    intptr_t outcome = atomic_load((_Atomic uint64_t *)a[6]) ? CLOSED : run(self, self->put, a);
+    atomic_store((_Atomic uint64_t *)(uintptr_t)a[5], 1);
+    intptr_t outcome = atomic_load((_Atomic uint64_t *)(uintptr_t)a[6]) ? CLOSED : run(self, self->put, a);
     return PyLong_FromSsize_t(outcome);
 }
 

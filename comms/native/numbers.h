@@ -1,0 +1,22 @@
+/* Arguments of compiled functions: addresses and numbers, by position. */
+
+#ifndef HOLDFAST_NUMBERS_H
+#define HOLDFAST_NUMBERS_H
+
+#include <Python.h>
+#include <stdint.h>
+
+static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        into[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (into[i] == (uint64_t)-1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+#endif
