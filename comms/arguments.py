@@ -61,6 +61,14 @@ class Arguments:
             self._movable.add(tensor.dtype)
         return itself
 
+    def movable_pair(self, tensor: Any, output: Any) -> bool:
+        """As `movable`, and `output` as `like` it. True if both would be themselves."""
+        alike = self._on_cpu and plain(tensor) and plain(output) and tensor.dtype == output.dtype
+        if alike and tensor.dtype in self._movable:
+            return True
+        itself = self.movable(tensor)
+        return self.like(output, tensor) and itself
+
     def reducible(self, tensor: Any, op: Any) -> bool:
         """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32. True if
         `carrier(packed(tensor))` would be itself.
@@ -126,6 +134,12 @@ class Arguments:
     def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
         if tensor.numel() != count:
             raise ValueError(f"{what} has {tensor.numel()} elements; it needs {count}: {meaning}")
+
+    def whole(self, tensor: Tensor, part: Tensor, what: str, whose: str) -> None:
+        """ValueError unless `tensor` has as many elements as all ranks' `part` together."""
+        count = part.numel() * self._size
+        if tensor.numel() != count:
+            self.same_count(tensor, count, what, f"size times {whose}")
 
     def divided(self, tensor: Tensor, what: str) -> None:
         """ValueError unless the rows of dimension 0 can be divided evenly over the ranks."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.comms.arguments import Arguments
-from holdfast.comms.execution import Body, Executor
+from holdfast.comms.execution import Executor
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors import packed, rows, unpack, unpack_all
@@ -87,7 +87,10 @@ class Collectives:
             self._transport.reduce(flat, dst, op, deadline)
             unpack(flat, tensor)
 
-        return self._issue("reduce", tensor, body, async_op, timeout, op.name, f"to {dst}", peer=dst)
+        words = op.name, f"to {dst}"
+        return self._executor.issue(
+            "reduce", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *words), tensor, words, dst
+        )
 
     def reduce_scatter(
         self,
@@ -128,16 +131,26 @@ class Collectives:
     ) -> Work:
         """Reduce `tensor`, of size times `output`'s elements, and give rank i its i-th part."""
         themselves = self._check.reducible(output, op) & self._check.like(tensor, output)
-        self._check.same_count(tensor, output.numel() * self.size, "tensor", "size times output's")
+        self._check.whole(tensor, output, "tensor", "output's")
 
         def body(deadline: float) -> None:
             flat, given = output, tensor
             if not themselves:
                 flat, given = self._check.carrier(packed(output)), self._check.carrier(packed(tensor))
             self._transport.reduce_scatter_single(flat, given, op, deadline)
-            unpack(flat, output)
+            if not themselves:
+                unpack(flat, output)
 
-        return self._issue("reduce_scatter_single", output, body, async_op, timeout, op.name)
+        return self._executor.issue(
+            "reduce_scatter_single",
+            output.nbytes,
+            body,
+            async_op,
+            timeout,
+            lambda: _alike(output, op.name),
+            output,
+            op.name,
+        )
 
     # -- moves
 
@@ -145,13 +158,17 @@ class Collectives:
         """Copy rank `src`'s `tensor` into every rank's."""
         itself = self._check.movable(tensor)
         self._check.rank(src, "src")
+        words = f"from {src}"
 
         def body(deadline: float) -> None:
             flat = tensor if itself else packed(tensor)
             self._transport.broadcast(flat, src, deadline)
-            unpack(flat, tensor)
+            if not itself:
+                unpack(flat, tensor)
 
-        return self._issue("broadcast", tensor, body, async_op, timeout, f"from {src}", peer=src)
+        return self._executor.issue(
+            "broadcast", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, words), tensor, words, src
+        )
 
     def all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False, timeout: float | None = None
@@ -175,15 +192,18 @@ class Collectives:
         self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Concatenate every rank's `tensor`, in rank order, into `output`, of size times its elements."""
-        themselves = self._check.movable(tensor) & self._check.like(output, tensor)
-        self._check.same_count(output, tensor.numel() * self.size, "output", "size times tensor's")
+        themselves = self._check.movable_pair(tensor, output)
+        self._check.whole(output, tensor, "output", "tensor's")
 
         def body(deadline: float) -> None:
             flat, given = (output, tensor) if themselves else (packed(output), packed(tensor))
             self._transport.all_gather_single(flat, given, deadline)
-            unpack(flat, output)
+            if not themselves:
+                unpack(flat, output)
 
-        return self._issue("all_gather_single", tensor, body, async_op, timeout)
+        return self._executor.issue(
+            "all_gather_single", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor), tensor
+        )
 
     def all_to_all(
         self,
@@ -224,7 +244,7 @@ class Collectives:
 
         Split sizes are rows, one number a rank; without them the rows are divided evenly.
         """
-        themselves = self._check.movable(tensor) & self._check.like(output, tensor)
+        themselves = self._check.movable_pair(tensor, output)
         splits = None
         if output_split_sizes is None and input_split_sizes is None and output.numel() == tensor.numel():
             self._check.divided(output, "output")
@@ -242,7 +262,8 @@ class Collectives:
             else:
                 into, out_of = rows(flat, output, splits[0]), rows(given, tensor, splits[1])
                 self._transport.all_to_all(into, out_of, deadline)
-            unpack(flat, output)
+            if not themselves:
+                unpack(flat, output)
 
         return self._executor.issue(
             "all_to_all_single",
@@ -373,22 +394,6 @@ class Collectives:
 
         nbytes = sum(send.tensor.nbytes for send in sends)
         return self._executor.issue("batch_send_recv", nbytes, body, async_op, timeout, None)
-
-    # -- shared by the ops above
-
-    def _issue(
-        self,
-        name: str,
-        tensor: Tensor,
-        body: Body,
-        async_op: bool,
-        timeout: float | None,
-        *details: str,
-        peer: int = -1,
-    ) -> Work:
-        return self._executor.issue(
-            name, tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *details), tensor, details, peer
-        )
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

@@ -56,7 +56,8 @@ class Publications:
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
-        number, signed = self._next(), self._signed((op, dtype, root, reduction, count))
+        key = (op, dtype, root, reduction, count)
+        number, signed = self._next(), self._signatures.get(key) or self._signed(key)
         while (outcome := self._native.publish(number, signed, inputs)) == _EARLY:
             self._wait_for_place(op, deadline)
         return outcome == 1
@@ -74,7 +75,8 @@ class Publications:
         """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input
         `index` of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
         """
-        number, signed = self._next(), self._signed((op, dtype, 0, "", 0))
+        key = (op, dtype, 0, "", 0)
+        number, signed = self._next(), self._signatures.get(key) or self._signed(key)
         while (outcome := self._native.exchange(number, signed, inputs, into, index, own)) == _EARLY:
             self._wait_for_place(op, deadline)
         if outcome >= _DONE_AT_ONCE:
@@ -128,9 +130,8 @@ class Publications:
         return self.number
 
     def _signed(self, key: _Key) -> int:
-        signed = self._signatures.get(key)
-        if signed is None:
-            signed = self._signatures[key] = signature(*key)
+        """The signature of an op, kept for the next."""
+        signed = self._signatures[key] = signature(*key)
         return signed
 
     def _wait_for_place(self, op: str, deadline: float) -> None:
