@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -229,6 +230,25 @@ def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
     assert large.timing.block == 1, "large ops are timed one by one"
 
 
+def test_fresh_inputs_are_written_before_each_op() -> None:
+    operation = OPERATIONS["all_reduce"]
+    bound = Bound(Summing(2), operation, 64, "float32")
+    bound.fill(1)
+    given = bound.source.copy()
+    run = bound.fresh()
+    for _ in range(3):
+        run()
+    assert np.array_equal(bound.source, 2 * given), "twice what was written, not eight times"
+
+
+def test_every_collective_is_right_on_fresh_inputs() -> None:
+    ops = tuple(name for name, op in OPERATIONS.items() if op.kind in ("collective", "point to point"))
+    plan = dataclasses.replace(_plan(ops, ("holdfast:shm", "torch-gloo"), sizes="8,300K"), fresh=True)
+    bench = rounds.run(plan)
+    assert (bench.wrong, bench.fresh) == (0, True)
+    assert {row.op for row in bench.rows if row.contestant == "holdfast:shm"} == set(ops)
+
+
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_every_op_that_mpi_has_is_right_on_it(mpi: str) -> None:
     if (reason := missing(mpi)) is not None:
@@ -349,6 +369,7 @@ def test_the_command_prints_a_table() -> None:
         ["all_reduce", "-n", "1"],
         ["all_reduce", "--dtype", "float3"],
         ["all_reduce", "--peer", "nosuch"],
+        ["put", "--fresh"],
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str]) -> None:
@@ -377,7 +398,7 @@ def test_sums_that_are_summed_again_stay_numbers_however_many_are_timed(tmp_path
     (tmp_path / "line").write_bytes(bytes(StartLine.nbytes(1)))
     alone = StartLine(tmp_path / "line", 0, 1)
     for times, block in ((500, 1), (20, int(operation.in_a_row(ranks)))):
-        assert len(time_ops(bound, 1, alone, times, block)) == times
+        assert len(time_ops(bound, bound.call.run, 1, alone, times, block)) == times
         assert np.isfinite(bound.source).all()
     alone.close()
 

@@ -54,6 +54,7 @@ def _bench(
     rounds: int,
     seconds: float,
     iterations: int | None,
+    fresh: bool,
     json: bool,
     plot: Path | None,
     report: Path | None,
@@ -70,6 +71,9 @@ def _bench(
         everyone, ours = _contestants(ops[0], backends, peers, only, bound or drawn)
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
+        for op in ops if fresh else ():
+            if OPERATIONS[op].kind not in ("collective", "point to point"):
+                raise ValueError(f"--fresh is for ops on the tensors of all ranks, and {op} is not one")
         plan = Plan(
             operations=ops,
             contestants=everyone,
@@ -80,6 +84,7 @@ def _bench(
             rounds=rounds,
             seconds=seconds,
             iterations=iterations,
+            fresh=fresh,
             command=shlex.join(["holdfast", *sys.argv[1:]]),
         )
     except ValueError as error:
@@ -132,6 +137,9 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
         iterations: Annotated[
             int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")
         ] = None,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Write inputs anew before each op, as programs do; in the time taken.")
+        ] = False,
         json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         plot: Annotated[
             Path | None, typer.Option(help="Write a plot, with the roofline, to this file (.png, .svg).")
@@ -142,8 +150,8 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
         against: Annotated[Path | None, typer.Option(help="Compare with this stored run (JSON).")] = None,
     ) -> None:
         _bench(
-            ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, json, plot, report,
-            against,
+            ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, fresh, json, plot,
+            report, against,
         )  # fmt: skip
 
     return command

@@ -68,4 +68,5 @@ def differing(now: Bench, then: Bench) -> Sequence[str]:
     """What is not alike about the machines of the two runs, in words."""
     fields = ("processor", "cpus", "kernel", "python", "torch")
     pairs = [(name, getattr(then.machine, name), getattr(now.machine, name)) for name in fields]
+    pairs.append(("fresh", then.fresh, now.fresh))
     return [f"{name} was {before}, is {after}" for name, before, after in pairs if before != after]

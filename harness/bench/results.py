@@ -90,7 +90,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A whole run. `contestants` maps 'name, n ranks' to what took part and where its ranks were placed."""
+    """A whole run. `contestants` maps 'name, n ranks' to what took part and where its ranks were placed. `fresh`: ranks
+    wrote their inputs anew before each op, in the time taken.
+    """
 
     command: str
     machine: Machine
@@ -99,6 +101,7 @@ class Bench(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     ratios: tuple[Ratio, ...]
     failures: tuple[Failure, ...]
+    fresh: bool = False
 
     @property
     def wrong(self) -> int:

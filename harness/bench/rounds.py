@@ -37,7 +37,7 @@ class Plan:
     and write that much on every rank, so it is their bound.
 
     Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
-    ops timed one by one in a turn instead.
+    ops timed one by one in a turn instead. `fresh`: ranks write their inputs anew before each op, in the time taken.
     """
 
     operations: tuple[str, ...]
@@ -49,6 +49,7 @@ class Plan:
     rounds: int = 5
     seconds: float = 1.0
     iterations: int | None = None
+    fresh: bool = False
     command: str = ""
 
 
@@ -98,7 +99,7 @@ class Contest:
         name, c = self.operation.name, self.c
         if entry.group.contestant == MEMCPY:
             name, c = "copy", self.nbytes // np.dtype(self.dtype).itemsize
-        order = Measure(name, c, self.dtype, self._seed, entry.singles, entry.blocks, entry.block)
+        order = Measure(name, c, self.dtype, self._seed, entry.singles, entry.blocks, entry.block, self.plan.fresh)
         answers = entry.group.measure(order, LONGEST_TURN)
         for wrong in [answer.wrong for answer in answers] + [_early(answers) if name == "barrier" else 0]:
             entry.wrong = None if entry.wrong is None or wrong is None else entry.wrong + wrong
@@ -237,4 +238,5 @@ def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
         rows=tuple(rows),
         ratios=ratios(rows, plan.ours),
         failures=tuple(failures),
+        fresh=plan.fresh,
     )

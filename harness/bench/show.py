@@ -49,11 +49,11 @@ def _wrong(count: int | None) -> str:
     return f"[bold red]{count}[/]" if count else "0"
 
 
-def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio]) -> Table:
+def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     table = Table(
-        title=f"{op}, {ranks} ranks",
+        title=f"{op}, {ranks} ranks" + (", inputs written anew before each op" if fresh else ""),
         title_justify="left",
         caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
         + ("; speed-up: how many times as fast, median over the rounds" if ours else ""),
@@ -100,7 +100,7 @@ def show(bench: Bench, out: Console) -> None:
         chosen = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
         ratios = {(r.nbytes, r.ours, r.peer): r for r in bench.ratios if (r.op, r.ranks) == (op, ranks)}
         out.print()
-        out.print(_table(op, ranks, chosen, ratios))
+        out.print(_table(op, ranks, chosen, ratios, bench.fresh))
     for failure in bench.failures:
         out.print(
             f"[bold red]failed[/]: {failure.contestant}, {failure.op}, {failure.ranks} ranks, "

@@ -30,7 +30,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Run an op: `singles` times alone, then `blocks` times `block` in a row; `c` elements in a block."""
+    """Run an op: `singles` times alone, then `blocks` times `block` in a row; `c` elements in a block. `fresh`: each
+    rank writes its input anew before each op, in the time that is taken.
+    """
 
     op: str
     c: int
@@ -39,6 +41,7 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
     singles: int
     blocks: int
     block: int
+    fresh: bool = False
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):

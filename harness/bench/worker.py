@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 
+import numpy as np
+
 from holdfast.harness.bench.data import allocate, count_wrong, fill
 from holdfast.harness.bench.definitions import OPERATIONS, Operation
 from holdfast.harness.bench.drivers import Driver
@@ -41,6 +43,16 @@ class Bound:
         fill(self.operation, self._rank, seed, self.source, self.target)
         self.call.prepare()
 
+    def fresh(self) -> Callable[[], object]:
+        """A call that writes the input anew, as a program writes what it then communicates, and runs the op."""
+        source, written, run = self.source, self.source.copy(), self.call.run
+
+        def call() -> object:
+            np.copyto(source, written)
+            return run()
+
+        return call
+
     def make_ready(self, ops: int, seed: int) -> None:
         """Before so many ops: fill the buffers anew, if these would be too many on what is in them."""
         if self._done + ops > self._most:
@@ -52,10 +64,12 @@ class Bound:
         return count_wrong(self.operation, self._rank, self._ranks, self.c, seed, self.target)
 
 
-def time_ops(bound: Bound, seed: int, line: StartLine, times: int, block: int) -> list[tuple[int, int]]:
-    """Entry and exit times (ns) of `times` timings of `block` ops each. Buffers are filled outside of them."""
+def time_ops(
+    bound: Bound, call: Callable[[], object], seed: int, line: StartLine, times: int, block: int
+) -> list[tuple[int, int]]:
+    """Entry and exit times (ns) of `times` timings of `block` calls each. Buffers are filled outside of them."""
     timings = []
-    call, repeats = bound.call.run, range(block)
+    repeats = range(block)
     for _ in range(times):
         bound.make_ready(block, seed)
         line.wait()
@@ -67,19 +81,19 @@ def time_ops(bound: Bound, seed: int, line: StartLine, times: int, block: int) -
 
 
 def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
-    run = bound.call.run
     bound.fill(order.seed)
+    run = bound.fresh() if order.fresh else bound.call.run
     bound.make_ready(WARM_UP, order.seed)
     line.wait()
     for _ in range(WARM_UP):
         run()
-    singles = time_ops(bound, order.seed, line, order.singles, 1)
-    blocks = time_ops(bound, order.seed, line, order.blocks, order.block)
+    singles = time_ops(bound, run, order.seed, line, order.singles, 1)
+    blocks = time_ops(bound, run, order.seed, line, order.blocks, order.block)
     line.wait()
     wrong = bound.wrong(order.seed) if not bound.operation.once else 0
     bound.fill(order.seed + 1)
     line.wait()
-    run()
+    bound.call.run()
     line.wait()
     return Measured(singles, blocks, wrong + bound.wrong(order.seed + 1))
 
