@@ -17,8 +17,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
     27  greeting    4 numbers that this rank has for the others, from the start
     32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
-    48  sounding    changes with each staged op; on a pair of lines of its own, for processors fetch pairs
-    64  table       2 parities x (signature, then (place, nbytes) of its input for each rank)
+    128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what they read
+    256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
 Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
@@ -42,7 +42,7 @@ from holdfast.comms.journal import Journal
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, ASLEEP, DOORBELL = 0, 1, 2, 3, 4, 8, 16
 STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
-TABLE = 64
+TABLE = 256
 GREETING_WORDS = 4
 ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
 NOTE_BYTES = 2048

@@ -19,7 +19,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, ASLEEP = 8, DOORBELL = 16, LINES = 32, SOUNDING = 48, TABLE = 64 };
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4 };
+enum { ASLEEP = 8, DOORBELL = 16, LINES = 32, SOUNDING = 128, TABLE = 256 };
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
 
 typedef struct {

@@ -11,8 +11,8 @@
 
 #include "board.h"
 
-/* Nanoseconds, the clock's own twenty included: 40 to 60 between cores that share a cache, 180 and more where they do not. */
-#define FARTHEST 110
+/* Nanoseconds, the clock's own twenty included: 30 to 60 between cores that share a cache, 130 and more where they do not. */
+#define FARTHEST 90
 
 typedef struct {
     uint64_t now, before; /* the farthest that was heard in this op, and in the last in which anything was */
@@ -36,12 +36,12 @@ static inline void listen(const board *b, distance *d, int rank) {
     d->now = took > d->now ? took : d->now;
 }
 
-/* Tell the others whether what this rank took was near. One of two ops may have been interrupted while it listened. */
+/* Tell the others whether what this rank took was near, in two ops: to be wrong costs more where it was far. */
 static inline void tell_distance(board *b, distance *d) {
     if (!d->now)
         return;
-    uint64_t least = d->before && d->before < d->now ? d->before : d->now;
-    atomic_store_explicit(word_of(b, b->rank, NEAR), least <= FARTHEST, memory_order_relaxed);
+    int near = d->before && d->before <= FARTHEST && d->now <= FARTHEST;
+    atomic_store_explicit(word_of(b, b->rank, NEAR), (uint64_t)near, memory_order_relaxed);
     d->before = d->now, d->now = 0;
 }
 
