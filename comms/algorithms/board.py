@@ -17,7 +17,7 @@ A row, in 8-byte words, hot words on cache lines of their own:
     26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
     27  greeting    4 numbers that this rank has for the others, from the start
     32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
-    128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what they read
+    128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what is read
     256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
