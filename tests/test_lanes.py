@@ -60,6 +60,7 @@ def test_a_receive_after_one_from_anybody_may_have_another_shape(three: LocalClu
             dist.recv(got, src=1)
             assert dist.recv(after) == 1
             assert torch.equal(got, torch.arange(300_000)) and after.item() == 7
+        dist.barrier()  # who may send must not leave while somebody waits for anybody
 
     in_group(three, tmp_path, body)
 
