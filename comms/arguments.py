@@ -53,7 +53,7 @@ class Arguments:
 
     def movable(self, tensor: Any) -> bool:
         """As `as_it_is`, and of a dtype that the backend moves."""
-        itself = (self._on_cpu and plain(tensor)) or self.as_it_is(tensor)
+        itself = self.as_it_is(tensor)
         if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._moves:
@@ -73,7 +73,7 @@ class Arguments:
         """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32. True if
         `carrier(packed(tensor))` would be itself.
         """
-        itself = (self._on_cpu and plain(tensor)) or self.as_it_is(tensor)
+        itself = self.as_it_is(tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
         as_such = self._reducible.get((tensor.dtype, op.name))
@@ -126,7 +126,7 @@ class Arguments:
 
     def like(self, tensor: Any, checked: Tensor) -> bool:
         """As `as_it_is`, and of the dtype of one that has been checked already."""
-        itself = (self._on_cpu and plain(tensor)) or self.as_it_is(tensor)
+        itself = self.as_it_is(tensor)
         if tensor.dtype != checked.dtype:
             raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
         return itself

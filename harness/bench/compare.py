@@ -65,7 +65,7 @@ def _compared(then: Row, now: Row) -> Compared:
 
 
 def differing(now: Bench, then: Bench) -> Sequence[str]:
-    """What is not alike about the machines of the two runs, in words."""
+    """What is not alike about the two runs but their code, in words: the machines, and how inputs were written."""
     fields = ("processor", "cpus", "kernel", "python", "torch")
     pairs = [(name, getattr(then.machine, name), getattr(now.machine, name)) for name in fields]
     pairs.append(("fresh", then.fresh, now.fresh))
