@@ -37,7 +37,7 @@ from holdfast.comms.plugins import (
 )
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
-from holdfast.comms.transport import Context
+from holdfast.comms.transport import Context, Form
 
 Tensor = torch.Tensor
 
@@ -145,17 +145,35 @@ class GlooTransport(TorchGroup):
         """Run `start(*tensors, options)`. The options of a `kind` have a timeout in whole seconds: it is this transport
         that keeps the deadline.
         """
+        left = deadline - time.monotonic()
+        key = kind, int(left) + 1, detail
+        given = (*tensors, self._options.get(key) or self._make_options(key))
+        self._complete(op, start, given, deadline, _WAIT if left > _WAIT_SECONDS else _shortly(left))
+
+    def _complete(
+        self, op: str, start: Callable[..., Any], given: tuple[Any, ...], deadline: float, first: timedelta
+    ) -> None:
+        """Run `start(*given)`, and wait; for so long before a look at the deadline."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
-        began = time.monotonic()
-        key = kind, int(deadline - began) + 1, detail
+        work = None
         try:
-            work = start(*tensors, self._options.get(key) or self._make_options(key))
+            work = start(*given)
             if work is not None:
-                self._wait(work, deadline)
+                work.wait(first)
         except RuntimeError as error:
-            raise self._explain(op, error, began, deadline, ()) from error
+            self._go_on(op, work, error, deadline, first.total_seconds())
+
+    def _go_on(self, op: str, work: Any, error: RuntimeError, deadline: float, waited: float) -> None:
+        """After the first error of a collective, which may be that it has taken longer than `waited`."""
+        began = time.monotonic() - (waited if "imed out" in str(error) else 0.0)
+        try:
+            if work is None:
+                raise error
+            self._wait(work, deadline)
+        except RuntimeError as last:
+            raise self._explain(op, last, began, deadline, ()) from last
 
     def _make_options(self, key: tuple[Any, int, str | int]) -> Any:
         """torch's options of a kind of op, its seconds, and its reduction or root; they are kept for the next."""
@@ -192,7 +210,7 @@ class GlooTransport(TorchGroup):
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(_WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001)))
+                work.wait(_WAIT if left > _WAIT_SECONDS else _shortly(left))
                 return
             except RuntimeError:
                 if work.is_completed():
@@ -237,7 +255,7 @@ class GlooTransport(TorchGroup):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
-        if tensor.dtype in _NATIVE_DTYPES and not (tensor.dtype.is_floating_point and op.name in ("min", "max")):
+        if _reduces(tensor.dtype, op):
             if given is not tensor:
                 tensor.copy_(given)
             self._collective("all_reduce", self._group.allreduce, ([tensor],), dist.AllreduceOptions, deadline, op.name)
@@ -246,6 +264,17 @@ class GlooTransport(TorchGroup):
             self.all_gather(others, given, deadline)
             _combine(others, tensor, op)
         arithmetic.after(tensor, op, self.size)
+
+    def function(self, form: Form) -> Callable[..., None]:
+        if form.op != "all_reduce" or form.reduction is None or form.dtype is None:
+            return super().function(form)
+        if not _reduces(form.dtype, form.reduction) or form.reduction.name in arithmetic.SCALED:
+            return super().function(form)
+        options = self._make_options((dist.AllreduceOptions, int(form.timeout) + 1, form.reduction.name))
+        first = _WAIT if form.timeout > _WAIT_SECONDS else _shortly(form.timeout)
+        return lambda tensor, deadline: self._complete(
+            "all_reduce", self._group.allreduce, ([tensor], options), deadline, first
+        )
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
@@ -331,6 +360,15 @@ class GlooTransport(TorchGroup):
                 work.wait(limit)
 
         self._run("batch_send_recv", start, deadline)
+
+
+def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether gloo does so itself, as torch does elsewhere: its minima and maxima drop NaNs."""
+    return dtype in _NATIVE_DTYPES and not (dtype.is_floating_point and op.name in ("min", "max"))
+
+
+def _shortly(left: float) -> timedelta:
+    return timedelta(seconds=max(left, 0.001))
 
 
 def _movable(tensor: Tensor) -> Tensor:

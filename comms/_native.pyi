@@ -47,6 +47,13 @@ class Board:
     def sleep(self, bell: int, nanoseconds: int, /) -> None: ...
     def get_up(self) -> None: ...
     def give_way(self) -> None: ...
+    @property
+    def number(self) -> int:
+        """Of the newest op."""
+
+    def next(self) -> int:
+        """The number of one more op."""
+
     def publish(self, op: int, signature: int, inputs: tuple[int, ...], /) -> int:
         """Publish (address, nbytes) of each input: 1 if they were copied into the slot, 0 if not, -1 if a rank still
         reads what the slot held before."""
@@ -99,6 +106,53 @@ class Board:
 
     def run(self) -> tuple[int, int, int] | None:
         """Go on with it: None once complete, else the (rank, value, flag) that keeps it."""
+
+class Order:
+    """Whose turn it is among the ops of one communicator."""
+
+    seq: int
+    """How many ops were issued."""
+    joint: int
+    """How many of them were of all ranks together."""
+    over: bool
+    """No more can run."""
+    queued: bool
+    """Some wait for their turn."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being issued, or runs in the thread that issued it."""
+
+    def enter(self) -> bool:
+        """Begin to issue an op, unless another is being issued; one that a fast path has begun goes on."""
+
+    def leave(self) -> None: ...
+
+class _FastPath:
+    """See `holdfast.comms.transport.FastPath`."""
+
+    def all_reduce(self, tensor: Any, op: Any, /) -> bool: ...
+    def reduce_scatter(self, output: Any, tensor: Any, op: Any, /) -> bool: ...
+    def broadcast(self, tensor: Any, src: int, /) -> bool: ...
+    def all_gather(self, output: Any, tensor: Any, /) -> bool: ...
+    def all_to_all(self, output: Any, tensor: Any, /) -> bool: ...
+    def barrier(self) -> bool: ...
+
+class BoardPath(_FastPath):
+    """Small ops over a board.
+
+    `plan(op, tensor, root, reduction)` says by which signature and kind an op is called, None if it is not for
+    this path. Nothing is done while `observers.observed`.
+    """
+
+    def __init__(self, board: Board, order: Order, plan: Any, observers: Any) -> None: ...
+
+class CallPath(_FastPath):
+    """Ops that are called: what `plan`, as above, returns is given an op's output, tensor and deadline, as far as it
+    has them. `failed(op, seq, joint, error)` is called with the error of an op, and raises.
+    """
+
+    def __init__(self, size: int, order: Order, plan: Any, observers: Any, timeout: float, failed: Any) -> None: ...
 
 def kind(dtype: str, op: str, /) -> int:
     """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""

@@ -15,7 +15,7 @@ from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors import packed, rows, unpack, unpack_all
 from holdfast.comms.transport import Transport
-from holdfast.comms.work import Work
+from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
 
@@ -29,6 +29,7 @@ class Collectives:
         self._transport = transport
         self._check = check
         self._executor = executor
+        self._fast = executor.fast_path(check)
 
     # -- reductions
 
@@ -45,6 +46,9 @@ class Collectives:
         With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
         backend, only on the values (see `holdfast.comms.reproducible`).
         """
+        fast = self._fast
+        if fast and not async_op and timeout is None and not reproducible and fast.all_reduce(tensor, op):
+            return DONE
         itself = self._check.reducible(tensor, op)
         if reproducible:
             check_exact(op)
@@ -130,6 +134,9 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor`, of size times `output`'s elements, and give rank i its i-th part."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
+            return DONE
         themselves = self._check.reducible(output, op) & self._check.like(tensor, output)
         self._check.whole(tensor, output, "tensor", "output's")
 
@@ -156,6 +163,9 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None) -> Work:
         """Copy rank `src`'s `tensor` into every rank's."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and fast.broadcast(tensor, src):
+            return DONE
         itself = self._check.movable(tensor)
         self._check.rank(src, "src")
         words = f"from {src}"
@@ -192,6 +202,9 @@ class Collectives:
         self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Concatenate every rank's `tensor`, in rank order, into `output`, of size times its elements."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and fast.all_gather(output, tensor):
+            return DONE
         themselves = self._check.movable_pair(tensor, output)
         self._check.whole(output, tensor, "output", "tensor's")
 
@@ -244,9 +257,12 @@ class Collectives:
 
         Split sizes are rows, one number a rank; without them the rows are divided evenly.
         """
+        fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
+        if fast and even and not async_op and timeout is None and fast.all_to_all(output, tensor):
+            return DONE
         themselves = self._check.movable_pair(tensor, output)
         splits = None
-        if output_split_sizes is None and input_split_sizes is None and output.numel() == tensor.numel():
+        if even and output.numel() == tensor.numel():
             self._check.divided(output, "output")
             self._check.divided(tensor, "tensor")
         else:
@@ -342,6 +358,9 @@ class Collectives:
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return once every rank has entered."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and fast.barrier():
+            return DONE
         return self._executor.issue("barrier", 0, self._transport.barrier, async_op, timeout, lambda: "")
 
     # -- point to point

@@ -13,19 +13,27 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from typing import Any, NoReturn
 
+import torch
+
+from holdfast.comms import _native
 from holdfast.comms.agreement import Agreement
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.arguments import Arguments
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.journal import About, Journal
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
-from holdfast.comms.transport import Context, Transport
+from holdfast.comms.transport import Context, FastPath, Form, Transport
 from holdfast.comms.work import DONE, Work
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
 
 _CLOSE_SECONDS = 10.0
+_LOOK_SECONDS = 0.0005
+"""How often `close` looks whether the op that it has aborted is over."""
+
 _LATEST = 1e9
 """Deadlines are earlier: in nanoseconds, as systems count them, later ones would overflow."""
 
@@ -49,15 +57,24 @@ class Executor:
         self._agreement = Agreement(transport) if check and context.size > 1 else None
         self._on_close = on_close
         self._registry = registry()
-        self._entry = threading.Lock()
+        self._order = _native.Order()
         self._ending = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._last: Work = DONE
-        self._seq = self._joint = 0
         self._over: HoldfastError | None = None
         self._closed = False
         self._parts: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+    def fast_path(self, check: Arguments) -> FastPath | None:
+        """For ops that nobody compares or records as they run: the transport's own, or one that calls its functions."""
+        if self._agreement is not None or self._journal is not None:
+            return None
+        own = self._transport.fast_path(self._order, self._registry)
+        if own is not None:
+            return own
+        size, plan = self._transport.size, partial(_plan, self._transport, check, self.timeout)
+        return _native.CallPath(size, self._order, plan, self._registry, self.timeout, self._failed)
 
     @property
     def over(self) -> HoldfastError | None:
@@ -67,7 +84,7 @@ class Executor:
     @property
     def progress(self) -> tuple[int, bool]:
         """How many ops of all ranks together were issued, and whether any op is running. From any thread."""
-        return self._joint, self._entry.locked() or not self._last.done()
+        return self._order.joint, self._order.busy or not self._last.done()
 
     def issue(
         self,
@@ -86,7 +103,8 @@ class Executor:
         `agreed()` says in words what all ranks must agree on; None for point-to-point ops. `about`, `detail` and
         `peer` say the same to a journal.
         """
-        if not self._entry.acquire(False):
+        order = self._order
+        if not order.enter():
             if self._over is not None:
                 self._refuse()
             raise Mismatch(
@@ -102,26 +120,30 @@ class Executor:
                 raise TypeError(f"timeout={timeout!r}: a timeout is a number of seconds") from None
             if not deadline < _LATEST:
                 raise ValueError(f"timeout={timeout!r}: every op has an end; pass less than {_LATEST:.0e} seconds")
-            self._seq += 1
-            self._joint += agreed is not None
-            joint = self._joint if agreed is not None else 0
+            order.seq += 1
+            joint = 0
+            if agreed is not None:
+                joint = order.joint = order.joint + 1
+            seq = order.seq
             if self._agreement is not None and agreed is not None:
                 body = self._agreement.checked(body, name, agreed)
             if self._registry.observed:
-                body = self._observed(body, name, self._seq, nbytes)
+                body = self._observed(body, name, seq, nbytes)
             if self._journal is not None:
-                body = partial(_recorded, self._journal, body, name, self._seq, nbytes, about, detail, peer)
+                body = partial(_recorded, self._journal, body, name, seq, nbytes, about, detail, peer)
             if not async_op:
-                if self._last is not DONE and not self._last.done():
-                    body = partial(self._after, self._last, body)
-                self._run(name, self._seq, joint, body, deadline)
+                if order.queued:
+                    if self._last.done():
+                        order.queued = False
+                    else:
+                        body = partial(self._after, self._last, body)
+                self._run(name, seq, joint, body, deadline)
                 return DONE
             if self._transport.streams:
-                seq = self._seq
                 return self._transport.launch(name, lambda: self._run(name, seq, joint, body, deadline))
-            return self._enqueue(name, self._seq, joint, body, deadline)
+            return self._enqueue(name, seq, joint, body, deadline)
         finally:
-            self._entry.release()
+            order.leave()
 
     def _after(self, earlier: Work, body: Body, deadline: float) -> None:
         """Run `body` once an earlier op is complete, which may have more time than this one."""
@@ -137,16 +159,27 @@ class Executor:
     def _run(self, name: str, seq: int, joint: int, body: Body, deadline: float) -> None:
         try:
             body(deadline)
-        except OpTimeout as error:
-            named = OpTimeout(name, seq, error.waited, error.missing_ranks)
-            named.communicator, named.joint = self._name, joint if error.seq else 0
-            self._end(Revoked(self._epoch, f"an earlier op failed: {named}"))
-            raise named from None
         except BaseException as error:
-            if isinstance(error, PeerFailed):
+            self._failed(name, seq, joint, error)
+
+    def _failed(self, name: str, seq: int, joint: int, error: BaseException) -> NoReturn:
+        """An op has failed, and with it the communicator. Raises `error`, or what it means here."""
+        try:
+            if isinstance(error, OpTimeout):
+                error = self._named(error, name, seq, joint)
+            elif isinstance(error, PeerFailed):
                 error.communicator = self._name
             self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
-            raise
+            raise error
+        finally:
+            del error  # this frame is in its traceback: together they would keep all that was tried alive
+
+    def _named(self, error: OpTimeout, name: str, seq: int, joint: int) -> OpTimeout:
+        """A transport's timeout as that of an op of this communicator."""
+        named = OpTimeout(name, seq, error.waited, error.missing_ranks)
+        named.communicator, named.joint = self._name, joint if error.seq else 0
+        named.__suppress_context__ = True
+        return named
 
     def _refuse(self) -> None:
         over = self._over
@@ -162,6 +195,7 @@ class Executor:
                 self._refuse()
             self._run(name, seq, joint, body, deadline)
 
+        self._order.queued = True
         self._last = work = Work(name)
         self._queue.put((work, task))
         return work
@@ -209,7 +243,7 @@ class Executor:
         with self._ending:
             if self._over is not None:
                 return
-            self._over = error
+            self._over, self._order.over = error, True
             self._transport.abort(error)
             parts = list(self._parts)
         for part in parts:
@@ -224,13 +258,15 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
-            idle = self._last.done() and self._entry.acquire(blocking=False)
+            idle = self._last.done() and self._order.enter()
             if self._over is None:
-                self._over = Revoked(self._epoch, "closed")
+                self._over, self._order.over = Revoked(self._epoch, "closed"), True
                 if not idle:
                     self._transport.abort(self._over)
         if not idle:
-            idle = self._entry.acquire(timeout=_CLOSE_SECONDS)
+            until = time.monotonic() + _CLOSE_SECONDS
+            while not (idle := self._order.enter()) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join(_CLOSE_SECONDS)
@@ -263,3 +299,23 @@ def _recorded(
         journal.leave(error)
         raise
     journal.leave(None)
+
+
+def _plan(
+    transport: Transport,
+    check: Arguments,
+    timeout: float,
+    op: str,
+    tensor: torch.Tensor | None,
+    root: int,
+    reduction: Any,
+) -> Callable[..., None] | None:
+    """The transport's function for an op; None if tensors like this one must be checked or prepared each time."""
+    if tensor is None:
+        return transport.function(Form(op, None, 0, root, None, timeout))
+    try:
+        as_it_is = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
+    except (TypeError, ValueError, Unsupported):
+        return None
+    form = Form(op, tensor.dtype, tensor.nbytes, root, reduction, timeout)
+    return transport.function(form) if as_it_is else None

@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from holdfast.comms._native import Order
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
@@ -56,6 +57,42 @@ class Context:
     journal: Journal | None = None
     previous: Transport | None = None
     greeting: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of an op before its tensors are. `op`: all_reduce, broadcast, barrier; all_gather, reduce_scatter
+    or all_to_all of single tensors. `nbytes` is the size of its input, `timeout` in seconds.
+    """
+
+    op: str
+    dtype: torch.dtype | None
+    nbytes: int
+    root: int
+    reduction: ReduceOp | None
+    timeout: float
+
+
+class Observed(Protocol):
+    """Says whether anybody watches ops."""
+
+    observed: bool
+
+
+class FastPath(Protocol):
+    """A shorter way for the ops that are most usual, past the checks and the bookkeeping of all others.
+
+    Each returns whether the op was done. If not it may have begun: it must be called as any other then, with the same
+    arguments, and goes on. What is not usual (arguments, an op before it that is still running, an observer) is never
+    done here, and nothing is refused here.
+    """
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, /) -> bool: ...
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, /) -> bool: ...
+    def broadcast(self, tensor: torch.Tensor, src: int, /) -> bool: ...
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, /) -> bool: ...
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, /) -> bool: ...
+    def barrier(self) -> bool: ...
 
 
 class Transport(ABC):
@@ -148,6 +185,25 @@ class Transport(ABC):
         deadline: float,
     ) -> None:
         """All of the (tensor, peer, tag) sends and receives at once, without deadlock whatever their order."""
+
+    def fast_path(self, order: Order, observers: Observed) -> FastPath | None:
+        """The fast path of a communicator that keeps this order, if this transport has one of its own."""
+        return None
+
+    def function(self, form: Form) -> Callable[..., None]:
+        """Ops of a form, as a function of their output, tensor and deadline, as far as they have them."""
+        reduction, root = form.reduction, form.root
+        if reduction is None:
+            calls: dict[str, Callable[..., None]] = {
+                "broadcast": lambda tensor, deadline: self.broadcast(tensor, root, deadline),
+                "all_gather": self.all_gather_single,
+                "all_to_all": self.all_to_all_single,
+                "barrier": self.barrier,
+            }
+            return calls[form.op]
+        if form.op == "all_reduce":
+            return lambda tensor, deadline: self.all_reduce(tensor, reduction, deadline)
+        return lambda output, tensor, deadline: self.reduce_scatter_single(output, tensor, reduction, deadline)
 
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
         """Expose a contiguous `tensor` to all ranks and reach theirs; collective. For backends that have windows."""

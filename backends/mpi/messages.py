@@ -69,6 +69,7 @@ class MpiMessages(MessageTransport):
         self._ending = threading.Lock()
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
+        self._everybody = range(context.size)
         self._arrived = [0] * context.size
         self._closed: dict[int, int] = {}
         self._aborted = ""
@@ -88,17 +89,24 @@ class MpiMessages(MessageTransport):
 
     # -- how an op completes, or ends
 
-    def _run(self, op: str, start: Callable[[], MPI.Request], deadline: float, *memory: object) -> None:
-        """Start one of MPI's own collectives and complete it."""
+    def _run(
+        self,
+        op: str,
+        start: Callable[..., MPI.Request],
+        given: tuple[object, ...],
+        deadline: float,
+        memory: object = None,
+    ) -> None:
+        """`start(*given)` one of MPI's own collectives and complete it. `memory` is kept until it is."""
         self._op += 1
         self._rounds = 0
         if self._error is not None:
             raise self._error.again()
         try:
-            request = start()
+            request = start(*given)
         except MPI.Exception as error:
             raise self._explain(op, self._op, error) from error
-        self._finish(request, op, self._op, deadline, range(self.size), memory)
+        self._finish(request, op, self._op, deadline, self._everybody, memory)
 
     def _finish(
         self,

@@ -6,7 +6,7 @@ algorithms of `MessageTransport`. Every choice depends only on what all ranks kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from mpi4py import MPI
@@ -16,6 +16,7 @@ from holdfast.backends.mpi.datatypes import native
 from holdfast.backends.mpi.messages import MpiMessages
 from holdfast.comms.algorithms import arithmetic, segments
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.transport import Form
 
 Tensor = torch.Tensor
 
@@ -47,8 +48,8 @@ class MpiTransport(MpiMessages):
             segments.all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
         elif kind is not None:
             mpi, reduce = kind
-            memory = [at(tensor), mpi]
-            self._run("all_reduce", lambda: self._comm.Iallreduce(MPI.IN_PLACE, memory, reduce), deadline, tensor)
+            given = MPI.IN_PLACE, [at(tensor), mpi], reduce
+            self._run("all_reduce", self._comm.Iallreduce, given, deadline, tensor)
         arithmetic.after(tensor, op, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
@@ -60,12 +61,12 @@ class MpiTransport(MpiMessages):
         contribution = arithmetic.before(tensor, op)
         memory = [at(contribution), contribution.numel(), mpi]
         if self.rank != dst:
-            self._run("reduce", lambda: self._comm.Ireduce(memory, None, reduce, dst), deadline, contribution)
+            self._run("reduce", self._comm.Ireduce, (memory, None, reduce, dst), deadline, contribution)
             return
         if contribution is not tensor:
             tensor.copy_(contribution)
             memory[0] = at(tensor)
-        self._run("reduce", lambda: self._comm.Ireduce(MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
+        self._run("reduce", self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
         arithmetic.after(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
@@ -78,21 +79,14 @@ class MpiTransport(MpiMessages):
         memory, kept = given(contributions)
         sizes = [tensor.numel() for tensor in inputs]
         source, target = [memory, sum(sizes), mpi], [at(output), output.numel(), mpi]
-        self._run(
-            "reduce_scatter",
-            lambda: self._comm.Ireduce_scatter(source, target, sizes, reduce),
-            deadline,
-            kept,
-            contributions,
-            output,
-        )
+        kept = kept, contributions, output
+        self._run("reduce_scatter", self._comm.Ireduce_scatter, (source, target, sizes, reduce), deadline, kept)
         arithmetic.after(output, op, self.size)
 
     # -- moves
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
-        memory = [at(tensor), MPI.BYTE]
-        self._run("broadcast", lambda: self._comm.Ibcast(memory, src), deadline, tensor)
+        self._run("broadcast", self._comm.Ibcast, ([at(tensor), MPI.BYTE], src), deadline, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if sum(output.nbytes for output in outputs) >= GATHERED_BYTES:
@@ -101,47 +95,62 @@ class MpiTransport(MpiMessages):
         memory, staged = room(outputs)
         sizes = [output.nbytes for output in outputs]
         source = [at(tensor), MPI.BYTE]
+        kept = outputs, staged, tensor
         if len(set(sizes)) == 1:
             target = [memory, sizes[0], MPI.BYTE]
-            self._run("all_gather", lambda: self._comm.Iallgather(source, target), deadline, outputs, staged, tensor)
+            self._run("all_gather", self._comm.Iallgather, (source, target), deadline, kept)
         else:
             uneven = [memory, counts(sizes), MPI.BYTE]
-            self._run("all_gather", lambda: self._comm.Iallgatherv(source, uneven), deadline, outputs, staged, tensor)
+            self._run("all_gather", self._comm.Iallgatherv, (source, uneven), deadline, kept)
         spread(staged, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         if output.nbytes >= GATHERED_BYTES:
             super().all_gather_single(output, tensor, deadline)
             return
-        source, target = [at(tensor), MPI.BYTE], [at(output), tensor.nbytes, MPI.BYTE]
-        self._run("all_gather", lambda: self._comm.Iallgather(source, target), deadline, output, tensor)
+        given = [at(tensor), MPI.BYTE], [at(output), tensor.nbytes, MPI.BYTE]
+        self._run("all_gather", self._comm.Iallgather, given, deadline, (output, tensor))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         memory, kept = given(inputs)
         into, staged = room(outputs)
         source = [memory, counts([tensor.nbytes for tensor in inputs]), MPI.BYTE]
         target = [into, counts([tensor.nbytes for tensor in outputs]), MPI.BYTE]
-        self._run("all_to_all", lambda: self._comm.Ialltoallv(source, target), deadline, kept, staged, outputs)
+        self._run("all_to_all", self._comm.Ialltoallv, (source, target), deadline, (kept, staged, outputs))
         spread(staged, outputs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
         source = [at(tensor), MPI.BYTE]
         if outputs is None:
-            self._run("gather", lambda: self._comm.Igatherv(source, None, dst), deadline, tensor)
+            self._run("gather", self._comm.Igatherv, (source, None, dst), deadline, tensor)
             return
         memory, staged = room(outputs)
         target = [memory, counts([output.nbytes for output in outputs]), MPI.BYTE]
-        self._run("gather", lambda: self._comm.Igatherv(source, target, dst), deadline, tensor, staged, outputs)
+        self._run("gather", self._comm.Igatherv, (source, target, dst), deadline, (tensor, staged, outputs))
         spread(staged, outputs)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
         target = [at(tensor), MPI.BYTE]
         if inputs is None:
-            self._run("scatter", lambda: self._comm.Iscatterv(None, target, src), deadline, tensor)
+            self._run("scatter", self._comm.Iscatterv, (None, target, src), deadline, tensor)
             return
         memory, kept = given(inputs)
         source = [memory, counts([part.nbytes for part in inputs]), MPI.BYTE]
-        self._run("scatter", lambda: self._comm.Iscatterv(source, target, src), deadline, tensor, kept, inputs)
+        self._run("scatter", self._comm.Iscatterv, (source, target, src), deadline, (tensor, kept, inputs))
 
     def barrier(self, deadline: float) -> None:
-        self._run("barrier", self._comm.Ibarrier, deadline)
+        self._run("barrier", self._comm.Ibarrier, (), deadline)
+
+    # -- what is usual, with all that can be known of it made ready
+
+    def function(self, form: Form) -> Callable[..., None]:
+        reduction, dtype = form.reduction, form.dtype
+        if form.op != "all_reduce" or form.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
+            return super().function(form)
+        kind = native(dtype, reduction)
+        if kind is None or reduction.name in arithmetic.SCALED:
+            return super().function(form)
+        (mpi, reduce), start, run = kind, self._comm.Iallreduce, self._run
+        return lambda tensor, deadline: run(
+            "all_reduce", start, (MPI.IN_PLACE, [at(tensor), mpi], reduce), deadline, tensor
+        )

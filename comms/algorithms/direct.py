@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.comms import _native
 from holdfast.comms._native import copy, pieces
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
@@ -23,7 +24,7 @@ from holdfast.comms.algorithms.staging import Staging
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import span, unpack
-from holdfast.comms.transport import Transport
+from holdfast.comms.transport import FastPath, Observed, Transport
 
 
 class DirectTransport(Transport):
@@ -214,6 +215,9 @@ class DirectTransport(Transport):
 
     def barrier(self, deadline: float) -> None:
         self._ops.exchange("barrier", (), (), 0, 0, deadline)
+
+    def fast_path(self, order: _native.Order, observers: Observed) -> FastPath:
+        return _native.BoardPath(self._board.native, order, self._ops.plan, observers)
 
     # -- point to point
 

@@ -32,14 +32,19 @@ _LATE, _ALIKE, _DONE = -2, -1, -1
 
 
 class Publications:
-    """The published ops of one communicator. `number` is that of the newest."""
+    """The published ops of one communicator."""
 
     def __init__(self, board: Board) -> None:
         self.rank, self.size = board.rank, board.size
-        self.number = 0
         self._board, self._native = board, board.native
         self._signatures: dict[_Key, int] = {}
+        self._next_number = board.native.next
         self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}  # signature and kind, at a look
+
+    @property
+    def number(self) -> int:
+        """The number of the newest op."""
+        return self._native.number
 
     def publish(
         self,
@@ -126,8 +131,23 @@ class Publications:
         """The number of one more op."""
         if self._board.error is not None:
             self._board.check()
-        self.number += 1
-        return self.number
+        return self._next_number()
+
+    def plan(
+        self, op: str, tensor: torch.Tensor | None, root: int, reduction: ReduceOp | None
+    ) -> tuple[int, int] | None:
+        """What a fast path must know of an op: its signature and its kind (-1: it reduces nothing). None if it takes
+        more than one reduction of what is there, or there is no such reduction.
+        """
+        if tensor is None:
+            return signature(op, None, root, "", 0), -1
+        count = tensor.numel() if op in ("all_reduce", "broadcast") else 0
+        if reduction is None:
+            return signature(op, tensor.dtype, root, "", count), -1
+        if not isinstance(reduction, ReduceOp) or reduction.name in arithmetic.SCALED:
+            return None
+        kind = arithmetic.kind(tensor.dtype, reduction)
+        return None if kind < 0 else (signature(op, tensor.dtype, root, reduction.name, count), kind)
 
     def _signed(self, key: _Key) -> int:
         """The signature of an op, kept for the next."""

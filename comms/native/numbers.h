@@ -19,4 +19,7 @@ static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected,
     return 1;
 }
 
+#define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
+#define PLAIN(NAME, FUNCTION) {NAME, (PyCFunction)FUNCTION, METH_NOARGS, NULL}
+
 #endif

@@ -87,10 +87,8 @@ static int lies_plainly(const tensors *known, PyObject *tensor, dlpack_tensor *w
 
 /* Whether it is that, and its memory is what it says: not of lazily conjugated or negated numbers, of which DLPack does not
  * tell, nor one that autograd follows. */
-static int is_plain(const tensors *known, PyObject *tensor) {
-    dlpack_tensor where;
-    uint64_t nbytes;
-    if (!lies_plainly(known, tensor, &where, &nbytes) || where.code == DLPACK_COMPLEX)
+static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
+    if (!lies_plainly(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
         return 0;
     return is_false(PyObject_GetAttr(tensor, known->requires_grad)) &&
            is_false(PyObject_CallMethodObjArgs(tensor, known->is_neg, NULL));
@@ -112,5 +110,11 @@ static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
     Py_XDECREF(nbytes);
     return flat;
 }
+
+/* What the module keeps: the tensors that are known, and types of its own. */
+typedef struct {
+    tensors known;
+    PyObject *board, *order;
+} state;
 
 #endif

@@ -87,8 +87,6 @@ static void near_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-#define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
-
 static PyMethodDef near_methods[] = {FAST("get", near_get), FAST("put", near_put), {NULL, NULL, 0, NULL}};
 
 static PyType_Slot near_slots[] = {

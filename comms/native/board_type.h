@@ -1,0 +1,500 @@
+/* The `Board` of Python: one rank's hands on a board, for waits, small ops and large ones. */
+
+#ifndef HOLDFAST_BOARD_TYPE_H
+#define HOLDFAST_BOARD_TYPE_H
+
+#include <Python.h>
+#include <structmember.h>
+
+#include "numbers.h"
+#include "pipeline.h"
+#include "publication.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    board b;
+    pipeline p;
+    uint64_t number;  /* of the newest op that was begun in Python */
+    uint64_t begun;   /* an op that was published, and is still to be gone on with */
+    const char *from; /* where its first input lay */
+} Board;
+
+static int board_init(PyObject *object, PyObject *args, PyObject *named) {
+    Board *self = (Board *)object;
+    static char *names[] = {"memory", "rank", "size", "row",    "table", "slots",  "slot",
+                            "stage",  "block", "depth", "spins", "yields", NULL};
+    PyObject *memory;
+    board b = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKill", names, &memory, &b.rank, &b.size, &b.row, &b.table,
+                                     &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields))
+        return -1;
+    if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
+        PyErr_SetString(PyExc_ValueError, "no such rank, or no stage");
+        return -1;
+    }
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    b.base = self->memory.buf, b.nbytes = (size_t)self->memory.len;
+    self->b = b;
+    self->p.give = PyMem_Calloc((size_t)b.size, sizeof(span));
+    self->p.take = PyMem_Calloc((size_t)b.size, sizeof(span));
+    if (b.row * (uint64_t)b.size > b.nbytes) {
+        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the board");
+        return -1;
+    }
+    if (!self->p.give || !self->p.take) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->p.b = &self->b;
+    return 0;
+}
+
+static PyObject *release(Board *self, PyObject *nothing) {
+    (void)nothing;
+    self->b.size = 0;
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    Py_RETURN_NONE;
+}
+
+static void board_dealloc(PyObject *object) {
+    Board *self = (Board *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    PyMem_Free(self->p.give);
+    PyMem_Free(self->p.take);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
+/* -- arguments */
+
+static int ours(const Board *self, uint64_t rank) {
+    if (rank < (uint64_t)self->b.size)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
+    return 0;
+}
+
+/* A tuple of (address, nbytes) pairs, flat, into `spans`; those that it does not reach are empty. */
+static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
+    Py_ssize_t count = PyTuple_Size(flat);
+    if (count < 0)
+        return -1;
+    if (count % 2 || count / 2 > most) {
+        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
+        return -1;
+    }
+    memset(spans, 0, (size_t)most * sizeof(span));
+    for (Py_ssize_t i = 0; i < count / 2; i++) {
+        spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
+        spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
+    }
+    return PyErr_Occurred() ? -1 : count / 2;
+}
+
+/* `look`, and without the GIL if that takes time. */
+static int await(Board *self, int rank, int flag, uint64_t value) {
+    int missing = look(&self->b, rank, flag, value, 0, 0);
+    if (missing >= 0 && self->b.spins + self->b.yields > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        missing = look(&self->b, rank, flag, value, self->b.spins, self->b.yields);
+        Py_END_ALLOW_THREADS;
+    }
+    return missing;
+}
+
+/* -- flags */
+
+static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, 0))
+        return NULL;
+    raise_flag(&self->b, (int)a[1], a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a) || !ours(self, a[0]))
+        return NULL;
+    return PyBool_FromLong(await(self, (int)a[0], (int)a[2], a[1]) < 0);
+}
+
+static PyObject *board_wait_all(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, 0))
+        return NULL;
+    return PyBool_FromLong(await(self, -1, FLAG, a[0]) < 0);
+}
+
+static PyObject *board_stop(Board *self, PyObject *nothing) {
+    (void)nothing;
+    atomic_store(&self->b.stopped, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_rest(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a))
+        return NULL;
+    atomic_store(&self->b.restful, a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, a[0]))
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    if (flag_of(&self->b, (int)a[0], ASLEEP))
+        ring(&self->b, (int)a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring_all(Board *self, PyObject *nothing) {
+    (void)nothing;
+    for (int rank = 0; rank < self->b.size; rank++)
+        ring(&self->b, rank);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_lie_down(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 1, memory_order_relaxed);
+    uint64_t bell = flag_of(&self->b, self->b.rank, DOORBELL);
+    atomic_thread_fence(memory_order_seq_cst);
+    return PyLong_FromUnsignedLongLong(bell);
+}
+
+static PyObject *board_sleep(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, 0))
+        return NULL;
+    struct timespec most = {(time_t)(a[1] / 1000000000u), (long)(a[1] % 1000000000u)};
+    word *bell = word_of(&self->b, self->b.rank, DOORBELL);
+    Py_BEGIN_ALLOW_THREADS;
+    syscall(SYS_futex, bell, FUTEX_WAIT, (uint32_t)a[0], &most, NULL, 0);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_get_up(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 0, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_yield(Board *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    Py_BEGIN_ALLOW_THREADS;
+    sched_yield();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* -- small ops: publish, meet, take */
+
+enum { EARLY = -1, FAILED = -2, ALIKE = -1, LATE = -2 };
+enum { COPIED = 1, NOT_MET = 2, DONE = 4 }; /* what has become of an op in one call */
+
+/* Publish `count` inputs, which are in `p.give`: 1 if they were copied, 0 if they are too large, EARLY if a rank has still to
+ * read what lies in their place, FAILED if Python has an error. Nothing more for an op that was begun: it is gone on with. */
+static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count) {
+    const char *from = count ? self->p.give->at : NULL;
+    if (op == self->begun) {
+        if (signature == *table_of(&self->b, self->b.rank, op) && from == self->from)
+            return 1;
+        PyErr_SetString(PyExc_RuntimeError, "another op was begun here, and never ended");
+        return FAILED;
+    }
+    if (op > 2 && self->b.all_finished < op - 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
+        return EARLY;
+    self->from = from;
+    return publish(&self->b, op, signature, self->p.give, (int)count);
+}
+
+/* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
+static int meet_all(Board *self, uint64_t op, int how) {
+    board *b = &self->b;
+    if (await(self, -1, how, op) >= 0)
+        return LATE;
+    b->all_finished = op - 1;
+    for (int rank = 0; rank < b->size; rank++)
+        if (!agrees(b, rank, op))
+            return rank;
+    return ALIKE;
+}
+
+/* After `publish_`: whether all ranks have published the same. */
+static int all_came(Board *self, uint64_t op, int copied) {
+    int how = copied && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
+    return meet_all(self, op, how) == ALIKE;
+}
+
+static int finish(Board *self, uint64_t op, int copied) {
+    raise_flag(&self->b, FLAG, 4 * op + 3);
+    return copied | DONE;
+}
+
+/* Without the GIL if that takes time. */
+static void move(span into, const void *from) {
+    if (!into.nbytes || into.at == from)
+        return;
+    if (into.nbytes <= 1 << 14) {
+        copy_bytes(into.at, from, into.nbytes);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    copy_bytes(into.at, from, into.nbytes);
+    Py_END_ALLOW_THREADS;
+}
+
+/* `publish_`; copy from `own` what this rank keeps; meet all; collect input `index` of the others, and say so. As `publish_`,
+ * and NOT_MET or DONE. */
+static int exchange_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count, const span *into, uint64_t index,
+                    const void *own) {
+    int copied = publish_(self, op, signature, count);
+    if (copied < 0)
+        return copied;
+    if (into)
+        move(into[self->b.rank], own);
+    if (!all_came(self, op, copied))
+        return copied | NOT_MET;
+    return collect(&self->b, op, index, into) == TAKEN_ALL ? finish(self, op, copied) : copied;
+}
+
+/* `publish_`; meet all; reduce input `index` of all ranks, and say so. As `exchange_all`. */
+static int reduce_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count, uint64_t index, long kind, span into) {
+    int copied = publish_(self, op, signature, count);
+    if (copied < 0)
+        return copied;
+    if (!all_came(self, op, copied))
+        return copied | NOT_MET;
+    if (collect(&self->b, op, 0, NULL) != TAKEN_ALL || reduce_inputs(&self->b, op, index, kind, into) != TAKEN_ALL)
+        return copied;
+    return finish(self, op, copied);
+}
+
+static PyObject *outcome(int of) { return of == FAILED ? NULL : PyLong_FromLong(of); }
+
+/* next(): the number of one more op. */
+static PyObject *board_next(Board *self, PyObject *nothing) {
+    (void)nothing;
+    return PyLong_FromUnsignedLongLong(++self->number);
+}
+
+/* publish(op, signature, inputs): 1 if the inputs were copied, 0 if they are too large, -1 if it is too early. */
+static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !ours(self, 0))
+        return NULL;
+    Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
+    return inputs < 0 ? NULL : outcome(publish_(self, a[0], a[1], inputs));
+}
+
+/* exchange(op, signature, inputs, into, index, own): as `exchange_all`; -1 if it is too early. */
+static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2], b[2];
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "op, signature, inputs, into, index and own are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !numbers(args + 4, 2, 2, b) || !ours(self, 0) || !ours(self, b[0]))
+        return NULL;
+    Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
+    Py_ssize_t places = spans_of(args[3], self->p.take, self->b.size);
+    if (inputs < 0 || places < 0)
+        return NULL;
+    return outcome(exchange_all(self, a[0], a[1], inputs, places ? self->p.take : NULL, b[0], (const void *)(uintptr_t)b[1]));
+}
+
+/* reduce(op, signature, inputs, index, kind, into, nbytes): as `reduce_all`; -1 if it is too early. */
+static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2], b[4];
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "op, signature, inputs, index, kind, into and nbytes are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !numbers(args + 3, 4, 4, b) || !ours(self, 0) || !ours(self, b[0]))
+        return NULL;
+    if (!kernel_of((long)b[1])) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
+    span into = {(char *)(uintptr_t)b[2], b[3]};
+    return inputs < 0 ? NULL : outcome(reduce_all(self, a[0], a[1], inputs, b[0], (long)b[1], into));
+}
+
+/* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
+static PyObject *board_meet(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, a[0]))
+        return NULL;
+    if (await(self, (int)a[0], PUBLISHED, a[1]) >= 0)
+        return PyLong_FromLong(LATE);
+    return PyLong_FromLong(agrees(&self->b, (int)a[0], a[1]) ? ALIKE : (long)a[0]);
+}
+
+static PyObject *board_meet_all(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, 0))
+        return NULL;
+    return PyLong_FromLong(meet_all(self, a[0], PUBLISHED));
+}
+
+static int has_input(const Board *self, uint64_t rank, uint64_t index) {
+    return ours(self, rank) && ours(self, index);
+}
+
+/* input(rank, op, index): (nbytes, whether it lies in the slot). */
+static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3], nbytes;
+    if (!numbers(args, count, 3, a) || !has_input(self, a[0], a[2]))
+        return NULL;
+    const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
+    return Py_BuildValue("KO", (unsigned long long)nbytes, at ? Py_True : Py_False);
+}
+
+/* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the size that it really has. */
+static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[5], nbytes;
+    if (!numbers(args, count, 5, a) || !has_input(self, a[0], a[2]))
+        return NULL;
+    const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
+    if (!at || nbytes != a[4])
+        return PyLong_FromUnsignedLongLong(nbytes);
+    copy_bytes((void *)(uintptr_t)a[3], at, nbytes);
+    return PyLong_FromLong(-1);
+}
+
+/* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; to
+ * nowhere if `into` is empty. -1 if done, -2 if they are not all in slots, else a rank whose input has another size. */
+static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "op, index and into are needed");
+        return NULL;
+    }
+    if (!numbers(args, 2, 2, a) || !has_input(self, 0, a[1]))
+        return NULL;
+    Py_ssize_t places = spans_of(args[2], self->p.take, self->b.size);
+    return places < 0 ? NULL : PyLong_FromLong(collect(&self->b, a[0], a[1], places ? self->p.take : NULL));
+}
+
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose input
+ * has another size. */
+static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[5];
+    if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]))
+        return NULL;
+    if (!kernel_of((long)a[2])) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    span into = {(char *)(uintptr_t)a[3], a[4]};
+    return PyLong_FromLong(reduce_inputs(&self->b, a[0], a[1], (long)a[2], into));
+}
+
+/* -- large ops */
+
+/* begin(base, steps, block, kind, reduces_all, shared, give, take, own): a pipeline; see pipeline.h. kind -1: a move. */
+static PyObject *board_begin(Board *self, PyObject *args) {
+    pipeline *p = &self->p;
+    unsigned long long base, steps, block, own;
+    long kind;
+    int reduces_all, shared;
+    PyObject *give_, *take_;
+    if (!PyArg_ParseTuple(args, "KKKlppO!O!K", &base, &steps, &block, &kind, &reduces_all, &shared, &PyTuple_Type, &give_,
+                          &PyTuple_Type, &take_, &own) ||
+        !ours(self, 0))
+        return NULL;
+    if (block > self->b.block || !block || (kind >= 0 && !kernel_of(kind))) {
+        PyErr_SetString(PyExc_ValueError, "no such block, or no such reduction");
+        return NULL;
+    }
+    if (spans_of(give_, p->give, self->b.size) < 0 || spans_of(take_, p->take, self->b.size) < 0)
+        return NULL;
+    p->base = base, p->steps = steps, p->block = block, p->own = (const char *)(uintptr_t)own;
+    p->combine = kind >= 0 ? kernel_of(kind) : NULL;
+    p->itemsize = kind >= 0 ? itemsize_of(kind) : 1;
+    p->reduces_all = reduces_all, p->shared = shared;
+    p->step = 0, p->phase = 0, p->other = 1;
+    p->near = all_near(&self->b);
+    sound(&self->b, base + 1);
+    Py_RETURN_NONE;
+}
+
+/* run(): None once the op is complete, else (rank, value, flag) that it has waited for. */
+static PyObject *board_run(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    int done;
+    Py_BEGIN_ALLOW_THREADS;
+    done = run(&self->p);
+    Py_END_ALLOW_THREADS;
+    if (done)
+        Py_RETURN_NONE;
+    return Py_BuildValue("iKi", self->p.awaited, (unsigned long long)self->p.value, self->p.flag);
+}
+
+static PyMethodDef board_methods[] = {
+    FAST("raise_flag", board_raise),
+    FAST("wait", board_wait),
+    FAST("wait_all", board_wait_all),
+    PLAIN("stop", board_stop),
+    FAST("rest", board_rest),
+    FAST("ring", board_ring),
+    PLAIN("ring_all", board_ring_all),
+    PLAIN("lie_down", board_lie_down),
+    FAST("sleep", board_sleep),
+    PLAIN("get_up", board_get_up),
+    PLAIN("give_way", board_yield),
+    PLAIN("next", board_next),
+    FAST("publish", board_publish),
+    FAST("exchange", board_exchange),
+    FAST("reduce", board_reduce),
+    FAST("meet", board_meet),
+    FAST("meet_all", board_meet_all),
+    FAST("input", board_input),
+    FAST("fetch", board_fetch),
+    FAST("collect", board_collect),
+    FAST("combine", board_combine),
+    {"begin", (PyCFunction)board_begin, METH_VARARGS, NULL},
+    PLAIN("run", board_run),
+    PLAIN("release", release),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef board_members[] = {
+    {"number", T_ULONGLONG, offsetof(Board, number), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot board_slots[] = {
+    {Py_tp_init, board_init},
+    {Py_tp_members, board_members},
+    {Py_tp_dealloc, board_dealloc},
+    {Py_tp_methods, board_methods},
+    {0, NULL},
+};
+
+static PyType_Spec board_spec = {
+    "holdfast.comms._native.Board", sizeof(Board), 0, Py_TPFLAGS_DEFAULT, board_slots,
+};
+
+#endif

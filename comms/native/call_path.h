@@ -1,0 +1,93 @@
+/* The `CallPath` of Python: ops of any transport. What there is to do before and after an op is done here; the op itself is
+ * a call to a function of Python, with the tensors and a deadline. */
+
+#ifndef HOLDFAST_CALL_PATH_H
+#define HOLDFAST_CALL_PATH_H
+
+#include <time.h>
+
+#include "fast_path.h"
+
+typedef struct {
+    fast_path path;
+    PyObject *failed; /* is called with the error of an op, and raises */
+    double timeout;
+} CallPath;
+
+static double monotonic(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The error of an op goes to Python, and what that raises is raised. */
+static int raise_failure(CallPath *self, fast_op op, unsigned long long seq, unsigned long long joint) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback)
+        PyException_SetTraceback(error, traceback);
+    PyObject *nothing = PyObject_CallFunction(self->failed, "sKKO", fast_ops[op], seq, joint, error);
+    if (nothing)
+        PyErr_SetString(PyExc_SystemError, "a failure was not raised");
+    Py_XDECREF(nothing);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return RAISED;
+}
+
+static int call_path_run(fast_path *path, fast_call *call) {
+    CallPath *self = (CallPath *)path;
+    PyObject *deadline = PyFloat_FromDouble(monotonic() + self->timeout), *done;
+    if (!deadline)
+        return RAISED;
+    unsigned long long seq = ++path->order->seq, joint = ++path->order->joint;
+    PyObject *function = Py_NewRef(call->as->said);
+    if (call->output.itself)
+        done = PyObject_CallFunctionObjArgs(function, call->output.itself, call->tensor.itself, deadline, NULL);
+    else if (call->tensor.itself)
+        done = PyObject_CallFunctionObjArgs(function, call->tensor.itself, deadline, NULL);
+    else
+        done = PyObject_CallFunctionObjArgs(function, deadline, NULL);
+    Py_DECREF(function);
+    Py_DECREF(deadline);
+    Py_XDECREF(done);
+    return done ? ENDED : raise_failure(self, call->op, seq, joint);
+}
+
+static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
+    CallPath *self = (CallPath *)object;
+    static char *names[] = {"size", "order", "plan", "observers", "timeout", "failed", NULL};
+    state *made = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *order, *asked, *observers, *failed;
+    int size;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iO!OOdO", names, &size, made->order, &order, &asked, &observers,
+                                     &self->timeout, &failed))
+        return -1;
+    if (size < 1) {
+        PyErr_SetString(PyExc_ValueError, "there are no ranks");
+        return -1;
+    }
+    self->failed = Py_NewRef(failed);
+    self->path.run = call_path_run;
+    return fast_init(&self->path, order, asked, observers, size, &made->known);
+}
+
+static void call_path_dealloc(PyObject *object) {
+    Py_XDECREF(((CallPath *)object)->failed);
+    fast_dealloc((fast_path *)object);
+}
+
+static PyType_Slot call_path_slots[] = {
+    {Py_tp_init, call_path_init},
+    {Py_tp_dealloc, call_path_dealloc},
+    {Py_tp_methods, fast_methods},
+    {0, NULL},
+};
+
+static PyType_Spec call_path_spec = {
+    "holdfast.comms._native.CallPath", sizeof(CallPath), 0, Py_TPFLAGS_DEFAULT, call_path_slots,
+};
+
+#endif

@@ -1,0 +1,196 @@
+/* Fast paths: ops that are usual, from the tensors to the end, in one call from Python.
+ *
+ * What is usual: plain tensors, sizes that fit each other, no other op before, around or behind. Whatever is not goes the way
+ * that all ops can go, where it is done or refused. By what an op is called (its signature and kernel, or a function) is
+ * asked of Python once, and kept. How it is done says `run`, which differs from type to type (board_path.h, call_path.h). */
+
+#ifndef HOLDFAST_FAST_PATH_H
+#define HOLDFAST_FAST_PATH_H
+
+#include "order.h"
+#include "tensors.h"
+
+typedef enum { ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_TO_ALL, BARRIER } fast_op;
+static const char *const fast_ops[] = {"all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "barrier"};
+
+enum { PLANS = 64 };
+enum { LEFT, ENDED, BEGUN, RAISED }; /* an op: nothing was done; it was done; it is to be gone on with; Python has an error */
+
+typedef struct {
+    uint64_t what, count, root; /* the op and the dtype as DLPack says it; elements */
+    PyObject *reduction, *said; /* said: None if the op is not for a fast path */
+    unsigned long long signature;
+    long kind;
+} plan;
+
+typedef struct {
+    PyObject *itself;
+    dlpack_tensor where;
+    uint64_t nbytes, count, dtype;
+} operand;
+
+typedef struct {
+    fast_op op;
+    operand tensor, output; /* as far as the op has them */
+    long src;
+    const plan *as;
+} fast_call;
+
+typedef struct fast_path {
+    PyObject_HEAD
+    Order *order;
+    PyObject *asked, *observers, *observed; /* for plans; whose attribute `observed` says whether somebody watches ops */
+    const tensors *known;
+    int size;
+    int (*learn)(plan *);
+    int (*run)(struct fast_path *, fast_call *);
+    plan plans[PLANS];
+} fast_path;
+
+/* -- what is usual */
+
+static int usual(const fast_path *self, PyObject *tensor, operand *into) {
+    if (!is_plain(self->known, tensor, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
+        return 0;
+    into->itself = tensor;
+    into->dtype = (uint64_t)into->where.code << 24 | (uint64_t)into->where.bits << 16 | into->where.lanes;
+    into->count = into->nbytes * 8 / ((uint64_t)into->where.bits * into->where.lanes);
+    return 1;
+}
+
+static int usual_pair(const fast_path *self, PyObject *const *args, fast_call *call) {
+    return usual(self, args[0], &call->output) && usual(self, args[1], &call->tensor) &&
+           call->output.dtype == call->tensor.dtype;
+}
+
+static int divides(const operand *rows, int size) { return rows->where.ndim && rows->where.shape[0] % size == 0; }
+
+/* -- plans */
+
+/* Ask Python, and keep what it says. 0, or -1 with a Python error. */
+static int ask(fast_path *self, plan *at, fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
+    at->what = 0;
+    PyObject *said = PyObject_CallFunction(self->asked, "sOKO", fast_ops[op], tensor ? tensor : Py_None,
+                                           (unsigned long long)root, reduction ? reduction : Py_None);
+    PyObject *before[] = {at->said, at->reduction};
+    at->said = said, at->reduction = reduction ? Py_NewRef(reduction) : NULL;
+    Py_XDECREF(before[0]);
+    Py_XDECREF(before[1]);
+    return said && (said == Py_None || !self->learn || self->learn(at) == 0) ? 0 : -1;
+}
+
+/* The plan of an op; NULL if it is not for a fast path. */
+static const plan *planned(fast_path *self, fast_op op, const operand *of, uint64_t root, PyObject *reduction) {
+    uint64_t what = (uint64_t)(op + 1) << 32 | (of ? of->dtype : 0), count = of ? of->count : 0;
+    uint64_t mixed = (what ^ count << 7 ^ root << 20 ^ (uintptr_t)reduction >> 4) * 0x9E3779B97F4A7C15u;
+    plan *at = &self->plans[mixed >> 58];
+    if (at->what != what || at->count != count || at->root != root || at->reduction != reduction) {
+        if (ask(self, at, op, of ? of->itself : NULL, root, reduction) < 0)
+            return PyErr_Clear(), NULL;
+        at->what = what, at->count = count, at->root = root;
+    }
+    return at->said == Py_None ? NULL : at;
+}
+
+/* -- the ops */
+
+static int recognise(fast_path *self, PyObject *const *args, fast_call *call) {
+    operand *tensor = &call->tensor, *output = &call->output;
+    uint64_t size = (uint64_t)self->size;
+    switch (call->op) {
+    case ALL_REDUCE:
+        if (usual(self, args[0], tensor))
+            call->as = planned(self, ALL_REDUCE, tensor, 0, args[1]);
+        break;
+    case REDUCE_SCATTER:
+        if (usual_pair(self, args, call) && tensor->count == output->count * size)
+            call->as = planned(self, REDUCE_SCATTER, tensor, 0, args[2]);
+        break;
+    case BROADCAST:
+        call->src = PyLong_CheckExact(args[1]) ? PyLong_AsLong(args[1]) : -1;
+        if (call->src >= 0 && call->src < self->size && usual(self, args[0], tensor))
+            call->as = planned(self, BROADCAST, tensor, (uint64_t)call->src, NULL);
+        PyErr_Clear();
+        break;
+    case ALL_GATHER:
+        if (usual_pair(self, args, call) && output->count == tensor->count * size)
+            call->as = planned(self, ALL_GATHER, tensor, 0, NULL);
+        break;
+    case ALL_TO_ALL:
+        if (usual_pair(self, args, call) && output->count == tensor->count && divides(output, self->size) &&
+            divides(tensor, self->size))
+            call->as = planned(self, ALL_TO_ALL, tensor, 0, NULL);
+        break;
+    case BARRIER:
+        call->as = planned(self, BARRIER, NULL, 0, NULL);
+    }
+    return call->as != NULL;
+}
+
+static int is_open(const fast_path *self) {
+    const Order *order = self->order;
+    return !order->busy && !order->over && !order->queued && is_false(PyObject_GetAttr(self->observers, self->observed));
+}
+
+/* True if the op was done. */
+static PyObject *travel(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected) {
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
+        return NULL;
+    }
+    if (!is_open(self))
+        Py_RETURN_FALSE;
+    Order *order = self->order;
+    fast_call call = {.op = op};
+    order->busy = 1;
+    int end = recognise(self, args, &call) ? self->run(self, &call) : LEFT;
+    if (end == BEGUN)
+        order->begun_by = PyThread_get_thread_ident();
+    order->busy = end == BEGUN;
+    return end == RAISED ? NULL : PyBool_FromLong(end == ENDED);
+}
+
+#define FAST_OP(NAME, OP, COUNT)                                                                                             \
+    static PyObject *fast_##NAME(fast_path *self, PyObject *const *args, Py_ssize_t count) {                                 \
+        return travel(self, OP, args, count, COUNT);                                                                         \
+    }
+FAST_OP(all_reduce, ALL_REDUCE, 2)
+FAST_OP(reduce_scatter, REDUCE_SCATTER, 3)
+FAST_OP(broadcast, BROADCAST, 2)
+FAST_OP(all_gather, ALL_GATHER, 2)
+FAST_OP(all_to_all, ALL_TO_ALL, 2)
+FAST_OP(barrier, BARRIER, 0)
+
+static PyMethodDef fast_methods[] = {
+    FAST("all_reduce", fast_all_reduce), FAST("reduce_scatter", fast_reduce_scatter),
+    FAST("broadcast", fast_broadcast),   FAST("all_gather", fast_all_gather),
+    FAST("all_to_all", fast_all_to_all), FAST("barrier", fast_barrier),
+    {NULL, NULL, 0, NULL},
+};
+
+/* -- its beginning and end */
+
+static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, int size, const tensors *known) {
+    self->order = (Order *)Py_NewRef(order);
+    self->asked = Py_NewRef(asked), self->observers = Py_NewRef(observers);
+    self->observed = PyUnicode_InternFromString("observed");
+    self->known = known, self->size = size;
+    return self->observed ? 0 : -1;
+}
+
+static void fast_dealloc(fast_path *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF((PyObject *)self->order);
+    Py_XDECREF(self->asked);
+    Py_XDECREF(self->observers);
+    Py_XDECREF(self->observed);
+    for (int i = 0; i < PLANS; i++) {
+        Py_XDECREF(self->plans[i].reduction);
+        Py_XDECREF(self->plans[i].said);
+    }
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(self);
+    Py_DECREF(type);
+}
+
+#endif

@@ -1,0 +1,384 @@
+"""Ops that are usual take one call into compiled code; all else goes the long way. Nobody can tell by the results."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
+from holdfast.comms._native import BoardPath, CallPath, Order
+from holdfast.comms.plugins import OpEvent, hookimpl
+from holdfast.comms.registry import registry
+from holdfast.harness import LocalCluster
+
+OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
+RANKS = 3
+
+
+@pytest.fixture(scope="module", params=["inproc", "shm", "gloo", "ucx", "mpi"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_CHECK", "0")
+        with LocalCluster(RANKS, str(request.param), timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as cluster:
+            cluster.run(which_path)
+            yield cluster
+
+
+def which_path(comm: Communicator) -> str:
+    return type(comm._fast).__name__
+
+
+def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0) -> None:
+    """One op on numbers that say who gave them, checked in full; `usual` or in a way that is not."""
+    size, rank = comm.size, comm.rank
+    timeout = None if usual else 30.0
+    numbers = torch.arange(size * count, dtype=torch.int64) + turn
+    mine, theirs = numbers * (rank + 1), [numbers * (r + 1) for r in range(size)]
+    total = torch.stack(theirs).sum(0)
+    part = slice(rank * count, (rank + 1) * count)
+    if op == "all_reduce":
+        comm.all_reduce(mine, timeout=timeout)
+        assert torch.equal(mine, total)
+    elif op == "reduce_scatter_single":
+        output = torch.empty(count, dtype=torch.int64)
+        comm.reduce_scatter_single(output, mine, timeout=timeout)
+        assert torch.equal(output, total[part])
+    elif op == "broadcast":
+        src = turn % size
+        comm.broadcast(mine, src, timeout=timeout)
+        assert torch.equal(mine, theirs[src])
+    elif op == "all_gather_single":
+        output = torch.empty(size * size * count, dtype=torch.int64)
+        comm.all_gather_single(output, mine, timeout=timeout)
+        assert torch.equal(output, torch.cat(theirs))
+    elif op == "all_to_all_single":
+        output = torch.empty(size * count, dtype=torch.int64)
+        comm.all_to_all_single(output, mine, timeout=timeout)
+        assert torch.equal(output, torch.cat([each[part] for each in theirs]))
+    else:
+        comm.barrier(timeout=timeout)
+
+
+def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) -> tuple[int, bool]:
+    """Each op the usual way on some ranks and not on others (bits), one of which comes late to it (-1: none)."""
+    comm.barrier(timeout=10.0)
+    begun = comm.progress[0]
+    for turn, (op, count, usual, late) in enumerate(program):
+        if late == comm.rank:
+            time.sleep(0.02)
+        perform(comm, op, count, bool(usual >> comm.rank & 1), turn)
+    return comm.progress[0] - begun, comm.progress[1]
+
+
+programs = st.lists(
+    st.tuples(
+        st.sampled_from(OPS),
+        st.sampled_from([0, 1, 5, 700, 6_000]),
+        st.integers(0, 2**RANKS - 1),
+        st.integers(-1, RANKS),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(program=programs)
+def test_ranks_may_go_different_ways_and_be_late(ranks: LocalCluster, program: list[tuple[str, int, int, int]]) -> None:
+    assert ranks.run(run_program, program) == [(len(program), False)] * RANKS
+
+
+def test_boards_have_a_path_of_their_own(ranks: LocalCluster) -> None:
+    expected = BoardPath if ranks.backend in ("inproc", "shm") else CallPath
+    assert ranks.run(which_path) == [expected.__name__] * RANKS
+
+
+def takes(comm: Communicator) -> list[bool]:
+    """What the fast path itself says to what is not usual; all ranks ask alike, so that none is left waiting."""
+    fast = comm._fast
+    assert fast is not None
+    plain = torch.ones(6)
+    said = [
+        fast.all_reduce(torch.ones(2, 6)[:, ::2], ReduceOp.SUM),
+        fast.all_reduce(torch.ones(2, requires_grad=True), ReduceOp.SUM),
+        fast.all_reduce(plain, "sum"),
+        fast.all_reduce([1.0], ReduceOp.SUM),
+        fast.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.SUM),
+        fast.all_reduce(torch.ones(2), ReduceOp.BXOR),
+        fast.reduce_scatter(torch.ones(3), plain, ReduceOp.SUM),
+        fast.reduce_scatter(torch.ones(2, dtype=torch.int64), plain, ReduceOp.SUM),
+        fast.all_gather(torch.ones(5), plain),
+        fast.all_gather(torch.ones(18, dtype=torch.float64), plain),
+        fast.all_to_all(torch.ones(4), torch.ones(4)),
+        fast.all_to_all(torch.ones(3), plain),
+        fast.broadcast(plain, comm.size),
+        fast.broadcast(plain, -1),
+        fast.broadcast(plain, 1 << 80),
+        fast.broadcast(plain, True),
+        fast.broadcast(None, 0),
+    ]
+    comm.barrier()
+    return said
+
+
+def test_what_is_not_usual_is_left_to_the_long_way(ranks: LocalCluster) -> None:
+    for said in ranks.run(takes):
+        assert not any(said)
+
+
+REFUSED: list[tuple[Callable[[Communicator], object], type[Exception]]] = [
+    (lambda comm: comm.all_reduce("no tensor"), TypeError),  # type: ignore[arg-type]
+    (lambda comm: comm.all_reduce(torch.ones(2), "sum"), TypeError),  # type: ignore[arg-type]
+    (lambda comm: comm.all_reduce(torch.ones(2), ReduceOp.BOR), Unsupported),
+    (lambda comm: comm.broadcast(torch.ones(2), 7), ValueError),
+    (lambda comm: comm.all_gather_single(torch.ones(5), torch.ones(2)), ValueError),
+    (lambda comm: comm.reduce_scatter_single(torch.ones(4), torch.ones(2)), ValueError),
+    (lambda comm: comm.all_to_all_single(torch.ones(4), torch.ones(4)), ValueError),
+]
+
+
+def refused(comm: Communicator, number: int) -> None:
+    act, error = REFUSED[number]
+    for _ in range(2):
+        with pytest.raises(error):
+            act(comm)
+    perform(comm, "all_reduce", 3, True)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_wrong_is_refused_and_changes_nothing(ranks: LocalCluster, number: int) -> None:
+    ranks.run(refused, number)
+
+
+def every_dtype(comm: Communicator) -> None:
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):
+            if dtype == torch.bool and op.name in ("avg", "premul_sum"):
+                continue
+            if op.name == "premul_sum" and not dtype.is_floating_point:
+                continue
+            quick = torch.tensor([comm.rank, 1, 0]).to(dtype)
+            slow = quick.clone()
+            comm.all_reduce(quick, op)
+            comm.all_reduce(slow, op, timeout=30.0)
+            assert torch.equal(quick, slow), (dtype, op)
+
+
+def test_both_ways_give_the_same_bits_of_every_dtype(ranks: LocalCluster) -> None:
+    ranks.run(every_dtype)
+
+
+def names_the_op(whole: Communicator) -> tuple[str, int, list[int]] | None:
+    whole._executor.timeout = 0.3
+    comm = whole.split([0, 1], timeout=10.0)
+    comm.barrier()
+    for _ in range(3):
+        perform(comm, "all_reduce", 1, True)
+    begun = comm.progress[0]
+    if comm.rank == 0:
+        time.sleep(1.0)
+        return None
+    with pytest.raises(OpTimeout) as caught:
+        comm.all_reduce(torch.ones(1))
+    assert comm.over is not None and comm.progress == (begun + 1, False)
+    return caught.value.op, caught.value.seq - begun, list(caught.value.missing_ranks)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_an_op_that_begins_here_and_times_out_is_named_as_any_other(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
+        name, number, missing = two.run(names_the_op)[1] or ("", 0, [])
+    assert (name, number) == ("all_reduce", 1)
+    assert missing in ([0], []), "gloo does not know"
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @hookimpl
+    def before_op(self, event: OpEvent) -> None:
+        self.seen.append(event.op)
+
+
+def watched(comm: Communicator) -> list[str]:
+    watcher = _Watcher()
+    perform(comm, "all_reduce", 1, True)
+    registry().register(watcher)
+    try:
+        for op in OPS:
+            perform(comm, op, 1, True)
+    finally:
+        registry().unregister(watcher)
+    perform(comm, "all_reduce", 1, True)
+    return watcher.seen
+
+
+def test_who_begins_to_watch_ops_sees_all_of_them() -> None:
+    with LocalCluster(2, "shm", environ={"HOLDFAST_CHECK": "0"}) as two:
+        for seen in two.run(watched):
+            assert seen == [op.removesuffix("_single") if op not in OPS else op for op in OPS]
+
+
+def in_order(comm: Communicator) -> None:
+    """Asynchronous ops come first: the fast path waits until they are done."""
+    for turn in range(20):
+        value = torch.tensor([1])
+        work = comm.all_reduce(value, async_op=True)
+        comm.all_reduce(value)
+        work.wait()
+        assert value.item() == comm.size**2, turn
+
+
+def test_an_op_does_not_overtake_those_before_it(ranks: LocalCluster) -> None:
+    ranks.run(in_order)
+
+
+def aborted(comm: Communicator) -> float:
+    """Another thread ends an op that has begun here, and no later one runs."""
+    comm.barrier()
+    if comm.rank:
+        time.sleep(0.5)
+        return 0.0
+    threading.Timer(0.1, comm.abort, ["enough"]).start()
+    began = time.monotonic()
+    with pytest.raises(Revoked, match="enough"):
+        comm.all_reduce(torch.ones(1))
+    waited = time.monotonic() - began
+    for _ in range(2):
+        with pytest.raises(Revoked, match="enough"):
+            comm.barrier()
+    return waited
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", "mpi"])
+def test_an_op_that_has_begun_can_be_aborted(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
+        assert two.run(aborted)[0] < 5.0
+
+
+def one_thread_at_a_time(comm: Communicator) -> str:
+    comm.barrier()
+    if comm.rank:
+        time.sleep(0.3)
+        comm.barrier()
+        return ""
+    refusals: list[str] = []
+
+    def intrude() -> None:
+        time.sleep(0.1)
+        try:
+            comm.all_reduce(torch.ones(1))
+        except Mismatch as error:
+            refusals.append(str(error))
+
+    intruder = threading.Thread(target=intrude)
+    intruder.start()
+    comm.barrier()
+    intruder.join()
+    return refusals[0]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_op_beside_one_that_has_begun_is_refused(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
+        assert "while another thread is inside an op" in two.run(one_thread_at_a_time)[0]
+
+
+def differ(comm: Communicator) -> str:
+    try:
+        comm.all_reduce(torch.ones(2 + comm.rank))
+    except (Mismatch, Revoked, PeerFailed) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_disagreement_of_small_ops_is_found() -> None:
+    with LocalCluster(2, "shm", timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
+        assert "Mismatch" in two.run(differ)
+
+
+def test_an_order_is_entered_by_one_at_a_time() -> None:
+    order = Order()
+    assert order.enter() and order.busy
+    assert not order.enter()
+    order.leave()
+    assert order.enter()
+
+
+def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
+    with pytest.raises(TypeError):
+        BoardPath(None, Order(), print, registry())  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        CallPath(1, None, print, registry(), 1.0, print)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no ranks"):
+        CallPath(0, Order(), print, registry(), 1.0, print)
+
+
+def call_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> CallPath:
+    return CallPath(2, order, plan, registry(), 5.0, failed)
+
+
+def test_the_function_of_an_op_is_asked_for_once_and_given_a_deadline() -> None:
+    asked: list[tuple[object, ...]] = []
+    called: list[tuple[torch.Tensor, float]] = []
+
+    def plan(*form: object) -> Callable[[torch.Tensor, float], None]:
+        asked.append(form)
+        return lambda tensor, deadline: called.append((tensor, deadline))
+
+    order, tensor = Order(), torch.ones(3)
+    fast = call_path(order, plan, print)
+    assert fast.all_reduce(tensor, ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.SUM)
+    assert fast.all_reduce(torch.ones(4), ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.MAX)
+    assert [form[0] for form in asked] == ["all_reduce"] * 3
+    assert called[0][0] is tensor and 0 < called[0][1] - time.monotonic() <= 5.0
+    assert (order.seq, order.joint, order.busy) == (4, 4, False)
+
+
+def test_an_error_of_an_op_is_raised_as_its_communicator_says() -> None:
+    def fails(deadline: float) -> None:
+        raise ConnectionError("cut")
+
+    def failed(op: str, seq: int, joint: int, error: BaseException) -> None:
+        raise RuntimeError(f"{op} {seq} {joint}: {error}") from error
+
+    order = Order()
+    fast = call_path(order, lambda *form: fails, failed)
+    with pytest.raises(RuntimeError, match="barrier 1 1: cut") as caught:
+        fast.barrier()
+    assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
+
+
+def test_nothing_is_done_where_no_op_may_run_at_once() -> None:
+    for shut in ("over", "queued"):
+        order = Order()
+        setattr(order, shut, True)
+        assert not call_path(order, pytest.fail, print).barrier()
+    order = Order()
+    order.enter()
+    assert not call_path(order, pytest.fail, print).barrier()
+    assert order.seq == 0
+
+
+def test_a_plan_that_fails_or_says_nothing_is_no_error() -> None:
+    def fails(*form: object) -> None:
+        raise KeyError("unknown")
+
+    order = Order()
+    assert not call_path(order, fails, print).barrier()
+    assert not call_path(order, lambda *form: None, print).barrier()
+    assert (order.seq, order.busy) == (0, False)
+
+
+def test_arguments_are_counted() -> None:
+    fast: Any = call_path(Order(), pytest.fail, print)
+    with pytest.raises(TypeError, match="2 arguments are needed, not 1"):
+        fast.all_reduce(torch.ones(1))
