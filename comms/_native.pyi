@@ -123,6 +123,10 @@ class Order:
     def busy(self) -> bool:
         """Whether one is being issued, or runs in the thread that issued it."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether that one was begun on a fast path, which has told the journal."""
+
     def enter(self) -> bool:
         """Begin to issue an op, unless another is being issued; one that a fast path has begun goes on."""
 
@@ -142,17 +146,19 @@ class BoardPath(_FastPath):
     """Small ops over a board.
 
     `plan(op, tensor, root, reduction)` says by which signature and kind an op is called, None if it is not for
-    this path. Nothing is done while `observers.observed`.
+    this path. Nothing is done while `observers.observed`. A journal that is not None hears of each op.
     """
 
-    def __init__(self, board: Board, order: Order, plan: Any, observers: Any) -> None: ...
+    def __init__(self, board: Board, order: Order, plan: Any, observers: Any, journal: Any) -> None: ...
 
 class CallPath(_FastPath):
     """Ops that are called: what `plan`, as above, returns is given an op's output, tensor and deadline, as far as it
     has them. `failed(op, seq, joint, error)` is called with the error of an op, and raises.
     """
 
-    def __init__(self, size: int, order: Order, plan: Any, observers: Any, timeout: float, failed: Any) -> None: ...
+    def __init__(
+        self, size: int, order: Order, plan: Any, observers: Any, journal: Any, timeout: float, failed: Any
+    ) -> None: ...
 
 def kind(dtype: str, op: str, /) -> int:
     """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""

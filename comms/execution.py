@@ -67,14 +67,16 @@ class Executor:
         self._parts: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     def fast_path(self, check: Arguments) -> FastPath | None:
-        """For ops that nobody compares or records as they run: the transport's own, or one that calls its functions."""
-        if self._agreement is not None or self._journal is not None:
+        """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
+        if self._agreement is not None:
             return None
-        own = self._transport.fast_path(self._order, self._registry)
+        own = self._transport.fast_path(self._order, self._registry, self._journal)
         if own is not None:
             return own
-        size, plan = self._transport.size, partial(_plan, self._transport, check, self.timeout)
-        return _native.CallPath(size, self._order, plan, self._registry, self.timeout, self._failed)
+        plan = partial(_plan, self._transport, check, self.timeout)
+        return _native.CallPath(
+            self._transport.size, self._order, plan, self._registry, self._journal, self.timeout, self._failed
+        )
 
     @property
     def over(self) -> HoldfastError | None:
@@ -113,6 +115,8 @@ class Executor:
             )
         try:
             if self._over is not None:
+                if order.begun and self._journal is not None:
+                    self._journal.leave(self._over)
                 self._refuse()
             try:
                 deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
@@ -130,7 +134,8 @@ class Executor:
             if self._registry.observed:
                 body = self._observed(body, name, seq, nbytes)
             if self._journal is not None:
-                body = partial(_recorded, self._journal, body, name, seq, nbytes, about, detail, peer)
+                said = None if order.begun else (name, seq, nbytes, about, detail, peer)
+                body = partial(_recorded, self._journal, said, body)
             if not async_op:
                 if order.queued:
                     if self._last.done():
@@ -281,18 +286,11 @@ class Executor:
 
 
 def _recorded(
-    journal: Journal,
-    body: Body,
-    name: str,
-    seq: int,
-    nbytes: int,
-    about: About,
-    detail: Hashable,
-    peer: int,
-    deadline: float,
+    journal: Journal, said: tuple[str, int, int, About, Hashable, int] | None, body: Body, deadline: float
 ) -> None:
-    """Run an op between two words to a journal."""
-    journal.enter(name, seq, nbytes, about, detail, peer)
+    """Run an op between two words to a journal, of which the first may be `said` already (None)."""
+    if said is not None:
+        journal.enter(*said)
     try:
         body(deadline)
     except BaseException as error:
@@ -311,6 +309,7 @@ def _plan(
     reduction: Any,
 ) -> Callable[..., None] | None:
     """The transport's function for an op; None if tensors like this one must be checked or prepared each time."""
+    op = op.removesuffix("_single")
     if tensor is None:
         return transport.function(Form(op, None, 0, root, None, timeout))
     try:

@@ -186,7 +186,7 @@ class Transport(ABC):
     ) -> None:
         """All of the (tensor, peer, tag) sends and receives at once, without deadlock whatever their order."""
 
-    def fast_path(self, order: Order, observers: Observed) -> FastPath | None:
+    def fast_path(self, order: Order, observers: Observed, journal: Journal | None) -> FastPath | None:
         """The fast path of a communicator that keeps this order, if this transport has one of its own."""
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -227,6 +227,70 @@ def test_who_begins_to_watch_ops_sees_all_of_them() -> None:
             assert seen == [op.removesuffix("_single") if op not in OPS else op for op in OPS]
 
 
+class _Diary:
+    """A recorder, and its only journal."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> _Diary:
+        return self
+
+    def enter(self, op: str, seq: int, nbytes: int, about: Any, detail: Hashable, peer: int) -> None:
+        shape = None if about is None else tuple(about.shape)
+        self.lines.append((op, seq, nbytes, shape, detail, peer))
+
+    def leave(self, error: BaseException | None) -> None:
+        self.lines.append(("left", type(error).__name__))
+
+    def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
+        """Of no interest here."""
+
+
+def recorded(comm: Communicator, late: bool) -> None:
+    diary = _Diary()
+    comm._recorder = diary
+    with comm.split(range(comm.size)) as part:
+        told = []
+        for usual in (True, False):
+            diary.lines.clear()
+            for turn, op in enumerate(OPS):
+                if late and turn % comm.size == comm.rank:
+                    time.sleep(0.02)
+                perform(part, op, 3, usual, turn)
+            told.append([(line[0], *line[2:]) for line in diary.lines])
+            first = diary.lines[0][1]
+            assert isinstance(first, int)
+            assert [line[1] for line in diary.lines[::2]] == list(range(first, first + len(OPS)))
+            assert diary.lines[1::2] == [("left", "NoneType")] * len(OPS)
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_journal_hears_the_same_of_both_ways(ranks: LocalCluster, late: bool) -> None:
+    ranks.run(recorded, late)
+
+
+def recorded_to_the_end(comm: Communicator) -> list[str]:
+    diary = _Diary()
+    comm._recorder = diary
+    part = comm.split([0, 1])
+    part.barrier()
+    if part.rank == 0:
+        threading.Timer(0.1, part.abort, ["enough"]).start()
+        with pytest.raises(Revoked):
+            part.all_reduce(torch.ones(1))
+    comm.barrier()
+    part.close()
+    return [str(line[-1]) for line in diary.lines[3::2]]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_journal_hears_how_an_op_ended(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
+        assert two.run(recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
+
+
 def in_order(comm: Communicator) -> None:
     """Asynchronous ops come first: the fast path waits until they are done."""
     for turn in range(20):
@@ -315,15 +379,15 @@ def test_an_order_is_entered_by_one_at_a_time() -> None:
 
 def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
     with pytest.raises(TypeError):
-        BoardPath(None, Order(), print, registry())  # type: ignore[arg-type]
+        BoardPath(None, Order(), print, registry(), None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        CallPath(1, None, print, registry(), 1.0, print)  # type: ignore[arg-type]
+        CallPath(1, None, print, registry(), None, 1.0, print)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no ranks"):
-        CallPath(0, Order(), print, registry(), 1.0, print)
+        CallPath(0, Order(), print, registry(), None, 1.0, print)
 
 
 def call_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> CallPath:
-    return CallPath(2, order, plan, registry(), 5.0, failed)
+    return CallPath(2, order, plan, registry(), None, 5.0, failed)
 
 
 def test_the_function_of_an_op_is_asked_for_once_and_given_a_deadline() -> None:

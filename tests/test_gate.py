@@ -154,13 +154,13 @@ def test_it_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -
     body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
     execution.write_text(f"{code[:body]}\n        sum(range(400))\n{code[body:]}")
     comment = tmp_path / "comment.md"
-    only = ["--only", "call", "--only", "membership", "--most", "12"]
+    only = ["--only", "long-way", "--only", "membership", "--most", "12"]
     result = CliRunner().invoke(app, ["gate", str(HERE), str(slow), *only, "--json", "--markdown", str(comment)])
     assert result.exit_code == 1, result.output
     verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
-    assert verdicts["call"] == "slower"
+    assert verdicts["long-way"] == "slower"
     assert verdicts["membership"] != "slower"
-    assert "### ❌ Slower: call" in comment.read_text()
+    assert "### ❌ Slower: long-way" in comment.read_text()
 
 
 def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from holdfast.comms.algorithms.channels import Channels
 from holdfast.comms.algorithms.publication import STARTED, Publications, Spans
 from holdfast.comms.algorithms.staging import Staging
 from holdfast.comms.errors import HoldfastError, Revoked
+from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors import span, unpack
 from holdfast.comms.transport import FastPath, Observed, Transport
@@ -216,8 +217,8 @@ class DirectTransport(Transport):
     def barrier(self, deadline: float) -> None:
         self._ops.exchange("barrier", (), (), 0, 0, deadline)
 
-    def fast_path(self, order: _native.Order, observers: Observed) -> FastPath:
-        return _native.BoardPath(self._board.native, order, self._ops.plan, observers)
+    def fast_path(self, order: _native.Order, observers: Observed, journal: Journal | None) -> FastPath:
+        return _native.BoardPath(self._board.native, order, self._ops.plan, observers, journal)
 
     # -- point to point
 

@@ -139,6 +139,7 @@ class Publications:
         """What a fast path must know of an op: its signature and its kind (-1: it reduces nothing). None if it takes
         more than one reduction of what is there, or there is no such reduction.
         """
+        op = op.removesuffix("_single")
         if tensor is None:
             return signature(op, None, root, "", 0), -1
         count = tensor.numel() if op in ("all_reduce", "broadcast") else 0

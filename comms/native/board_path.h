@@ -71,30 +71,31 @@ static int board_path_run(fast_path *path, fast_call *call) {
     if (!board->b.size || atomic_load_explicit(&board->b.stopped, memory_order_relaxed) ||
         call->tensor.nbytes > board->b.slot || (reduces && !kernel_of(call->as->kind)))
         return LEFT;
+    if (enter_journal(path, call) < 0)
+        return RAISED;
     int done = run_on_board(board, call);
     if (done >= DONE) {
         board->number++, path->order->seq++, path->order->joint++;
-        return ENDED;
+        return leave_journal(path, Py_None) < 0 ? RAISED : ENDED;
     }
     if (done == FAILED)
         PyErr_Clear(); /* whoever goes the other way meets it again */
-    if (done <= 0)
-        return LEFT;
-    board->begun = board->number + 1;
-    return BEGUN;
+    if (done > 0)
+        board->begun = board->number + 1;
+    return done > 0 || path->enter ? BEGUN : LEFT;
 }
 
 static int board_path_init(PyObject *object, PyObject *args, PyObject *named) {
     BoardPath *self = (BoardPath *)object;
-    static char *names[] = {"board", "order", "plan", "observers", NULL};
+    static char *names[] = {"board", "order", "plan", "observers", "journal", NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *board, *order, *asked, *observers;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!OO", names, made->board, &board, made->order, &order, &asked,
-                                     &observers))
+    PyObject *board, *order, *asked, *observers, *journal;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!OOO", names, made->board, &board, made->order, &order, &asked,
+                                     &observers, &journal))
         return -1;
     self->board = (Board *)Py_NewRef(board);
     self->path.learn = learn_signature, self->path.run = board_path_run;
-    return fast_init(&self->path, order, asked, observers, self->board->b.size, &made->known);
+    return fast_init(&self->path, order, asked, observers, journal, self->board->b.size, &made->known);
 }
 
 static void board_path_dealloc(PyObject *object) {

@@ -27,7 +27,9 @@ static int raise_failure(CallPath *self, fast_op op, unsigned long long seq, uns
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback)
         PyException_SetTraceback(error, traceback);
-    PyObject *nothing = PyObject_CallFunction(self->failed, "sKKO", fast_ops[op], seq, joint, error);
+    PyObject *nothing = NULL;
+    if (leave_journal(&self->path, error) == 0)
+        nothing = PyObject_CallFunction(self->failed, "OKKO", self->path.names[op], seq, joint, error);
     if (nothing)
         PyErr_SetString(PyExc_SystemError, "a failure was not raised");
     Py_XDECREF(nothing);
@@ -40,8 +42,10 @@ static int raise_failure(CallPath *self, fast_op op, unsigned long long seq, uns
 static int call_path_run(fast_path *path, fast_call *call) {
     CallPath *self = (CallPath *)path;
     PyObject *deadline = PyFloat_FromDouble(monotonic() + self->timeout), *done;
-    if (!deadline)
+    if (!deadline || enter_journal(path, call) < 0) {
+        Py_XDECREF(deadline);
         return RAISED;
+    }
     unsigned long long seq = ++path->order->seq, joint = ++path->order->joint;
     PyObject *function = Py_NewRef(call->as->said);
     if (call->output.itself)
@@ -53,17 +57,19 @@ static int call_path_run(fast_path *path, fast_call *call) {
     Py_DECREF(function);
     Py_DECREF(deadline);
     Py_XDECREF(done);
-    return done ? ENDED : raise_failure(self, call->op, seq, joint);
+    if (!done)
+        return raise_failure(self, call->op, seq, joint);
+    return leave_journal(path, Py_None) < 0 ? RAISED : ENDED;
 }
 
 static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     CallPath *self = (CallPath *)object;
-    static char *names[] = {"size", "order", "plan", "observers", "timeout", "failed", NULL};
+    static char *names[] = {"size", "order", "plan", "observers", "journal", "timeout", "failed", NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *order, *asked, *observers, *failed;
+    PyObject *order, *asked, *observers, *journal, *failed;
     int size;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "iO!OOdO", names, &size, made->order, &order, &asked, &observers,
-                                     &self->timeout, &failed))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iO!OOOdO", names, &size, made->order, &order, &asked, &observers,
+                                     &journal, &self->timeout, &failed))
         return -1;
     if (size < 1) {
         PyErr_SetString(PyExc_ValueError, "there are no ranks");
@@ -71,7 +77,7 @@ static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     }
     self->failed = Py_NewRef(failed);
     self->path.run = call_path_run;
-    return fast_init(&self->path, order, asked, observers, size, &made->known);
+    return fast_init(&self->path, order, asked, observers, journal, size, &made->known);
 }
 
 static void call_path_dealloc(PyObject *object) {

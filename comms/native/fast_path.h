@@ -11,14 +11,15 @@
 #include "tensors.h"
 
 typedef enum { ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_TO_ALL, BARRIER } fast_op;
-static const char *const fast_ops[] = {"all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "barrier"};
+static const char *const fast_ops[] = {"all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single",
+                                       "all_to_all_single", "barrier"};
 
 enum { PLANS = 64 };
 enum { LEFT, ENDED, BEGUN, RAISED }; /* an op: nothing was done; it was done; it is to be gone on with; Python has an error */
 
 typedef struct {
     uint64_t what, count, root; /* the op and the dtype as DLPack says it; elements */
-    PyObject *reduction, *said; /* said: None if the op is not for a fast path */
+    PyObject *reduction, *detail, *said; /* detail: for the journal; said: None if the op is not for a fast path */
     unsigned long long signature;
     long kind;
 } plan;
@@ -39,7 +40,10 @@ typedef struct {
 typedef struct fast_path {
     PyObject_HEAD
     Order *order;
-    PyObject *asked, *observers, *observed; /* for plans; whose attribute `observed` says whether somebody watches ops */
+    PyObject *asked;                /* for plans */
+    PyObject *observers, *observed; /* their attribute, which says whether they watch ops */
+    PyObject *enter, *leave;        /* of the journal, or NULL */
+    PyObject *names[BARRIER + 1];
     const tensors *known;
     int size;
     int (*learn)(plan *);
@@ -67,16 +71,34 @@ static int divides(const operand *rows, int size) { return rows->where.ndim && r
 
 /* -- plans */
 
+/* What else than tensors must agree, as the long way says it to the journal. */
+static PyObject *detail_of(fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
+    switch (op) {
+    case ALL_REDUCE:
+    case REDUCE_SCATTER:
+        return PyObject_GetAttrString(reduction, "name");
+    case BROADCAST:
+        return PyUnicode_FromFormat("from %lu", (unsigned long)root);
+    case ALL_TO_ALL:
+        return PyObject_GetAttrString(tensor, "dtype");
+    default:
+        return Py_NewRef(Py_None);
+    }
+}
+
 /* Ask Python, and keep what it says. 0, or -1 with a Python error. */
 static int ask(fast_path *self, plan *at, fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
     at->what = 0;
-    PyObject *said = PyObject_CallFunction(self->asked, "sOKO", fast_ops[op], tensor ? tensor : Py_None,
+    PyObject *said = PyObject_CallFunction(self->asked, "OOKO", self->names[op], tensor ? tensor : Py_None,
                                            (unsigned long long)root, reduction ? reduction : Py_None);
-    PyObject *before[] = {at->said, at->reduction};
+    PyObject *before[] = {at->said, at->detail, at->reduction};
+    at->detail = said && said != Py_None ? detail_of(op, tensor, root, reduction) : NULL;
     at->said = said, at->reduction = reduction ? Py_NewRef(reduction) : NULL;
-    Py_XDECREF(before[0]);
-    Py_XDECREF(before[1]);
-    return said && (said == Py_None || !self->learn || self->learn(at) == 0) ? 0 : -1;
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(before[i]);
+    if (!said || said == Py_None)
+        return said ? 0 : -1;
+    return at->detail && (!self->learn || self->learn(at) == 0) ? 0 : -1;
 }
 
 /* The plan of an op; NULL if it is not for a fast path. */
@@ -90,6 +112,30 @@ static const plan *planned(fast_path *self, fast_op op, const operand *of, uint6
         at->what = what, at->count = count, at->root = root;
     }
     return at->said == Py_None ? NULL : at;
+}
+
+/* -- the journal: -1 with a Python error */
+
+static int enter_journal(const fast_path *self, const fast_call *call) {
+    if (!self->enter)
+        return 0;
+    const operand *about = call->op == REDUCE_SCATTER ? &call->output : &call->tensor;
+    PyObject *tensor = about->itself && call->op != ALL_TO_ALL ? about->itself : Py_None;
+    PyObject *seq = PyLong_FromUnsignedLongLong(self->order->seq + 1), *nbytes = PyLong_FromUnsignedLongLong(about->nbytes);
+    PyObject *peer = PyLong_FromLong(call->op == BROADCAST ? call->src : -1), *said = NULL;
+    if (seq && nbytes && peer)
+        said = PyObject_CallFunctionObjArgs(self->enter, self->names[call->op], seq, nbytes, tensor, call->as->detail, peer,
+                                            NULL);
+    PyObject *made[] = {seq, nbytes, peer, said};
+    for (int i = 0; i < 4; i++)
+        Py_XDECREF(made[i]);
+    return said ? 0 : -1;
+}
+
+static int leave_journal(const fast_path *self, PyObject *error) {
+    PyObject *said = self->leave ? PyObject_CallFunctionObjArgs(self->leave, error, NULL) : Py_NewRef(Py_None);
+    Py_XDECREF(said);
+    return said ? 0 : -1;
 }
 
 /* -- the ops */
@@ -170,22 +216,35 @@ static PyMethodDef fast_methods[] = {
 
 /* -- its beginning and end */
 
-static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, int size, const tensors *known) {
+/* Takes the arguments that all paths have. */
+static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, PyObject *journal, int size,
+                     const tensors *known) {
     self->order = (Order *)Py_NewRef(order);
     self->asked = Py_NewRef(asked), self->observers = Py_NewRef(observers);
     self->observed = PyUnicode_InternFromString("observed");
     self->known = known, self->size = size;
+    for (int op = 0; op <= BARRIER; op++)
+        if (!(self->names[op] = PyUnicode_InternFromString(fast_ops[op])))
+            return -1;
+    if (journal != Py_None) {
+        self->enter = PyObject_GetAttrString(journal, "enter"), self->leave = PyObject_GetAttrString(journal, "leave");
+        if (!self->enter || !self->leave)
+            return -1;
+    }
     return self->observed ? 0 : -1;
 }
 
 static void fast_dealloc(fast_path *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF((PyObject *)self->order);
-    Py_XDECREF(self->asked);
-    Py_XDECREF(self->observers);
-    Py_XDECREF(self->observed);
+    PyObject *held[] = {self->asked, self->observers, self->observed, self->enter, self->leave};
+    for (int i = 0; i < 5; i++)
+        Py_XDECREF(held[i]);
+    for (int op = 0; op <= BARRIER; op++)
+        Py_XDECREF(self->names[op]);
     for (int i = 0; i < PLANS; i++) {
         Py_XDECREF(self->plans[i].reduction);
+        Py_XDECREF(self->plans[i].detail);
         Py_XDECREF(self->plans[i].said);
     }
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);

@@ -12,7 +12,7 @@ typedef struct {
     PyObject_HEAD
     unsigned long long seq, joint; /* ops issued; those of all ranks together */
     unsigned long begun_by;        /* the thread whose op was begun on a fast path, and is to be gone on with; or 0 */
-    char busy;                     /* one is being issued, or runs */
+    char busy, begun;              /* one is being issued, or runs; it was begun on a fast path */
     char over, queued;             /* no more can run; some wait for their turn */
 } Order;
 
@@ -20,6 +20,7 @@ typedef struct {
 static int enter(Order *self) {
     if (self->busy && (!self->begun_by || self->begun_by != PyThread_get_thread_ident()))
         return 0;
+    self->begun = self->begun_by != 0;
     self->busy = 1, self->begun_by = 0;
     return 1;
 }
@@ -48,6 +49,7 @@ static PyMemberDef order_members[] = {
     {"seq", T_ULONGLONG, offsetof(Order, seq), 0, NULL},
     {"joint", T_ULONGLONG, offsetof(Order, joint), 0, NULL},
     {"busy", T_BOOL, offsetof(Order, busy), READONLY, NULL},
+    {"begun", T_BOOL, offsetof(Order, begun), READONLY, NULL},
     {"over", T_BOOL, offsetof(Order, over), 0, NULL},
     {"queued", T_BOOL, offsetof(Order, queued), 0, NULL},
     {NULL, 0, 0, 0, NULL},

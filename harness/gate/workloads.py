@@ -33,13 +33,13 @@ def _connect(backend: str, rank: int, ranks: int, folder: Path) -> object:
     return comms.connect(backend, rank=rank, size=ranks, rendezvous=f"file://{folder}/{backend}", timeout=60.0)
 
 
-def _reduce(backend: str, count: int) -> Make:
+def _reduce(backend: str, count: int, timeout: float | None = None) -> Make:
     def make(rank: int, ranks: int, folder: Path) -> Op:
         import torch
 
         comm, tensor = _connect(backend, rank, ranks, folder), torch.ones(count)
         all_reduce = comm.all_reduce  # type: ignore[attr-defined]
-        return lambda: all_reduce(tensor)
+        return lambda: all_reduce(tensor, timeout=timeout)
 
     return make
 
@@ -118,7 +118,8 @@ def _membership(rank: int, ranks: int, folder: Path) -> Op:
 
 
 WORKLOADS = (
-    Workload("call", "all_reduce of 8 B by one rank: the way down to a transport", 1, 100, _reduce("inproc", 2)),
+    Workload("call", "all_reduce of 8 B by one rank: the fast path", 1, 100, _reduce("inproc", 2)),
+    Workload("long-way", "the same with a timeout: the way down to a transport", 1, 100, _reduce("inproc", 2, 30.0)),
     Workload("shm-8B", "all_reduce of 8 B over shm, 2 ranks", 2, 40, _reduce("shm", 2)),
     Workload("shm-64KiB", "all_reduce of 64 KiB over shm, 2 ranks", 2, 20, _reduce("shm", 1 << 14)),
     Workload("reproducible", "exact sum of three contributions of 4 KiB by one rank", 1, 20, _sum),
