@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -149,25 +148,11 @@ class BlockCopyPlane(CheckedPlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        shares = 1 if writing else min(torch.get_num_threads(), nbytes // SHARE_BYTES)
-        if shares > 1:
-            self._in_shares(handle, address, offset, nbytes, shares, look)
-        else:
-            self._copy_share(handle, address, offset, nbytes, writing, look)
-
-    def _in_shares(
-        self, handle: Handle, address: int, offset: int, nbytes: int, shares: int, look: Callable[[], None]
-    ) -> None:
-        """Read by so many threads, this one among them. All have ended when this does, however it ends."""
-        share = -(-nbytes // shares)
-        with ThreadPoolExecutor(shares - 1, "holdfast-read") as pool:
-            others = [
-                pool.submit(self._copy_share, handle, address + at, offset + at, min(share, nbytes - at), False, look)
-                for at in range(share, nbytes, share)
-            ]
-            self._copy_share(handle, address, offset, share, False, look)
-        for other in others:
-            other.result()
+        in_shares(
+            nbytes,
+            1 if writing else shares(nbytes),
+            lambda _, at, piece: self._copy_share(handle, address + at, offset + at, piece, writing, look),
+        )
 
     def _copy_share(
         self, handle: Handle, address: int, offset: int, nbytes: int, writing: bool, look: Callable[[], None]
@@ -186,42 +171,6 @@ class BlockCopyPlane(CheckedPlane):
             region.release(unharmed)
 
 
-class LockedCopyPlane(CheckedPlane):
-    """A memory plane over a library that takes one call at a time: `_move` is called with `_lock` held."""
-
-    _lock: threading.RLock
-    _block: int
-    """Bytes between two looks at deadline and generation."""
-
-    @abstractmethod
-    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
-        """Copy one block. Raises `RegionGone`, `CorruptData`, `Unsupported`, `OpTimeout`."""
-
-    @abstractmethod
-    def _notice_fork(self) -> None:
-        """Begin anew in a forked child."""
-
-    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
-        self._notice_fork()
-        super()._check(op, handle, offset, nbytes)
-
-    def _in_blocks(
-        self,
-        handle: Handle,
-        address: int,
-        offset: int,
-        nbytes: int,
-        deadline: float,
-        writing: bool,
-        look: Callable[[], None],
-    ) -> None:
-        most = self._block
-        for start in range(0, nbytes, most) or (0,):
-            with self._lock:
-                look()
-                self._move(handle, address + start, offset + start, min(most, nbytes - start), deadline, writing)
-
-
 class TableRegion(Region):
     """A row in the table of this process, and the tensor whose memory it names. `strike_out(self)` is called once."""
 
@@ -234,6 +183,28 @@ class TableRegion(Region):
         if self._open and os.getpid() == self._pid:
             self._open = False
             self._strike_out(self)
+
+
+def shares(nbytes: int) -> int:
+    """Into how many pieces a large read is cut, one for each thread that torch would use."""
+    return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
+
+
+def in_shares(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
+    """`copy(number, start, nbytes)` for so many pieces, each in a thread of its own, the first in this one. All have
+    ended when this does, however it ends.
+    """
+    if count == 1:
+        copy(0, 0, nbytes)
+        return
+    share = -(-nbytes // count)
+    with ThreadPoolExecutor(count - 1, "holdfast-read") as pool:
+        others = [
+            pool.submit(copy, number, number * share, min(share, nbytes - number * share)) for number in range(1, count)
+        ]
+        copy(0, 0, share)
+    for other in others:
+        other.result()
 
 
 def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:

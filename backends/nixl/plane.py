@@ -16,12 +16,13 @@ import ctypes
 import os
 import select
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from holdfast.backends import region_table
-from holdfast.backends.block_copy import LockedCopyPlane, TableRegion, contiguous_address
+from holdfast.backends.block_copy import CheckedPlane, TableRegion, contiguous_address
 from holdfast.backends.nixl.address import Address, packed
 from holdfast.backends.nixl.agent import Agent, Registered, Transfer, keep
 from holdfast.backends.process_memory import permit_peers
@@ -102,7 +103,7 @@ class _Way:
             self._pidfd = None
 
 
-class NixlPlane(LockedCopyPlane):
+class NixlPlane(CheckedPlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "nixl"
@@ -113,7 +114,7 @@ class NixlPlane(LockedCopyPlane):
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._lock, self._block = threading.RLock(), BLOCK_BYTES
+        self._lock = threading.RLock()
         self._agent: Agent | None = None
         self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
@@ -182,6 +183,25 @@ class NixlPlane(LockedCopyPlane):
             self._regions.discard(region)
 
     # -- reading and writing
+
+    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
+        self._notice_fork()
+        super()._check(op, handle, offset, nbytes)
+
+    def _in_blocks(
+        self,
+        handle: Handle,
+        address: int,
+        offset: int,
+        nbytes: int,
+        deadline: float,
+        writing: bool,
+        look: Callable[[], None],
+    ) -> None:
+        for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+            with self._lock:
+                look()
+                self._move(handle, address + start, offset + start, min(BLOCK_BYTES, nbytes - start), deadline, writing)
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """One block. The lock is held."""
