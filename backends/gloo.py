@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
 from holdfast.backends.patience import unless
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
+from holdfast.comms import _native
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.ops import ReduceOp
@@ -145,29 +147,24 @@ class GlooTransport(TorchGroup):
         """Run `start(*tensors, options)`. The options of a `kind` have a timeout in whole seconds: it is this transport
         that keeps the deadline.
         """
-        left = deadline - time.monotonic()
-        key = kind, int(left) + 1, detail
-        given = (*tensors, self._options.get(key) or self._make_options(key))
-        self._complete(op, start, given, deadline, _WAIT if left > _WAIT_SECONDS else _shortly(left))
-
-    def _complete(
-        self, op: str, start: Callable[..., Any], given: tuple[Any, ...], deadline: float, first: timedelta
-    ) -> None:
-        """Run `start(*given)`, and wait; for so long before a look at the deadline."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
+        left = deadline - time.monotonic()
+        key = kind, int(left) + 1, detail
+        options = self._options.get(key) or self._make_options(key)
+        limit = _limit(left)
         work = None
         try:
-            work = start(*given)
+            work = start(*tensors, options)
             if work is not None:
-                work.wait(first)
+                work.wait(limit)
         except RuntimeError as error:
-            self._go_on(op, work, error, deadline, first.total_seconds())
+            self._go_on(op, limit, work, error, deadline)
 
-    def _go_on(self, op: str, work: Any, error: RuntimeError, deadline: float, waited: float) -> None:
+    def _go_on(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
         """After the first error of a collective, which may be that it has taken longer than `waited`."""
-        began = time.monotonic() - (waited if "imed out" in str(error) else 0.0)
+        began = time.monotonic() - (waited.total_seconds() if "imed out" in str(error) else 0.0)
         try:
             if work is None:
                 raise error
@@ -210,7 +207,7 @@ class GlooTransport(TorchGroup):
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(_WAIT if left > _WAIT_SECONDS else _shortly(left))
+                work.wait(_limit(left))
                 return
             except RuntimeError:
                 if work.is_completed():
@@ -266,15 +263,22 @@ class GlooTransport(TorchGroup):
         arithmetic.after(tensor, op, self.size)
 
     def function(self, form: Form) -> Callable[..., None]:
+        kind, detail = self._of_gloos_own(form)
+        if kind is None:
+            return super().function(form)
+        options = self._make_options((kind, int(form.timeout) + 1, detail))
+        limit = _limit(form.timeout)
+        name = "allreduce" if form.op == "all_reduce" else form.op
+        return _native.GroupCall(self, "_group", name, options, limit, partial(self._go_on, form.op, limit))
+
+    def _of_gloos_own(self, form: Form) -> tuple[Any, str | int]:
+        """The options and reduction or root of an op that gloo does on a tensor as it is; else None."""
+        if form.op == "broadcast" and form.dtype in _NATIVE_DTYPES and form.nbytes:
+            return dist.BroadcastOptions, form.root
         if form.op != "all_reduce" or form.reduction is None or form.dtype is None:
-            return super().function(form)
-        if not _reduces(form.dtype, form.reduction) or form.reduction.name in arithmetic.SCALED:
-            return super().function(form)
-        options = self._make_options((dist.AllreduceOptions, int(form.timeout) + 1, form.reduction.name))
-        first = _WAIT if form.timeout > _WAIT_SECONDS else _shortly(form.timeout)
-        return lambda tensor, deadline: self._complete(
-            "all_reduce", self._group.allreduce, ([tensor], options), deadline, first
-        )
+            return None, 0
+        own = _reduces(form.dtype, form.reduction) and form.reduction.name not in arithmetic.SCALED
+        return (dist.AllreduceOptions, form.reduction.name) if own else (None, 0)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.before(tensor, op)
@@ -367,8 +371,9 @@ def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
     return dtype in _NATIVE_DTYPES and not (dtype.is_floating_point and op.name in ("min", "max"))
 
 
-def _shortly(left: float) -> timedelta:
-    return timedelta(seconds=max(left, 0.001))
+def _limit(left: float) -> timedelta:
+    """How long to wait for an op at once, of the seconds that are left."""
+    return _WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001))
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The compiled part (comms/native/): a board's waits, small ops and large ones; reductions of memory."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 class Board:
@@ -159,6 +161,46 @@ class CallPath(_FastPath):
     def __init__(
         self, size: int, order: Order, plan: Any, observers: Any, journal: Any, timeout: float, failed: Any
     ) -> None: ...
+
+class GroupCall:
+    """An op on one tensor by a process group of torch's: `holder.group.op([tensor], options)`, and a wait of `limit`
+    for it. With a RuntimeError, `failed(work or None, error, deadline)` ends the wait or raises.
+    """
+
+    def __init__(
+        self,
+        holder: object,
+        group: str,
+        op: str,
+        options: object,
+        limit: timedelta,
+        failed: Callable[[Any, RuntimeError, float], None],
+    ) -> None: ...
+    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
+
+class Calls:
+    """The calls of a window that are under way, each inside of this context manager; one after the end raises
+    `refusal()`.
+    """
+
+    def __init__(self, refusal: Callable[[], BaseException]) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def over(self) -> bool: ...
+    def end(self) -> bool:
+        """Let none begin; whether this was the first to say so."""
+
+class Reach:
+    """The windows of all ranks, of these sizes in bytes, with elements `like` those of a tensor."""
+
+    def __init__(self, like: Any, sizes: tuple[int, ...]) -> None: ...
+    def place(self, tensor: Any, rank: int, offset: int, /) -> int:
+        """The byte at which a transfer from element `offset` on begins; -1 if it must be looked at more closely: it
+        does not fit, or the tensor is not plain, or of another dtype.
+        """
 
 def kind(dtype: str, op: str, /) -> int:
     """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""

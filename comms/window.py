@@ -11,13 +11,13 @@ Whether a rank that computes, sleeps or was stopped holds up the others' ops on 
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
+from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.tensors import packed, unpack
 
@@ -72,40 +72,6 @@ class WindowMemory(ABC):
         """From here on the others get `RegionGone`. No call of this rank is under way. Idempotent."""
 
 
-class _Calls:
-    """The calls of a window that are under way, each inside of this context manager; none begins after the end.
-
-    A call says that it runs, then looks for the end; who ends them does so, then looks for calls: one sees the other.
-    """
-
-    def __init__(self) -> None:
-        self._running: list[None] = []
-        self._ending = threading.Lock()
-        self.over = False
-
-    def __enter__(self) -> None:
-        self._running.append(None)
-        if self.over:
-            self._running.pop()
-            raise closed_here()
-
-    def __exit__(self, *exc: object) -> None:
-        self._running.pop()
-
-    def end(self) -> bool:
-        """Let none begin; whether this was the first to say so."""
-        with self._ending:
-            first, self.over = not self.over, True
-            return first
-
-    def wait(self, seconds: float) -> bool:
-        """Whether all have ended, within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-        return not self._running
-
-
 class Window:
     """Made by `Communicator.window`, collectively. Offsets and indices count elements. A context manager.
 
@@ -120,7 +86,8 @@ class Window:
         self._itemsize = dtype.itemsize
         self._elements = [size // dtype.itemsize for size in memory.sizes]
         self._timeout = timeout
-        self._calls = _Calls()
+        self._calls = _native.Calls(closed_here)
+        self._reach = _native.Reach(torch.empty(0, dtype=dtype), tuple(memory.sizes))
 
     @property
     def closed(self) -> bool:
@@ -130,14 +97,17 @@ class Window:
     def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy `src` into rank's window, from element `offset` on."""
         with self._calls:
-            at = self._checked(src, rank, offset)
-            self._memory.write(rank, at, packed(src), self._deadline(timeout))
+            at = self._reach.place(src, rank, offset)
+            if at < 0:
+                at, src = self._checked(src, rank, offset), packed(src)
+            self._memory.write(rank, at, src, self._deadline(timeout))
 
     def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy rank's window, from element `offset` on, into `dst`."""
         with self._calls:
-            at = self._checked(dst, rank, offset)
-            flat = packed(dst)
+            at, flat = self._reach.place(dst, rank, offset), dst
+            if at < 0:
+                at, flat = self._checked(dst, rank, offset), packed(dst)
             self._memory.read(rank, at, flat, self._deadline(timeout))
             unpack(flat, dst)
 
@@ -180,7 +150,10 @@ class Window:
         if not self._calls.end():
             return
         self._memory.leaving = True
-        if not self._calls.wait(_CLOSE_SECONDS):
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._calls.running and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        if self._calls.running:
             raise HoldfastError(
                 f"a window of rank {self.rank} cannot be closed: a call of another thread did not end within "
                 f"{_CLOSE_SECONDS:.0f} s; what it uses is kept until the process ends"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
-from holdfast.comms._native import BoardPath, CallPath, Order
+from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order
 from holdfast.comms.plugins import OpEvent, hookimpl
 from holdfast.comms.registry import registry
 from holdfast.harness import LocalCluster
@@ -446,3 +448,46 @@ def test_arguments_are_counted() -> None:
     fast: Any = call_path(Order(), pytest.fail, print)
     with pytest.raises(TypeError, match="2 arguments are needed, not 1"):
         fast.all_reduce(torch.ones(1))
+
+
+def group_call(op: Callable[..., Any], failed: Callable[..., None] = pytest.fail) -> GroupCall:
+    holder = SimpleNamespace(group=SimpleNamespace(reduce=op))
+    return GroupCall(holder, "group", "reduce", "options", timedelta(seconds=1), failed)
+
+
+def test_an_op_of_a_group_is_begun_and_waited_for() -> None:
+    heard: list[object] = []
+
+    def begin(tensors: list[str], options: str) -> SimpleNamespace:
+        heard.extend([tensors, options])
+        return SimpleNamespace(wait=heard.append)
+
+    assert group_call(begin)("tensor", 0.0) is None
+    assert heard == [["tensor"], "options", timedelta(seconds=1)]
+    assert group_call(lambda *given: None)("tensor", 0.0) is None, "done at once"
+
+
+def test_a_group_that_fails_has_its_error_explained() -> None:
+    heard: list[tuple[object, ...]] = []
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("cut")
+
+    work = SimpleNamespace(wait=fails)
+    group_call(fails, lambda *said: heard.append(said))("tensor", 7.0)
+    group_call(lambda *given: work, lambda *said: heard.append(said))("tensor", 8.0)
+    assert [(said[0], str(said[1]), said[2]) for said in heard] == [(None, "cut", 7.0), (work, "cut", 8.0)]
+
+    def explains(work: object, error: RuntimeError, deadline: float) -> None:
+        raise Revoked(3, "explained") from error
+
+    with pytest.raises(Revoked, match="explained") as caught:
+        group_call(fails, explains)("tensor", 0.0)
+    assert str(caught.value.__cause__) == "cut"
+    with pytest.raises(TypeError):
+        group_call(lambda tensors: None)("tensor", 0.0)
+    no_group: Any = GroupCall(SimpleNamespace(), "group", "reduce", None, timedelta(0), pytest.fail)
+    with pytest.raises(AttributeError, match="group"):
+        no_group("tensor", 0.0)
+    with pytest.raises(TypeError, match="2"):
+        no_group("tensor")

@@ -404,7 +404,7 @@ def test_windows_of_every_kind(tls: str) -> None:
 
     def body(comm: Communicator) -> list[int]:
         with over(comm, tls) as part:
-            count = 2 * far_window.BOUNCE_BYTES + near_window.BLOCK_BYTES + 12345
+            count = 2 * far_window.BOUNCE_BYTES + near_window.BLOCK + 12345
             mine = torch.zeros(count, dtype=torch.uint8)
             numbers = torch.zeros(4, dtype=torch.int32)
             right, left = (part.rank + 1) % part.size, (part.rank - 1) % part.size

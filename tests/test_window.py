@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, HoldfastError, Unsupported
+from holdfast.comms import Communicator, HoldfastError, RegionGone, Unsupported
+from holdfast.comms._native import Calls, Reach
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.windows import *  # noqa: F403
 
@@ -116,3 +119,51 @@ def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
 
     with LocalCluster(2, windowed) as cluster:
         assert max(cluster.run(body)) <= 1
+
+
+# -- what a call begins with
+
+
+def test_no_call_begins_after_the_end_and_those_before_are_counted() -> None:
+    calls = Calls(lambda: RegionGone("closed"))
+    with calls, calls:
+        assert (calls.running, calls.over) == (2, False)
+        assert calls.end() and not calls.end()
+        with pytest.raises(RegionGone, match="closed"), calls:
+            raise AssertionError("a call began")
+        assert (calls.running, calls.over) == (2, True)
+    assert calls.running == 0
+
+
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float8_e5m2, torch.complex64]
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.integers(-1, 3),
+    st.integers(-2, 12),
+    st.integers(0, 6),
+)
+def test_what_fits_into_a_window_is_seen_at_once(
+    dtype: torch.dtype, of: torch.dtype, elements: list[int], rank: int, offset: int, count: int
+) -> None:
+    """Where it is not, the longer way decides: that must be so for all that does not fit."""
+    reach = Reach(torch.empty(0, dtype=dtype), tuple(dtype.itemsize * each + dtype.itemsize - 1 for each in elements))
+    fits = of == dtype and 0 <= rank < len(elements) and 0 <= offset <= elements[rank] - count
+    at = reach.place(torch.zeros(count, dtype=of), rank, offset)
+    assert at in ([offset * dtype.itemsize, -1] if fits else [-1])
+    if fits and dtype in (torch.float32, torch.int64):
+        assert at == offset * dtype.itemsize
+
+
+def test_what_is_not_plain_is_looked_at_more_closely() -> None:
+    reach = Reach(torch.empty(0), (400,))
+    for tensor in (torch.ones(3, requires_grad=True), torch.ones(4)[::2], torch.ones(2).expand(2, 2), "tensor", None):
+        assert reach.place(tensor, 0, 0) == -1
+    assert reach.place(torch.ones(3), True, 0) == reach.place(torch.ones(3), 0, 1 << 70) == -1
+    with pytest.raises(TypeError):
+        reach.place(torch.ones(3), 0)  # type: ignore[call-arg]
+    with pytest.raises(OverflowError):
+        Reach(torch.empty(0), (-1,))

@@ -1,17 +1,29 @@
 """The compiled part of windows on one host (backends/ucx/native/near.c). Everything is an address or a number."""
 
 CLOSED: int
+BLOCK: int
+"""Bytes that are copied at once; between two looks at the deadline."""
 
 class Near:
-    """Gets and puts over a worker, by the addresses of libucp's functions. The caller holds the worker's lock."""
+    """A worker, and the addresses of libucp's functions."""
 
     def __init__(
         self, *, get: int, put: int, progress: int, status: int, free: int, worker: int, param: int
     ) -> None: ...
-    def get(self, endpoint: int, address: int, nbytes: int, remote: int, key: int, /) -> int:
-        """0 if it is done; else the request, which is under way, or a negative status."""
 
-    def put(self, endpoint: int, address: int, nbytes: int, remote: int, key: int, busy: int, closed: int, /) -> int:
-        """The same, after the word at `busy` was set to 1; CLOSED, and nothing is put, if the word at `closed` is not 0
-        then.
-        """
+class NearPart:
+    """The memory of one rank. A caller holds the worker's lock.
+
+    `closed` is the address of a word of this process that is not 0 once that rank has closed its window, `busy` of a
+    word of that rank's that is 1 while this one writes.
+    """
+
+    def __init__(self, near: Near, *, endpoint: int, memory: int, key: int, closed: int, busy: int) -> None: ...
+    def get(self, address: int, nbytes: int, offset: int, /) -> int:
+        """A block of that, at most: 0 if it is done; else the request, which is under way, or a negative status."""
+
+    def put(self, address: int, nbytes: int, offset: int, /) -> int:
+        """The same, or CLOSED, and nothing is put. A request or a negative status leaves the word `busy` at 1."""
+
+    def put_entered(self, address: int, nbytes: int, offset: int, /) -> int:
+        """The same for a caller that has set the word `busy` itself."""

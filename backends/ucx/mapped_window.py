@@ -31,9 +31,7 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here. `handles` are the addresses
-    of endpoint, key and words, for compiled code.
-    """
+    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here."""
 
     endpoint: Any
     header: int
@@ -42,7 +40,6 @@ class Part:
     memory: int
     key: Any
     nbytes: int
-    handles: tuple[int, int, int]
 
 
 class MappedWindow(UcxWindow[OneSided, Part]):
@@ -83,12 +80,7 @@ class MappedWindow(UcxWindow[OneSided, Part]):
             header_key = side.unpack(rank, card.header_key)
             key = side.unpack(rank, card.key) if card.key else None
             words = self._mapped(header_key, card.header)
-        endpoint = side.endpoints[rank]
-        handles = self._address(endpoint), self._address(key), self._address(words)
-        return Part(endpoint, card.header, header_key, words, card.memory, key, card.nbytes, handles)
-
-    def _address(self, pointer: Any) -> int:
-        return 0 if pointer is None else int(self._worker.lib.ffi.cast("uintptr_t", pointer))
+        return Part(side.endpoints[rank], card.header, header_key, words, card.memory, key, card.nbytes)
 
     def _mapped(self, key: Any, header: int) -> Any:
         """A rank's header, mapped into this process; None if it cannot be."""

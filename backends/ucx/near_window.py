@@ -18,7 +18,7 @@ import torch
 from holdfast.backends.local_cpu import give_way
 from holdfast.backends.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx._near import CLOSED, Near
+from holdfast.backends.ucx._near import BLOCK, CLOSED, Near, NearPart
 from holdfast.backends.ucx.leftovers import leave_behind
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
 from holdfast.backends.ucx.onesided import OneSided
@@ -31,8 +31,6 @@ from holdfast.comms.tensors import span
 from holdfast.comms.transport import Peer, Transport
 from holdfast.comms.window import closed_there
 
-BLOCK_BYTES = 4 << 20
-"""Bytes that are copied at once; between two looks at the deadline."""
 _MOVING_SECONDS = 1.0
 """The longest that a window's memory is put on huge pages, which halves the time of a large get or put."""
 
@@ -48,9 +46,9 @@ class NearWindow(MappedWindow):
         self._reply = ffi.new("uint64_t[2]")
         self._reply_at = int(ffi.cast("uintptr_t", self._reply))
         self._atomic = libucp.atomic_parameters(side.worker.lib, 8, self._reply)
-        if tensor.nbytes >= BLOCK_BYTES:
+        if tensor.nbytes >= BLOCK:
             put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, _MOVING_SECONDS)
-        self._near = _near_calls(side.worker)
+        self._near: list[NearPart] = []
         super().__init__(side, transport, tensor, deadline)
 
     def _mapped(self, key: Any, header: int) -> Any:
@@ -59,29 +57,65 @@ class NearWindow(MappedWindow):
         self._worker.lib.check(self._call.ucp_rkey_ptr(key, header, pointer), "mapping the header of a window")
         return ffi.cast("uint64_t *", int(pointer[0]))
 
+    def _open(self, transport: Transport, deadline: float) -> None:
+        super()._open(transport, deadline)
+        near = _near_calls(self._worker)
+        for rank, part in enumerate(self._parts):
+            self._near.append(
+                NearPart(
+                    near,
+                    endpoint=self._at(part.endpoint),
+                    memory=part.memory,
+                    key=self._at(part.key),
+                    closed=self._header.address + 16 * rank,
+                    busy=self._at(part.words) + 8 * self._busy,
+                )
+            )
+
+    def _at(self, pointer: Any) -> int:
+        return 0 if pointer is None else int(self._worker.lib.ffi.cast("uintptr_t", pointer))
+
     # -- put and get
 
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
-        part = self._live(rank)
+        self._side.check(rank)
+        near = self._near[rank]
         address, nbytes = span(source)
-        for start in range(0, nbytes, BLOCK_BYTES):
-            if start and time.monotonic() > deadline:
-                raise OpTimeout("put", 0, 0.0, (rank,))
+        if not nbytes:
+            self._live(rank)
+        start = 0
+        while start < nbytes:
             with self._side.lock:
-                try:
-                    self._put(rank, part, address + start, min(BLOCK_BYTES, nbytes - start), offset + start, deadline)
-                finally:
-                    part.words[self._busy] = 0
+                request = near.put(address + start, nbytes - start, offset + start)
+                if request:
+                    try:
+                        self._finish_put(request, rank, deadline)
+                    finally:
+                        self._parts[rank].words[self._busy] = 0
+            start += BLOCK
+            if start < nbytes and time.monotonic() > deadline:
+                raise OpTimeout("put", 0, 0.0, (rank,))
 
     def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
-        part = self._live(rank)
-        address, nbytes = span(into)
-        for start in range(0, nbytes, BLOCK_BYTES):
-            if start and time.monotonic() > deadline:
-                raise OpTimeout("get", 0, 0.0, (rank,))
-            with self._side.lock:
-                self._get(rank, part, address + start, min(BLOCK_BYTES, nbytes - start), offset + start, deadline)
         self._live(rank)
+        near = self._near[rank]
+        address, nbytes = span(into)
+        start = 0
+        while start < nbytes:
+            with self._side.lock:
+                request = near.get(address + start, nbytes - start, offset + start)
+                if request:
+                    self._side.wait(request, rank, deadline, "get")
+            start += BLOCK
+            if start < nbytes and time.monotonic() > deadline:
+                raise OpTimeout("get", 0, 0.0, (rank,))
+        self._live(rank)
+
+    def _finish_put(self, request: int, rank: int, deadline: float) -> None:
+        """What became of a put that was not done at once. The lock is held."""
+        if request == CLOSED:
+            raise closed_there(rank)
+        self._side.wait(request, rank, deadline, "put")
 
     def _enter(self, rank: int) -> None:
         """Between saying that this rank writes, and writing: is the window open? See the module."""
@@ -89,23 +123,6 @@ class NearWindow(MappedWindow):
             pass
         if self._mine[2 * rank]:
             raise closed_there(rank)
-
-    def _put(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
-        """One block, with this rank's word set, which says that it writes. The lock is held."""
-        endpoint, key, words = part.handles
-        busy, closed = words + 8 * self._busy, self._header.address + 16 * rank
-        request = self._near.put(endpoint, address, nbytes, part.memory + offset, key, busy, closed)
-        if request == CLOSED:
-            raise closed_there(rank)
-        if request:
-            self._side.wait(request, rank, deadline, "put")
-
-    def _get(self, rank: int, part: Part, address: int, nbytes: int, offset: int, deadline: float) -> None:
-        """One block. The lock is held."""
-        endpoint, key, _ = part.handles
-        request = self._near.get(endpoint, address, nbytes, part.memory + offset, key)
-        if request:
-            self._side.wait(request, rank, deadline, "get")
 
     # -- atomics
 
@@ -133,11 +150,12 @@ class NearWindow(MappedWindow):
                 self._take_lock(rank, part, deadline)
                 try:
                     self._enter(rank)
-                    self._get(rank, part, here, size, offset, deadline)
+                    self._side.wait(self._near[rank].get(here, size, offset), rank, deadline, "atomic")
                     old = element.value
                     if expected is None or old == expected:
                         element.value = old + value if expected is None else value
-                        self._put(rank, part, here, size, offset, deadline)
+                        if request := self._near[rank].put_entered(here, size, offset):
+                            self._finish_put(request, rank, deadline)
                 finally:
                     part.words[self._lock_word] = 0
             finally:
@@ -170,7 +188,10 @@ class NearWindow(MappedWindow):
 
     def flush(self, rank: int | None, deadline: float) -> None:
         """Copies are complete when they return."""
-        for target in range(self._size) if rank is None else (rank,):
+        if rank is not None:
+            self._live(rank)
+            return
+        for target in range(self._size):
             self._live(target)
 
     def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:

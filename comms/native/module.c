@@ -11,7 +11,9 @@
 #include "board_type.h"
 #include "call_path.h"
 #include "exact.h"
+#include "group_call.h"
 #include "order.h"
+#include "window.h"
 
 /* -- without a board */
 
@@ -153,23 +155,29 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Its reference; NULL with a Python error. */
-static PyObject *add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+/* 0, or -1 with a Python error; the reference goes to `keep`, where that is given. */
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyObject **keep) {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type && PyModule_AddObjectRef(module, name, type) < 0)
-        Py_CLEAR(type);
-    return type;
+    if (!type || PyModule_AddObjectRef(module, name, type) < 0) {
+        Py_XDECREF(type);
+        return -1;
+    }
+    if (keep)
+        *keep = type;
+    else
+        Py_DECREF(type);
+    return 0;
 }
 
 static int module_exec(PyObject *module) {
     state *made = PyModule_GetState(module);
-    made->board = add_type(module, "Board", &board_spec);
-    made->order = made->board ? add_type(module, "Order", &order_spec) : NULL;
-    PyObject *over_board = made->order ? add_type(module, "BoardPath", &board_path_spec) : NULL;
-    PyObject *by_calls = over_board ? add_type(module, "CallPath", &call_path_spec) : NULL;
-    Py_XDECREF(over_board);
-    Py_XDECREF(by_calls);
-    return by_calls ? 0 : -1;
+    return add_type(module, "Board", &board_spec, &made->board) || add_type(module, "Order", &order_spec, &made->order) ||
+                   add_type(module, "BoardPath", &board_path_spec, NULL) ||
+                   add_type(module, "CallPath", &call_path_spec, NULL) ||
+                   add_type(module, "GroupCall", &group_call_spec, NULL) || add_type(module, "Calls", &calls_spec, NULL) ||
+                   add_type(module, "Reach", &reach_spec, NULL)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -33,9 +33,14 @@ OPS: dict[str, Callable[[Communicator, torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("count", SIZES)
-def test_a_killed_rank_is_named_by_all_others(process_backend: str, op: str, count: int, tmp_path: Path) -> None:
+KILLED_IN = [*((op, count, "0") for op in OPS for count in SIZES), ("all_reduce", 2, "1")]
+"""Op, elements, and whether ranks compare ops first: then they wait for each other in that comparison."""
+
+
+@pytest.mark.parametrize(("op", "count", "checks"), KILLED_IN)
+def test_a_killed_rank_is_named_by_all_others(
+    process_backend: str, op: str, count: int, checks: str, tmp_path: Path
+) -> None:
     def body(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
@@ -49,7 +54,8 @@ def test_a_killed_rank_is_named_by_all_others(process_backend: str, op: str, cou
             outcome = f"{time.monotonic() - began:.3f} {error}"
         (tmp_path / str(comm.rank)).write_text(outcome)
 
-    with LocalCluster(3, process_backend, timeout=20.0) as cluster, pytest.raises(HoldfastError):
+    environ = {"HOLDFAST_CHECK": checks}
+    with LocalCluster(3, process_backend, timeout=20.0, environ=environ) as cluster, pytest.raises(HoldfastError):
         cluster.run(body)
     for rank in (0, 2):
         seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)

@@ -16,6 +16,7 @@ typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uin
 
 enum { CLOSED = 1, OK = 0 }; /* beside requests, which are addresses, and errors, which are negative */
 enum { AT_ONCE = 1 << 14 };  /* bytes up to which the GIL is kept */
+enum { BLOCK = 1 << 22 };    /* that are copied at once; between two looks at the deadline */
 
 typedef struct {
     PyObject_HEAD
@@ -26,6 +27,12 @@ typedef struct {
     void *worker;
     const void *param;
 } Near;
+
+typedef struct {
+    PyObject *near;
+} state; /* of the module: its types */
+
+/* -- the library, and a worker of it */
 
 static int near_init(PyObject *object, PyObject *args, PyObject *named) {
     Near *self = (Near *)object;
@@ -41,45 +48,6 @@ static int near_init(PyObject *object, PyObject *args, PyObject *named) {
     return 0;
 }
 
-/* endpoint, address, nbytes, remote, key: OK if done, else a request that is under way, or a negative status. */
-static intptr_t attempt(const Near *self, transfer function, const uint64_t *a) {
-    intptr_t request = function((void *)(uintptr_t)a[0], (uintptr_t)a[1], (size_t)a[2], a[3], (void *)(uintptr_t)a[4], self->param);
-    if (request <= 0)
-        return request;
-    self->progress(self->worker);
-    if (self->status(request) != OK)
-        return request;
-    self->free(request);
-    return OK;
-}
-
-static intptr_t run(const Near *self, transfer function, const uint64_t *a) {
-    if (a[2] <= AT_ONCE)
-        return attempt(self, function, a);
-    intptr_t outcome;
-    Py_BEGIN_ALLOW_THREADS;
-    outcome = attempt(self, function, a);
-    Py_END_ALLOW_THREADS;
-    return outcome;
-}
-
-/* get(endpoint, address, nbytes, remote, key) */
-static PyObject *near_get(Near *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[5];
-    return numbers(args, count, 5, a) ? PyLong_FromSsize_t(run(self, self->get, a)) : NULL;
-}
-
-/* put(endpoint, address, nbytes, remote, key, busy, closed): with the word `busy` at 1 from here on, which says that this rank
- * writes; if the word `closed` is 0 then, else CLOSED. */
-static PyObject *near_put(Near *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[7];
-    if (!numbers(args, count, 7, a))
-        return NULL;
-    atomic_store((_Atomic uint64_t *)(uintptr_t)a[5], 1);
-    intptr_t outcome = atomic_load((_Atomic uint64_t *)(uintptr_t)a[6]) ? CLOSED : run(self, self->put, a);
-    return PyLong_FromSsize_t(outcome);
-}
-
 static void near_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -87,28 +55,131 @@ static void near_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static PyMethodDef near_methods[] = {FAST("get", near_get), FAST("put", near_put), {NULL, NULL, 0, NULL}};
-
 static PyType_Slot near_slots[] = {
     {Py_tp_init, near_init},
     {Py_tp_dealloc, near_dealloc},
-    {Py_tp_methods, near_methods},
     {0, NULL},
 };
 
 static PyType_Spec near_spec = {"holdfast.backends.ucx._near.Near", sizeof(Near), 0, Py_TPFLAGS_DEFAULT, near_slots};
 
-static int module_exec(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&near_spec);
-    if (!type)
+/* -- the memory of one rank */
+
+typedef struct {
+    PyObject_HEAD
+    Near *near;
+    void *endpoint, *key;
+    uint64_t memory;
+    _Atomic uint64_t *closed, *busy; /* it has closed its window; this rank writes into it */
+} Part;
+
+/* OK if done, else a request that is under way, or a negative status. */
+static intptr_t attempt(const Part *self, transfer function, uint64_t address, uint64_t nbytes, uint64_t offset) {
+    const Near *near = self->near;
+    intptr_t request = function(self->endpoint, address, nbytes, self->memory + offset, self->key, near->param);
+    if (request <= 0)
+        return request;
+    near->progress(near->worker);
+    if (near->status(request) != OK)
+        return request;
+    near->free(request);
+    return OK;
+}
+
+/* address, nbytes, offset: the first block of it. */
+static intptr_t run(const Part *self, transfer function, const uint64_t *a) {
+    uint64_t nbytes = a[1] < BLOCK ? a[1] : BLOCK;
+    if (nbytes <= AT_ONCE)
+        return attempt(self, function, a[0], nbytes, a[2]);
+    intptr_t outcome;
+    Py_BEGIN_ALLOW_THREADS;
+    outcome = attempt(self, function, a[0], nbytes, a[2]);
+    Py_END_ALLOW_THREADS;
+    return outcome;
+}
+
+static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    return numbers(args, count, 3, a) ? PyLong_FromSsize_t(run(self, self->near->get, a)) : NULL;
+}
+
+/* put: between saying that this rank writes and saying that it does not. Who closes a window says so before it looks who
+ * writes: one of them sees the other. */
+static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a))
+        return NULL;
+    atomic_store(self->busy, 1);
+    intptr_t outcome = atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a);
+    if (outcome == OK || outcome == CLOSED)
+        atomic_store_explicit(self->busy, 0, memory_order_release);
+    return PyLong_FromSsize_t(outcome);
+}
+
+/* put_entered: for a caller that has said so itself. */
+static PyObject *part_put_entered(Part *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    if (!numbers(args, count, 3, a))
+        return NULL;
+    return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a));
+}
+
+static int part_init(PyObject *object, PyObject *args, PyObject *named) {
+    Part *self = (Part *)object;
+    static char *names[] = {"near", "endpoint", "memory", "key", "closed", "busy", NULL};
+    PyObject *near;
+    unsigned long long at[5];
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OKKKKK", names, &near, at, at + 1, at + 2, at + 3, at + 4))
         return -1;
-    int failed = PyModule_AddObjectRef(module, "Near", type) || PyModule_AddIntConstant(module, "CLOSED", CLOSED);
-    Py_DECREF(type);
+    state *made = PyType_GetModuleState(Py_TYPE(object));
+    int right = PyObject_IsInstance(near, made->near);
+    if (right <= 0) {
+        if (!right)
+            PyErr_SetString(PyExc_TypeError, "a Near is needed");
+        return -1;
+    }
+    self->near = (Near *)Py_NewRef(near);
+    self->endpoint = (void *)(uintptr_t)at[0], self->memory = at[1], self->key = (void *)(uintptr_t)at[2];
+    self->closed = (_Atomic uint64_t *)(uintptr_t)at[3], self->busy = (_Atomic uint64_t *)(uintptr_t)at[4];
+    return 0;
+}
+
+static void part_dealloc(PyObject *object) {
+    Py_XDECREF((PyObject *)((Part *)object)->near);
+    near_dealloc(object);
+}
+
+static PyMethodDef part_methods[] = {
+    FAST("get", part_get),
+    FAST("put", part_put),
+    FAST("put_entered", part_put_entered),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot part_slots[] = {
+    {Py_tp_init, part_init},
+    {Py_tp_dealloc, part_dealloc},
+    {Py_tp_methods, part_methods},
+    {0, NULL},
+};
+
+static PyType_Spec part_spec = {"holdfast.backends.ucx._near.NearPart", sizeof(Part), 0, Py_TPFLAGS_DEFAULT, part_slots};
+
+static int module_exec(PyObject *module) {
+    state *made = PyModule_GetState(module);
+    made->near = PyType_FromSpec(&near_spec);
+    PyObject *part = made->near ? PyType_FromModuleAndSpec(module, &part_spec, NULL) : NULL;
+    int failed = !part || PyModule_AddObjectRef(module, "Near", made->near) ||
+                 PyModule_AddObjectRef(module, "NearPart", part) || PyModule_AddIntConstant(module, "CLOSED", CLOSED) ||
+                 PyModule_AddIntConstant(module, "BLOCK", BLOCK);
+    Py_XDECREF(part);
     return failed ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_near", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_near", NULL, sizeof(state), NULL, module_slots, NULL, NULL, NULL,
+};
 
 PyMODINIT_FUNC PyInit__near(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,165 @@
+/* Two things of Python that a call on a window begins with: `Calls`, which of them are under way, and `Reach`, what lies
+ * within. The GIL guards both. */
+
+#ifndef HOLDFAST_WINDOW_H
+#define HOLDFAST_WINDOW_H
+
+#include <Python.h>
+#include <structmember.h>
+
+#include "numbers.h"
+#include "tensors.h"
+
+/* -- calls: a context manager around each; none begins after the end */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *refusal; /* makes the error of a call after the end */
+    Py_ssize_t running;
+    char over;
+} Calls;
+
+static int calls_init(PyObject *object, PyObject *args, PyObject *named) {
+    static char *names[] = {"refusal", NULL};
+    PyObject *refusal;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O", names, &refusal))
+        return -1;
+    ((Calls *)object)->refusal = Py_NewRef(refusal);
+    return 0;
+}
+
+static PyObject *calls_enter(Calls *self, PyObject *nothing) {
+    (void)nothing;
+    if (!self->over) {
+        self->running++;
+        Py_RETURN_NONE;
+    }
+    PyObject *error = PyObject_CallNoArgs(self->refusal);
+    if (error)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(error);
+    return NULL;
+}
+
+static PyObject *calls_exit(Calls *self, PyObject *const *error, Py_ssize_t count) {
+    (void)error, (void)count;
+    self->running--;
+    Py_RETURN_NONE;
+}
+
+static PyObject *calls_end(Calls *self, PyObject *nothing) {
+    (void)nothing;
+    int first = !self->over;
+    self->over = 1;
+    return PyBool_FromLong(first);
+}
+
+static void calls_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    Py_XDECREF(((Calls *)object)->refusal);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef calls_methods[] = {
+    PLAIN("__enter__", calls_enter),
+    FAST("__exit__", calls_exit),
+    PLAIN("end", calls_end),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef calls_members[] = {
+    {"running", T_PYSSIZET, offsetof(Calls, running), READONLY, NULL},
+    {"over", T_BOOL, offsetof(Calls, over), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_init, calls_init},
+    {Py_tp_dealloc, calls_dealloc},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_members, calls_members},
+    {0, NULL},
+};
+
+static PyType_Spec calls_spec = {"holdfast.comms._native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
+
+/* -- reach: the windows of all ranks, of one dtype */
+
+typedef struct {
+    PyObject_HEAD
+    const tensors *known;
+    uint64_t *sizes; /* of each rank's window, in bytes */
+    Py_ssize_t ranks;
+    uint64_t itemsize;
+    uint8_t code, bits;
+} Reach;
+
+static int reach_init(PyObject *object, PyObject *args, PyObject *named) {
+    Reach *self = (Reach *)object;
+    state *made = PyType_GetModuleState(Py_TYPE(object));
+    static char *names[] = {"like", "sizes", NULL};
+    PyObject *like, *sizes;
+    dlpack_tensor where;
+    uint64_t nbytes;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO!", names, &like, &PyTuple_Type, &sizes))
+        return -1;
+    self->known = &made->known, self->ranks = PyTuple_Size(sizes);
+    self->sizes = PyMem_Calloc((size_t)self->ranks + 1, sizeof *self->sizes);
+    if (!self->sizes) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->ranks; i++)
+        self->sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(sizes, i));
+    if (PyErr_Occurred())
+        return -1;
+    if (lies_plainly(self->known, like, &where, &nbytes))
+        self->code = where.code, self->bits = where.bits, self->itemsize = (uint64_t)where.lanes * where.bits / 8;
+    return 0;
+}
+
+/* place(tensor, rank, offset): the byte at which a transfer begins that fits; -1 if it is to be looked at in Python, because
+ * it does not, or is of an unusual kind. */
+static PyObject *reach_place(Reach *self, PyObject *const *args, Py_ssize_t count) {
+    dlpack_tensor where;
+    uint64_t nbytes;
+    if (count != 3) {
+        PyErr_Format(PyExc_TypeError, "3 arguments are needed, not %zd", count);
+        return NULL;
+    }
+    if (!PyLong_CheckExact(args[1]) || !PyLong_CheckExact(args[2]))
+        return PyLong_FromLong(-1);
+    Py_ssize_t rank = PyLong_AsSsize_t(args[1]), offset = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred())
+        PyErr_Clear(), rank = -1;
+    if (rank < 0 || rank >= self->ranks || offset < 0 || !self->itemsize || !is_plain(self->known, args[0], &where, &nbytes) ||
+        where.code != self->code || where.bits != self->bits || where.lanes != 1)
+        return PyLong_FromLong(-1);
+    uint64_t room = self->sizes[rank] / self->itemsize, elements = nbytes / self->itemsize;
+    if ((uint64_t)offset > room || elements > room - (uint64_t)offset)
+        return PyLong_FromLong(-1);
+    return PyLong_FromUnsignedLongLong((uint64_t)offset * self->itemsize);
+}
+
+static void reach_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyMem_Free(((Reach *)object)->sizes);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef reach_methods[] = {FAST("place", reach_place), {NULL, NULL, 0, NULL}};
+
+static PyType_Slot reach_slots[] = {
+    {Py_tp_init, reach_init},
+    {Py_tp_dealloc, reach_dealloc},
+    {Py_tp_methods, reach_methods},
+    {0, NULL},
+};
+
+static PyType_Spec reach_spec = {"holdfast.comms._native.Reach", sizeof(Reach), 0, Py_TPFLAGS_DEFAULT, reach_slots};
+
+#endif
