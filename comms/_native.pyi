@@ -178,6 +178,26 @@ class GroupCall:
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
+class RequestCall:
+    """A collective of MPI on one tensor: `start(place, [memory(address, nbytes), kind], op)`, and so many `looks`
+    whether it is complete. `holder.count` is one more then. If it is not, or with an error, `go_on(request or None,
+    error or None, tensor, deadline)` completes it or raises.
+    """
+
+    def __init__(
+        self,
+        holder: object,
+        count: str,
+        start: Callable[..., Any],
+        place: object,
+        kind: object,
+        op: object,
+        memory: Callable[[int, int], object],
+        go_on: Callable[[Any, BaseException | None, Any, float], None],
+        looks: int,
+    ) -> None: ...
+    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
+
 class Calls:
     """The calls of a window that are under way, each inside of this context manager; one after the end raises
     `refusal()`.

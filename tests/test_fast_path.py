@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
-from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order
+from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, RequestCall
 from holdfast.comms.plugins import OpEvent, hookimpl
 from holdfast.comms.registry import registry
 from holdfast.harness import LocalCluster
@@ -491,3 +491,43 @@ def test_a_group_that_fails_has_its_error_explained() -> None:
         no_group("tensor", 0.0)
     with pytest.raises(TypeError, match="2"):
         no_group("tensor")
+
+
+def request_call(start: Callable[..., Any], go_on: Callable[..., None] = pytest.fail) -> tuple[Any, RequestCall]:
+    holder = SimpleNamespace(begun=7)
+    return holder, RequestCall(holder, "begun", start, "in place", "float", "sum", lambda *where: where, go_on, 3)
+
+
+def test_a_request_is_looked_at_until_it_is_complete() -> None:
+    tensor, given, answers = torch.ones(3), list[object](), [True, False, False]
+
+    def start(*arguments: object) -> SimpleNamespace:
+        given.extend(arguments)
+        return SimpleNamespace(Test=answers.pop)
+
+    holder, call = request_call(start)
+    assert call(tensor, 0.0) is None
+    assert given == ["in place", [(tensor.data_ptr(), 12), "float"], "sum"]
+    assert (holder.begun, answers) == (8, [])
+
+
+def test_a_request_that_takes_longer_or_fails_is_gone_on_with() -> None:
+    heard: list[tuple[object, ...]] = []
+
+    def fails(*given: object) -> None:
+        raise ConnectionError("cut")
+
+    tensor, late, broken = torch.ones(3), SimpleNamespace(Test=lambda: False), SimpleNamespace(Test=fails)
+    for start in (lambda *given: late, lambda *given: broken, fails):
+        holder, call = request_call(start, lambda *said: heard.append(said))
+        assert call(tensor, 5.0) is None and holder.begun == 8
+    assert [(said[0], str(said[1])) for said in heard] == [(late, "None"), (broken, "cut"), (None, "cut")]
+    assert all(said[2] is tensor and said[3] == 5.0 for said in heard)
+
+    def explains(request: object, error: BaseException, tensor: object, deadline: float) -> None:
+        raise Revoked(3, "explained") from error
+
+    with pytest.raises(Revoked, match="explained"):
+        request_call(fails, explains)[1](tensor, 0.0)
+    with pytest.raises(TypeError, match="2"):
+        request_call(fails)[1](tensor)  # type: ignore[call-arg]

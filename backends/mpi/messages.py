@@ -108,6 +108,18 @@ class MpiMessages(MessageTransport):
             raise self._explain(op, self._op, error) from error
         self._finish(request, op, self._op, deadline, self._everybody, memory)
 
+    def _go_on(
+        self, op: str, request: MPI.Request | None, error: BaseException | None, memory: object, deadline: float
+    ) -> None:
+        """Complete a collective that was begun on a fast path, or say why it failed."""
+        self._rounds = 0
+        if request is not None:
+            self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
+        elif isinstance(error, MPI.Exception):
+            raise self._explain(op, self._op, error) from error
+        elif error is not None:
+            raise error
+
     def _finish(
         self,
         request: MPI.Request,
@@ -117,9 +129,13 @@ class MpiMessages(MessageTransport):
         awaited: Sequence[int],
         memory: object,
         status: MPI.Status | None = None,
+        error: BaseException | None = None,
     ) -> None:
+        """Complete a request, unless there was an `error` already."""
         test = request.Test if status is None else partial(request.Test, status)
         try:
+            if error is not None:
+                raise error
             for _ in range(self._spins):
                 if test():
                     return

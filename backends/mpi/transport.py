@@ -7,6 +7,7 @@ algorithms of `MessageTransport`. Every choice depends only on what all ranks kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from holdfast.backends.mpi.buffers import at, counts, given, room, spread
 from holdfast.backends.mpi.datatypes import native
 from holdfast.backends.mpi.messages import MpiMessages
+from holdfast.comms import _native
 from holdfast.comms.algorithms import arithmetic, segments
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.transport import Form
@@ -150,7 +152,15 @@ class MpiTransport(MpiMessages):
         kind = native(dtype, reduction)
         if kind is None or reduction.name in arithmetic.SCALED:
             return super().function(form)
-        (mpi, reduce), start, run = kind, self._comm.Iallreduce, self._run
-        return lambda tensor, deadline: run(
-            "all_reduce", start, (MPI.IN_PLACE, [at(tensor), mpi], reduce), deadline, tensor
+        mpi, reduce = kind
+        return _native.RequestCall(
+            holder=self,
+            count="_op",
+            start=self._comm.Iallreduce,
+            place=MPI.IN_PLACE,
+            kind=mpi,
+            op=reduce,
+            memory=MPI.buffer.fromaddress,
+            go_on=partial(self._go_on, "all_reduce"),
+            looks=self._spins,
         )

@@ -13,6 +13,7 @@
 #include "exact.h"
 #include "group_call.h"
 #include "order.h"
+#include "request_call.h"
 #include "window.h"
 
 /* -- without a board */
@@ -174,7 +175,8 @@ static int module_exec(PyObject *module) {
     return add_type(module, "Board", &board_spec, &made->board) || add_type(module, "Order", &order_spec, &made->order) ||
                    add_type(module, "BoardPath", &board_path_spec, NULL) ||
                    add_type(module, "CallPath", &call_path_spec, NULL) ||
-                   add_type(module, "GroupCall", &group_call_spec, NULL) || add_type(module, "Calls", &calls_spec, NULL) ||
+                   add_type(module, "GroupCall", &group_call_spec, NULL) ||
+                   add_type(module, "RequestCall", &request_call_spec, NULL) || add_type(module, "Calls", &calls_spec, NULL) ||
                    add_type(module, "Reach", &reach_spec, NULL)
                ? -1
                : 0;
