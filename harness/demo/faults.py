@@ -19,7 +19,7 @@ from holdfast.rl.driver import Driver
 from holdfast.rl.happenings import Happening, Published
 from holdfast.store import WeightStore
 
-ENTER_SECONDS = 0.005
+ENTER_SECONDS = 0.1
 """From the moment when the last survivor was let into the reduction to the blow."""
 
 GATHER_SECONDS = 20.0
