@@ -129,6 +129,7 @@ def test_one_that_comes_new_and_one_that_begins_anew_are_found(
     def body(epochs: Epochs) -> float:
         if epochs.me != 3:
             first = epochs.enter(1, [0, 1, 2])
+            first.barrier()
             if epochs.me == 1:
                 assert isinstance(first.transport, UcxTransport)
                 given_up = first.transport.hand_over([])
@@ -164,6 +165,27 @@ def test_what_an_attempt_that_failed_had_is_there_for_the_next(
         return result, epochs.worker() is worker
 
     assert in_epochs(3, cluster, body, tmp_path) == [(6.0, True)] * 3
+
+
+def test_what_an_attempt_that_failed_made_anew_is_closed_with_the_last_that_stood(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> bool:
+        first = epochs.enter(1, [0, 1])
+        first.barrier()
+        if epochs.me == 0:
+            assert isinstance(first.transport, UcxTransport)
+            given_up = first.transport.hand_over([])
+            assert given_up is not None
+            given_up.close()
+            with pytest.raises(OpTimeout):
+                epochs.enter(2, [0, 1], timeout=0.3)
+            first.abort("again")
+            first.close()
+            assert first.transport.hand_over([]) is None
+        return True
+
+    assert in_epochs(2, cluster, body, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize("count", [3, 2_000_000])

@@ -68,6 +68,7 @@ class UcxTransport(MessageTransport):
 
     def __init__(self, context: Context, connections: Connections) -> None:
         self.connections: Connections | None = connections
+        self._returned: Connections | None = None
         self._worker = worker = connections.worker
         self._call = worker.lib.call
         self.epoch = context.epoch
@@ -337,6 +338,12 @@ class UcxTransport(MessageTransport):
         """
         self._stop_progress()
         with self._lock:
+            if (returned := self._returned) is not None:
+                self._returned = None
+                if returned.keep({}, returned.links.values()):  # some may not be connected in full
+                    return returned
+                returned.close()
+                return None
             connections, self.connections = self.connections, None
             if connections is None:
                 return None
@@ -365,8 +372,8 @@ class UcxTransport(MessageTransport):
         return connections.keep(kept, [link for rank, link in links.items() if self._peers[rank] not in peers])
 
     def take_back(self, connections: Connections) -> None:
-        """What came of `hand_over` was of no use: the next attempt may have it."""
-        self.connections = connections
+        """What came of `hand_over`, or was made in its place, was of no use: the next attempt may have it."""
+        self._returned = connections
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -381,6 +388,9 @@ class UcxTransport(MessageTransport):
             if self.connections is not None:
                 self._disconnect(self.connections)
                 self.connections = None
+            if self._returned is not None:
+                self._returned.close()
+                self._returned = None
         self.liveness.close()
         os.close(self._wake)
 
