@@ -22,6 +22,7 @@ from holdfast.comms.agreement import Agreement
 from holdfast.comms.arguments import Arguments
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.journal import About, Journal
+from holdfast.comms.liveness import stopped
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
 from holdfast.comms.transport import Context, FastPath, Form, Transport
@@ -54,6 +55,7 @@ class Executor:
         self._journal = journal
         self._transport = transport
         self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
+        self._peers = context.peers
         self._agreement = Agreement(transport) if check and context.size > 1 else None
         self._on_close = on_close
         self._registry = registry()
@@ -180,8 +182,9 @@ class Executor:
             del error  # this frame is in its traceback: together they would keep all that was tried alive
 
     def _named(self, error: OpTimeout, name: str, seq: int, joint: int) -> OpTimeout:
-        """A transport's timeout as that of an op of this communicator."""
-        named = OpTimeout(name, seq, error.waited, error.missing_ranks)
+        """A transport's timeout as that of an op of this communicator. Ranks that are stopped are to blame first."""
+        missing = (stopped(self._peers) if joint else ()) or error.missing_ranks
+        named = OpTimeout(name, seq, error.waited, missing)
         named.communicator, named.joint = self._name, joint if error.seq else 0
         named.__suppress_context__ = True
         return named

@@ -1,4 +1,4 @@
-"""Which processes are gone, as the kernel tells it: pidfds of the peers on this host."""
+"""Which processes of this host are gone, by pidfds, and which are stopped, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def this_host() -> str:
 
 def started(pid: int) -> int:
     """A process's start time in clock ticks since boot. Raises ProcessLookupError if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError as error:
-        raise ProcessLookupError(pid) from error
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+    fields = stat(pid)
+    if not fields:
+        raise ProcessLookupError(pid)
+    return int(fields[19])
 
 
 def this_process() -> Peer:
@@ -55,6 +54,45 @@ def open_pidfd(peer: Peer) -> int | None:
         pass
     os.close(fd)
     return None
+
+
+def stat(pid: int) -> list[bytes]:
+    """/proc/pid/stat from the state on; empty for a process that is gone."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        text = os.read(fd, 4096)
+    except OSError:  # it went while we looked
+        return []
+    finally:
+        os.close(fd)
+    return text[text.rindex(b")") + 2 :].split()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger, a frozen cgroup) now. False for one that is gone, or
+    cannot be looked at.
+    """
+    state = stat(pid)[:1]
+    return bool(state) and (state[0] in (b"T", b"t") or _is_frozen(pid))
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether its cgroup (version 2) is frozen: such a process looks as if it slept."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+        return "frozen 1" in Path(f"/sys/fs/cgroup{group}/cgroup.events").read_text()
+    except (OSError, StopIteration):
+        return False
+
+
+def stopped(peers: Sequence[Peer]) -> tuple[int, ...]:
+    """The ranks whose process, another one of this host, is stopped now: an op of all ranks waits for these."""
+    others = [rank for rank, peer in enumerate(peers) if peer.host == this_host() and peer.pid != os.getpid()]
+    return tuple(rank for rank in others if is_stopped(peers[rank].pid))
 
 
 class Liveness:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.liveness import open_pidfd, this_host
+from holdfast.comms.liveness import open_pidfd, stat, this_host
 from holdfast.ft.view import Member
 from holdfast.ft.vocabulary import Death
 
@@ -179,33 +179,15 @@ def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(fds)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger, a frozen cgroup) now. False for one that is gone, or
-    cannot be looked at.
-    """
-    state = _stat(pid)[:1]
-    return bool(state) and (state[0] in (b"T", b"t") or _is_frozen(pid))
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether its cgroup (version 2) is frozen: such a process looks as if it slept."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-        group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
-        return "frozen 1" in Path(f"/sys/fs/cgroup{group}/cgroup.events").read_text()
-    except (OSError, StopIteration):
-        return False
-
-
 def cpu_ticks(pid: int) -> int:
     """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
 def is_exiting(pid: int) -> bool:
     """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
-    fields = _stat(pid)
+    fields = stat(pid)
     if not fields or fields[0] in (b"Z", b"X"):
         return True
     return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
@@ -242,23 +224,8 @@ def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
 
 def fatal_signal(pid: int) -> int:
     """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0
-
-
-def _stat(pid: int) -> list[bytes]:
-    """/proc/pid/stat from the state on; empty for a process that is gone."""
-    try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        stat = os.read(fd, 4096)
-    except OSError:  # it went while we looked
-        return []
-    finally:
-        os.close(fd)
-    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def _death(member: Member) -> Death:

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.liveness import is_stopped
 from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
-from holdfast.ft.processes import is_stopped
 from holdfast.ft.view import View
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.folders import HeldFolder

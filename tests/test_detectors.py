@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import OpTimeout
-from holdfast.comms.liveness import HOST, this_host, this_process
+from holdfast.comms.liveness import HOST, is_stopped, this_host, this_process
 from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.registry import InvalidPlugin, Registry
 from holdfast.comms.transport import Peer
@@ -30,7 +30,7 @@ from holdfast.ft.detectors.observing import NOBODY_LISTENS, Observing
 from holdfast.ft.detectors.progressing import Progressing
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
-from holdfast.ft.processes import ProcessWatch, cpu_ticks, is_stopped
+from holdfast.ft.processes import ProcessWatch, cpu_ticks
 from holdfast.ft.progress import Place, Progress
 from holdfast.ft.pulse import Pulse, PulseReader
 from holdfast.ft.timeouts import Timeouts

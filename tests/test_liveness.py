@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.comms.liveness import Liveness, started, this_host, this_process
+from holdfast.comms.liveness import Liveness, started, stopped, this_host, this_process
 from holdfast.comms.transport import Peer
 
 
@@ -101,3 +102,14 @@ def test_processes_of_other_hosts_are_nobody_s_business_here(wake: int) -> None:
     assert liveness.wait(wake, 0.01)
     assert liveness.dead() == ()
     liveness.close()
+
+
+def test_who_is_stopped_is_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:
+    elsewhere = Peer("another host", process.pid, started(process.pid))
+    peers = [this_process(), elsewhere, peer_of(process)]
+    assert stopped(peers) == ()
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert stopped(peers) == (2,)
+    end(process)
+    assert stopped(peers) == ()

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import msgspec
 
+from holdfast.comms.liveness import is_stopped
 from holdfast.ft import vocabulary as v
 from holdfast.ft.detectors.detector import Detector, Surroundings
-from holdfast.ft.processes import is_stopped
 from holdfast.ft.pulse import Pulse, PulseReader
 from holdfast.ft.silence import Silence
 from holdfast.ft.view import Member, View

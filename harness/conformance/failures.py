@@ -63,7 +63,8 @@ def test_a_killed_rank_is_named_by_all_others(
         assert "rank 1" in said or "ranks 1" in said
 
 
-def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, checks: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         pids = comm.all_gather_object(os.getpid())
         if comm.rank == 1:
@@ -77,12 +78,12 @@ def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, tm
             _wait_for(tmp_path / "2")  # the death of rank 1 would be another way out
             os.kill(pids[1], signal.SIGKILL)
 
-    with LocalCluster(3, process_backend, timeout=20.0) as cluster, pytest.raises(HoldfastError):
+    environ = {"HOLDFAST_CHECK": checks}
+    with LocalCluster(3, process_backend, timeout=20.0, environ=environ) as cluster, pytest.raises(HoldfastError):
         cluster.run(body)
     said = [(tmp_path / str(rank)).read_text() for rank in (0, 2)]
     assert any("timed out" in each for each in said)
-    if process_backend == "shm":
-        assert all("rank 1" in each for each in said)
+    assert all("rank 1" in each for each in said)
 
 
 def test_abort_frees_a_blocked_op_from_another_thread(backend: str) -> None:
