@@ -79,6 +79,7 @@ def test_each_command_has_examples(command: tuple[str, ...]) -> None:
         (("gate", "nosuch"), 2, "nosuch is neither a commit"),
         (("bench", "overhead", "--backend", "nosuch"), 1, "known are"),
         (("bench", "overhead", "--backend", "inproc"), 1, "use 'shm'"),
+        (("bench", "layer", "shm"), 1, "ask for 'gloo' or 'mpi'"),
         (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
         (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
         (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),

@@ -363,3 +363,35 @@ def overhead(
     except HoldfastError as error:
         raise _failed("overhead", error) from error
     typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))
+
+
+@app.command("layer")
+def layer(
+    backend: Annotated[str, typer.Argument(help="gloo or mpi: a backend over a library that others made.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "8,1M,16M",
+    rounds: Annotated[int, typer.Option(min=4, help="Turns of each way to call it.")] = 60,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what holdfast adds to a call of another library, in the same processes, in turn with calling it directly.
+
+    [bold]Examples[/bold]
+
+        holdfast bench layer gloo
+
+        holdfast bench layer mpi --sizes 8 --rounds 200
+    """
+    import msgspec
+
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.bench.layer import run, table
+
+    try:
+        parsed = parse_sizes(sizes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        cost = run(backend, parsed, ranks, rounds, lambda text: typer.echo(text, err=True))
+    except HoldfastError as error:
+        raise _failed("layer", error) from error
+    typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))
