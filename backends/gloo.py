@@ -120,8 +120,13 @@ class GlooTransport(TorchGroup):
             if dead := self._liveness.dead():
                 raise PeerFailed(dead, "its process ended while the ranks connected")
 
+        def make() -> Any:
+            group = gloo(context.store, self.rank, self.size, settings)
+            group.barrier(options(dist.BarrierOptions, settings._timeout)).wait()  # who is done may close at once
+            return group
+
         try:
-            group = unless(look, lambda: gloo(context.store, self.rank, self.size, settings))
+            group = unless(look, make)
         except HoldfastError:
             raise
         except RuntimeError as error:

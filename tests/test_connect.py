@@ -13,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.gloo import _CONNECT_SECONDS
+from holdfast.comms.connect import connect_members
+from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Peer
 from holdfast.harness import LocalCluster
 
@@ -252,3 +255,47 @@ def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) 
     with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
         outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.unless")
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
+
+
+def late(store: dist.Store) -> dist.Store:
+    """The same store, whose answers are slow to come."""
+
+    class Late(dist.Store):
+        def set(self, key: str, value: str) -> None:
+            store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            value = store.get(key)
+            time.sleep(0.01)
+            return value
+
+        def check(self, keys: list[str]) -> bool:
+            return store.check(keys)
+
+        def wait(self, keys: list[str], *limit: Any) -> None:
+            store.wait(keys, *limit)
+            time.sleep(0.01)
+
+    return Late()
+
+
+def connect_and_close(comm: comms.Communicator, folder: str) -> None:
+    """Again and again; one of two ranks is late each time, and the other one does not wait for it."""
+    said = comm.all_gather_object(msgspec.to_builtins(this_process()))
+    peers = [msgspec.convert(each, Peer) for each in said]
+    for turn in range(60):
+        store: dist.Store = dist.FileStore(f"{folder}/{turn}", comm.size)
+        connect_members(
+            comm.backend,
+            rank=comm.rank,
+            size=comm.size,
+            store=late(store) if comm.rank == turn % 2 else store,
+            peers=peers,
+            epoch=0,
+            name=f"turn-{turn}",
+        ).close()
+
+
+def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend: str, tmp_path: Path) -> None:
+    with LocalCluster(2, process_backend) as cluster:
+        cluster.run(connect_and_close, str(tmp_path))
