@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
-from holdfast.comms.algorithms.board import Board, Layout
+from holdfast.comms.algorithms.board import Board, layout_of
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
 from holdfast.comms.errors import OpTimeout, Unsupported
@@ -95,7 +95,7 @@ def connect(context: Context) -> InprocTransport:
     if any(peer.pid != os.getpid() for peer in context.peers):
         raise Unsupported("inproc between processes", "use shm")
     if context.rank == 0:
-        memory = mmap.mmap(-1, Layout(context.size).nbytes)
+        memory = mmap.mmap(-1, layout_of(context.size).nbytes)
         key = f"{context.name}:{id(memory)}"
         with _lock:
             _boards[key] = memory

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.comms.algorithms.board import Layout
+from holdfast.comms.algorithms.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed
 from holdfast.comms.transport import Peer
 
@@ -51,7 +51,7 @@ class Ground:
     def __init__(self, descriptor: int, rows: int, peers: Sequence[Peer]) -> None:
         """Takes over `descriptor`."""
         self._descriptor = descriptor
-        self._board_bytes = Layout(rows).nbytes
+        self._board_bytes = layout_of(rows).nbytes
         self._held: set[int] = set()
         self.peers = frozenset(peers)
         self.place = Place(descriptor, os.fstat(descriptor).st_ino, rows)
@@ -67,7 +67,7 @@ class Ground:
         descriptor = os.memfd_create(f"holdfast-{name[:100]}", os.MFD_CLOEXEC)
         try:
             os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, PLOTS * Layout(len(peers)).nbytes)
+            os.ftruncate(descriptor, PLOTS * layout_of(len(peers)).nbytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -87,14 +87,14 @@ class Ground:
         except OSError as error:
             raise PeerFailed((0,), f"its shared memory cannot be opened: {error}") from error
         found = os.fstat(descriptor)
-        if (found.st_ino, found.st_size) != (place.inode, PLOTS * Layout(place.rows).nbytes):
+        if (found.st_ino, found.st_size) != (place.inode, PLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)
             raise PeerFailed((0,), "what it shares is not the memory of this job")
         return Ground(descriptor, place.rows, peers)
 
     def make_ready(self) -> None:
         """Map what later epochs will need first."""
-        layout = Layout(self.place.rows)
+        layout = layout_of(self.place.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
         if PLOTS * layout.size * used <= READY_BYTES:
             with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched

@@ -12,6 +12,7 @@ class Board:
         memory: Any,
         rank: int,
         size: int,
+        epoch: int,
         row: int,
         table: int,
         slots: int,
@@ -26,11 +27,12 @@ class Board:
     def raise_flag(self, value: int, flag: int, /) -> None:
         """Raise a flag of this rank, and wake those who sleep."""
 
-    def wait(self, rank: int, value: int, flag: int, /) -> bool:
-        """Look for a while whether `rank` has raised a flag to `value`."""
+    def doze(self, rank: int, value: int, flag: int, /) -> bool:
+        """Whether `rank` (the size of the board: every other rank) has raised a flag to `value`. Sleeps for at most
+        2 ms, until it is so or `is_over`."""
 
-    def wait_all(self, value: int, /) -> bool:
-        """The same of every other rank's first flag."""
+    def is_over(self) -> bool:
+        """Whether another rank has said that no more ops can end here."""
 
     def stop(self) -> None:
         """Let every look, now and later, end at once."""
@@ -42,11 +44,12 @@ class Board:
         """Wake `rank` if it sleeps."""
 
     def ring_all(self) -> None: ...
-    def lie_down(self) -> int:
-        """Say that this rank is about to sleep. What is looked at from here on is not missed by `sleep`, which takes
-        the result."""
+    def lie_down(self) -> None:
+        """Say that this rank is about to sleep. What is looked at from here on is not missed by `nap`."""
 
-    def sleep(self, bell: int, nanoseconds: int, /) -> None: ...
+    def nap(self) -> None:
+        """Sleep until somebody rings, for at most 2 ms."""
+
     def get_up(self) -> None: ...
     def give_way(self) -> None: ...
     @property

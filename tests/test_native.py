@@ -16,6 +16,7 @@ from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.tensors import DTYPES, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+LATE = -2
 BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 AWKWARD = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 6e-8, 65504.0, 3.3e38, 1e-45]
 
@@ -161,26 +162,63 @@ def test_what_cannot_be_reduced_has_no_number() -> None:
 def test_a_board_refuses_memory_that_is_too_small() -> None:
     sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
     with pytest.raises(ValueError, match="smaller"):
-        _native.Board(bytearray(100), 0, 2, **sizes, spins=0, yields=0)
-    board = _native.Board(bytearray(8192), 0, 2, **sizes, spins=0, yields=0)
+        _native.Board(bytearray(100), 0, 2, 0, **sizes, spins=0, yields=0)
+    board = _native.Board(bytearray(8192), 0, 2, 0, **sizes, spins=0, yields=0)
     with pytest.raises(ValueError, match="no such rank"):
-        board.wait(2, 1, 0)
+        board.doze(3, 1, 0)
     board.release()
     with pytest.raises(ValueError, match="released"):
         board.raise_flag(1, 0)
 
 
+def two_hands_on_a_board() -> tuple[_native.Board, _native.Board, memoryview]:
+    """Those of ranks 0 and 1, for epoch 5, and the words."""
+    sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
+    memory = bytearray(8192)
+    first, second = (_native.Board(memory, rank, 2, 5, **sizes, spins=10, yields=10) for rank in range(2))
+    return first, second, memoryview(memory).cast("Q")
+
+
+def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
+    first, second, _ = two_hands_on_a_board()
+    assert not first.doze(1, 7, 0), "nobody came for 2 ms"
+    came = []
+    sleeps = threading.Thread(target=lambda: came.append(any(first.doze(1, 7, 0) for _ in range(5_000))))
+    sleeps.start()
+    second.raise_flag(6, 0)
+    assert sleeps.is_alive()
+    second.raise_flag(7, 0)
+    sleeps.join(10.0)
+    assert came == [True]
+    assert first.doze(2, 7, 0), "every other rank"
+    assert not second.doze(0, 1, 0)
+
+
+def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
+    state, epoch, aborted = 24, 26, 2
+    first, second, words = two_hands_on_a_board()
+    words[512 + epoch] = 5
+    second.raise_flag(aborted, state)
+    assert not first.is_over(), "what a row says of an earlier epoch does not count"
+    words[512 + epoch] = 6
+    assert first.is_over()
+    assert not second.is_over(), "not by oneself"
+    assert timeit.timeit(lambda: first.doze(1, 7, 0), number=20) < timeit.timeit(
+        lambda: second.doze(0, 7, 0), number=20
+    )
+
+
 def test_who_rests_does_not_give_way() -> None:
     """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
     sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
-    board = _native.Board(bytearray(8192), 0, 2, **sizes, spins=10, yields=10**12)
+    board = _native.Board(bytearray(8192), 0, 2, 0, **sizes, spins=10, yields=10**12)
     board.rest(8)
-    assert not board.wait(1, 7, 0)
-    waits = threading.Thread(target=board.wait, args=(1, 8, 0))
+    assert board.meet(1, 1) == LATE
+    waits = threading.Thread(target=board.meet, args=(1, 2))
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
-    board.rest(9)
+    board.rest(10)
     waits.join(10.0)
     assert not waits.is_alive()
     board.release()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from holdfast.backends.shm import ShmTransport
 from holdfast.backends.shm_ground import PLOTS, Ground, place_of
 from holdfast.comms import Communicator
-from holdfast.comms.algorithms.board import Layout
+from holdfast.comms.algorithms.board import layout_of
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import CorruptData, PeerFailed, Revoked
 from holdfast.comms.liveness import this_process
@@ -263,7 +263,7 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
     """All but the stages of its board is there before it begins."""
     ground = Ground.make("ready", [this_process()] * 4)
     ground.make_ready()
-    layout = Layout(4)
+    layout = layout_of(4)
     pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
     with ground.take(3, [this_process()] * 4) as plot:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

@@ -1,7 +1,7 @@
 """The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
 
-Each rank has a row that it alone writes (but for two words, named below), so nothing here needs an atomic
-read-modify-write: aligned eight-byte loads and stores are enough.
+Each rank has a row that it alone writes (but for two words, named below), so aligned eight-byte loads and stores are
+enough for all but the bell, which is counted up.
 
 A row, in 8-byte words, hot words on cache lines of their own:
 
@@ -10,8 +10,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     2   reduced     how many blocks of results it has staged
     3   taken       how many blocks of the others' results it has taken
     4   near        1 if what it last took lay near it (see distance.h)
-    8   asleep      1 while this rank sleeps on its doorbell
-    16  doorbell    (written by peers) changes to wake this rank; a futex
+    8   asleep      1 while this rank sleeps
+    16  bell        of the first row: the futex on which all sleep, changed (by all) to wake some of them
     24  state       ALIVE, CLOSED, ABORTED or REPLACED
     25  note        length of the text that says why, or what follows
     26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
@@ -21,9 +21,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
-Waiting goes in three stages: look, then give way to other processes, then sleep on the doorbell for at most a
-millisecond at a time, with a look at the deadline and the peers between. The first two are compiled, and let go of the
-GIL.
+Waiting goes in three stages, which are compiled and let go of the GIL: look, then give way to other processes, then
+sleep until the bell rings. Who has slept for 2 ms comes back to Python for a look at the deadline and the peers.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 from holdfast.comms import _native
@@ -40,7 +40,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 
 LINE = 8
-FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, ASLEEP, DOORBELL = 0, 1, 2, 3, 4, 8, 16
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, ASLEEP, BELL = 0, 1, 2, 3, 4, 8, 16
 STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
 TABLE = 256
 GREETING_WORDS = 4
@@ -58,51 +58,56 @@ SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
 
 _NOT_READY = 1
 _ALL_BITS = (1 << 64) - 1
-_SLEEP_NANOSECONDS = 1_000_000
-_LIVENESS_SECONDS = 0.002
+_DOZE_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
 """Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Where things are on a board of `size` ranks; all in words unless the name says bytes."""
 
     size: int
 
-    @property
+    @cached_property
     def table_words(self) -> int:
         return _round_up(1 + 2 * self.size, LINE)
 
-    @property
+    @cached_property
     def note_text(self) -> int:
         return TABLE + 2 * self.table_words
 
-    @property
+    @cached_property
     def channels(self) -> int:
         return self.note_text + NOTE_BYTES // 8
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return _round_up(self.channels + self.size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
 
-    @property
+    @cached_property
     def stage(self) -> int:
         return self.slots + 2 * SLOT_BYTES // 8
 
-    @property
+    @cached_property
     def stage_block(self) -> int:
         """Bytes of a block of the stage: smaller for more ranks, so that the stage stays in the shared cache."""
         return max(STAGE_BLOCK_BYTES // max(1, self.size - 1) // 4096, 8) * 4096
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         return self.stage + STAGE_DEPTH * self.size * self.stage_block // 8
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.size * self.row_words * 8
+
+
+@cache
+def layout_of(size: int) -> Layout:
+    """The layout of every board of `size` ranks."""
+    return Layout(size)
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -110,8 +115,8 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Board:
-    """One rank's hands on the board that lies in `memory` (a writable buffer of `Layout(rows).nbytes` bytes, of which
-    `size` rows are used; default: all).
+    """One rank's hands on the board that lies in `memory` (a writable buffer of `layout_of(rows).nbytes` bytes; of its
+    rows `size` are used, by default all).
 
     `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
     long waits. `error` is what `fail` was given, if anything.
@@ -127,15 +132,15 @@ class Board:
         journal: Journal | None = None,
         rows: int | None = None,
     ) -> None:
-        self.layout = Layout(size if rows is None else rows)
+        self.layout = layout = layout_of(size if rows is None else rows)
         self._journal = journal
         self.rank, self.size, self.epoch = rank, size, epoch
         self.bytes = memoryview(memory).cast("B")
         self.words = self.bytes.cast("Q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.rows = [r * self.layout.row_words for r in range(size)]
+        self.rows = [r * layout.row_words for r in range(size)]
         self._mine = self.rows[rank]
-        self._others = [row for r, row in enumerate(self.rows) if r != rank]
+        self._others = [r for r in range(size) if r != rank]
         self._dead = dead
         self.error: HoldfastError | None = None
         crowded = size > (len(os.sched_getaffinity(0)) or 1)
@@ -144,12 +149,13 @@ class Board:
             memory,
             rank,
             size,
-            row=8 * self.layout.row_words,
-            table=8 * self.layout.table_words,
-            slots=8 * self.layout.slots,
+            epoch,
+            row=8 * layout.row_words,
+            table=8 * layout.table_words,
+            slots=8 * layout.slots,
             slot=SLOT_BYTES,
-            stage=8 * self.layout.stage,
-            block=self.layout.stage_block,
+            stage=8 * layout.stage,
+            block=layout.stage_block,
             depth=STAGE_DEPTH,
             spins=_CROWDED_SPINS if crowded else _SPINS,
             yields=self._yields,
@@ -177,12 +183,15 @@ class Board:
         self.words[self._mine + EPOCH] = _NOT_READY
 
     def wait_entered(self, deadline: float) -> None:
-        """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch."""
+        """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch.
+
+        Sleeps at once: to come, the others need the processor.
+        """
         words, ready = self.words, self.epoch + 1
-        if any(words[row + EPOCH] < ready for row in self.rows):  # sleep at once: others need the processor to come
-            self._sleep_for_all(EPOCH, ready, deadline, "connect", 0)
-        if any(words[row + EPOCH] != ready for row in self.rows):
-            raise Revoked(self.epoch, "a later epoch has begun")
+        self._sleep_for(self._others, ready, deadline, "connect", 0, EPOCH)
+        for row in self.rows:
+            if words[row + EPOCH] != ready:
+                raise Revoked(self.epoch, "a later epoch has begun")
 
     def greeting(self, rank: int) -> tuple[int, ...]:
         """The numbers that `rank` had for the others; zeros after them."""
@@ -221,15 +230,12 @@ class Board:
     # -- what this rank waits for
 
     def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
-        """Return once every rank has reached `phase`."""
-        if not self.native.wait_all(phase):
-            self._sleep_for_all(FLAG, phase, deadline, op, seq)
+        """Return once every rank has reached `phase`, for which this one has looked in vain."""
+        self._sleep_for(self._others, phase, deadline, op, seq, FLAG)
 
     def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
-        """Return once `rank` has reached a phase (or, of another flag, a block)."""
-        if not self.native.wait(rank, value, flag):
-            words, at = self.words, self.rows[rank] + flag
-            self._sleep_until(lambda: words[at] >= value, lambda: [rank], deadline, op, seq)
+        """Return once `rank` has reached a phase, or a block (another flag). This one has looked for it in vain."""
+        self._sleep_for([rank], value, deadline, op, seq, flag)
 
     def wait_until(
         self,
@@ -248,43 +254,43 @@ class Board:
                 return
             self.check()
             self.native.give_way()
-        self._sleep_until(ready, missing, deadline, op, seq)
+        native = self.native
 
-    def _sleep_for_all(self, flag: int, value: int, deadline: float, op: str, seq: int) -> None:
-        """Return once every other rank has raised a flag to `value`."""
-        words, others = self.words, [(r, row + flag) for r, row in enumerate(self.rows) if r != self.rank]
+        def doze() -> bool:
+            until = time.monotonic() + _DOZE_SECONDS
+            while True:
+                native.lie_down()
+                if not ready() and self.error is None and not native.is_over():
+                    native.nap()
+                native.get_up()
+                if ready():
+                    return True
+                if self.error is not None or native.is_over() or time.monotonic() >= until:
+                    return False
+
+        self._sleep_until(doze, missing, deadline, op, seq)
+
+    def _sleep_for(self, ranks: Sequence[int], value: int, deadline: float, op: str, seq: int, flag: int) -> None:
+        """Return once these ranks, one or all others, have raised a flag to `value`."""
+        words, rows = self.words, self.rows
+        whom = ranks[0] if len(ranks) == 1 else self.size
         self._sleep_until(
-            lambda: all(words[at] >= value for _, at in others),
-            lambda: [r for r, at in others if words[at] < value],
+            lambda: self.native.doze(whom, value, flag),
+            lambda: [rank for rank in ranks if words[rows[rank] + flag] < value],
             deadline,
             op,
             seq,
         )
 
     def _sleep_until(
-        self,
-        ready: Callable[[], bool],
-        missing: Callable[[], Sequence[int]],
-        deadline: float,
-        op: str,
-        seq: int,
+        self, doze: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
     ) -> None:
+        """Return once `doze`, which sleeps for a while, says that all is there that is waited for."""
         began = time.monotonic()
-        native, look_at_peers = self.native, began + _LIVENESS_SECONDS
-        while True:
-            bell = native.lie_down()
-            if not ready() and self.error is None and not self._is_over():
-                native.sleep(bell, _SLEEP_NANOSECONDS)
-            native.get_up()
-            if ready():
-                return
+        while not doze():
             self.check()
+            self.check_peers(missing)
             now = time.monotonic()
-            if now >= look_at_peers or self._is_over():
-                look_at_peers = now + _LIVENESS_SECONDS
-                if self._journal is not None:
-                    self._journal.waits(missing())
-                self.check_peers(missing(), ready)
             if now >= deadline:
                 raise OpTimeout(op, seq, now - began, missing())
 
@@ -293,29 +299,27 @@ class Board:
         if self.error is not None:
             raise self.error.again()
 
-    def check_peers(self, missing: Sequence[int], ready: Callable[[], bool]) -> None:
+    def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
-        left = [r for r, row in enumerate(self.rows) if r != self.rank and self._has_left(row)]
         announcer = self._announcer()
         if announcer is not None:
             raise Revoked(self.epoch, f"rank {announcer} has announced what follows")
-        gone = tuple(r for r in self._dead() if r not in left)
-        if ready():
+        if self._journal is not None:
+            self._journal.waits(missing())
+        left = [rank for rank in self._others if self._has_left(self.rows[rank])]
+        gone = tuple(rank for rank in self._dead() if rank not in left)
+        late = missing()
+        if not late:
             return
         if gone:
             raise PeerFailed(gone, "the kernel says that the process is gone")
-        for r in left:
-            state = self.words[self.rows[r] + STATE]
-            if state == ABORTED or r in missing:
-                why = self._note(r).decode(errors="replace")
+        for rank in left:
+            state = self.words[self.rows[rank] + STATE]
+            if state == ABORTED or rank in late:
+                why = self._note(rank).decode(errors="replace")
                 if state == ABORTED:
-                    raise Revoked(self.epoch, f"rank {r} aborted: {why}")
-                raise PeerFailed((r,), f"it left the communicator: {why}")
-
-    def _is_over(self) -> bool:
-        """Whether another rank has said that no more ops can end here."""
-        words, ready = self.words, self.epoch + 1
-        return any(words[row + STATE] >= ABORTED and words[row + EPOCH] == ready for row in self._others)
+                    raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+                raise PeerFailed((rank,), f"it left the communicator: {why}")
 
     def _has_left(self, row: int) -> bool:
         """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""
@@ -328,8 +332,9 @@ class Board:
 
     def _announcer(self) -> int | None:
         words, ready = self.words, self.epoch + 1
-        for rank, row in enumerate(self.rows):
-            if rank != self.rank and words[row + STATE] == REPLACED and words[row + EPOCH] == ready:
+        for rank in self._others:
+            row = self.rows[rank]
+            if words[row + STATE] == REPLACED and words[row + EPOCH] == ready:
                 return rank
         return None
 

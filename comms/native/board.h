@@ -20,8 +20,11 @@
 #include <unistd.h>
 
 enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4 };
-enum { ASLEEP = 8, DOORBELL = 16, LINES = 32, SOUNDING = 128, TABLE = 256 };
+enum { ASLEEP = 8, BELL = 16, STATE = 24, EPOCH = 26, LINES = 32, SOUNDING = 128, TABLE = 256 };
+enum { ABORTED = 2 }; /* the least state in which a rank ends what others wait for */
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
+
+enum { DOZE = 2000000 }; /* nanoseconds: who sleeps for so long looks at its deadline, and whether its peers live */
 
 typedef struct {
     char *at;
@@ -32,9 +35,11 @@ typedef struct {
     char *base;
     size_t nbytes;
     int rank, size;
+    uint64_t ready;                                 /* what EPOCH of a row says once it is ready for this board */
     uint64_t row, table, slots, slot, stage, block; /* bytes; table, slots and stage from the start of a row */
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
+    uint32_t rung;                                  /* what the bell said when this rank lay down */
     uint64_t all_finished;                          /* an op that all ranks are known to have finished */
     atomic_int stopped;
     _Atomic uint64_t restful; /* waits for less than this do not give way */
@@ -56,17 +61,26 @@ static inline char *staged(const board *b, int src, int dst, uint64_t step) {
     return b->base + (uint64_t)src * b->row + b->stage + place * b->block;
 }
 
-static inline void ring(board *b, int rank) {
-    word *bell = word_of(b, rank, DOORBELL);
-    atomic_store_explicit(bell, (atomic_load_explicit(bell, memory_order_relaxed) + 1) & 0xffffffffu, memory_order_release);
-    syscall(SYS_futex, bell, FUTEX_WAKE, 1 << 30, NULL, NULL, 0);
+/* All sleep on one bell, so that one call wakes any number of them: between several calls the first who is woken may well take
+ * the processor from who wakes the rest. */
+static inline word *bell_of(const board *b) { return word_of(b, 0, BELL); }
+
+static inline uint32_t bit_of(int rank) { return (uint32_t)1 << (rank & 31); }
+
+/* Wake the ranks of these bits, if they sleep. */
+static inline void ring(board *b, uint32_t ranks) {
+    atomic_fetch_add_explicit(bell_of(b), 1, memory_order_release);
+    syscall(SYS_futex, bell_of(b), FUTEX_WAKE_BITSET, 1 << 30, NULL, NULL, ranks);
 }
 
 static inline void wake_sleepers(board *b) {
+    uint32_t asleep = 0;
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < b->size; rank++)
         if (rank != b->rank && flag_of(b, rank, ASLEEP))
-            ring(b, rank);
+            asleep |= bit_of(rank);
+    if (asleep)
+        ring(b, asleep);
 }
 
 static inline void raise_flag(board *b, int flag, uint64_t value) {
@@ -125,6 +139,52 @@ static inline int look(const board *b, int rank, int flag, uint64_t value, long 
         else
             sched_yield();
     }
+}
+
+/* Whether another rank has said that no more ops can end here. */
+static inline int is_over(const board *b) {
+    for (int rank = 0; rank < b->size; rank++)
+        if (rank != b->rank && flag_of(b, rank, STATE) >= ABORTED && flag_of(b, rank, EPOCH) == b->ready)
+            return 1;
+    return 0;
+}
+
+static inline uint64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline void lie_down(board *b) {
+    atomic_store_explicit(word_of(b, b->rank, ASLEEP), 1, memory_order_relaxed);
+    b->rung = (uint32_t)atomic_load_explicit(bell_of(b), memory_order_acquire);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+/* Sleep until the bell rings for this rank, unless it has since it lay down. */
+static inline void nap(board *b, uint64_t until) {
+    struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)}; /* CLOCK_MONOTONIC */
+    syscall(SYS_futex, bell_of(b), FUTEX_WAIT_BITSET, b->rung, &end, NULL, bit_of(b->rank));
+}
+
+static inline void get_up(board *b) {
+    atomic_store_explicit(word_of(b, b->rank, ASLEEP), 0, memory_order_relaxed);
+}
+
+/* Sleep until `rank` (-1: every other rank) has come. Returns as `look`, after `DOZE` at the most, and as soon as no more ops
+ * can end here. */
+static int doze(board *b, int rank, int flag, uint64_t value) {
+    uint64_t until = nanoseconds() + DOZE;
+    int missing;
+    for (;;) {
+        lie_down(b);
+        missing = look(b, rank, flag == PUBLISHED_ON_LINE ? PUBLISHED : flag, value, 0, 0);
+        if (missing < 0 || nanoseconds() >= until || atomic_load_explicit(&b->stopped, memory_order_relaxed) || is_over(b))
+            break;
+        nap(b, until);
+    }
+    get_up(b);
+    return missing;
 }
 
 /* `memmove`, in small pieces where it is slow in one: AMD's Zen 3 and 4 move strings (`rep movsb`, which glibc uses from

@@ -1,205 +1,11 @@
-/* The `Board` of Python: one rank's hands on a board, for waits, small ops and large ones. */
+/* The `Board` of Python: ops on a board, small ones and large ones. */
 
 #ifndef HOLDFAST_BOARD_TYPE_H
 #define HOLDFAST_BOARD_TYPE_H
 
-#include <Python.h>
 #include <structmember.h>
 
-#include "numbers.h"
-#include "pipeline.h"
-#include "publication.h"
-
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    board b;
-    pipeline p;
-    uint64_t number;  /* of the newest op that was begun in Python */
-    uint64_t begun;   /* an op that was published, and is still to be gone on with */
-    const char *from; /* where its first input lay */
-} Board;
-
-static int board_init(PyObject *object, PyObject *args, PyObject *named) {
-    Board *self = (Board *)object;
-    static char *names[] = {"memory", "rank", "size", "row",    "table", "slots",  "slot",
-                            "stage",  "block", "depth", "spins", "yields", NULL};
-    PyObject *memory;
-    board b = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKill", names, &memory, &b.rank, &b.size, &b.row, &b.table,
-                                     &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields))
-        return -1;
-    if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
-        PyErr_SetString(PyExc_ValueError, "no such rank, or no stage");
-        return -1;
-    }
-    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
-        return -1;
-    b.base = self->memory.buf, b.nbytes = (size_t)self->memory.len;
-    self->b = b;
-    self->p.give = PyMem_Calloc((size_t)b.size, sizeof(span));
-    self->p.take = PyMem_Calloc((size_t)b.size, sizeof(span));
-    if (b.row * (uint64_t)b.size > b.nbytes) {
-        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the board");
-        return -1;
-    }
-    if (!self->p.give || !self->p.take) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->p.b = &self->b;
-    return 0;
-}
-
-static PyObject *release(Board *self, PyObject *nothing) {
-    (void)nothing;
-    self->b.size = 0;
-    if (self->memory.obj)
-        PyBuffer_Release(&self->memory);
-    Py_RETURN_NONE;
-}
-
-static void board_dealloc(PyObject *object) {
-    Board *self = (Board *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    if (self->memory.obj)
-        PyBuffer_Release(&self->memory);
-    PyMem_Free(self->p.give);
-    PyMem_Free(self->p.take);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
-}
-
-/* -- arguments */
-
-static int ours(const Board *self, uint64_t rank) {
-    if (rank < (uint64_t)self->b.size)
-        return 1;
-    PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
-    return 0;
-}
-
-/* A tuple of (address, nbytes) pairs, flat, into `spans`; those that it does not reach are empty. */
-static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
-    Py_ssize_t count = PyTuple_Size(flat);
-    if (count < 0)
-        return -1;
-    if (count % 2 || count / 2 > most) {
-        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
-        return -1;
-    }
-    memset(spans, 0, (size_t)most * sizeof(span));
-    for (Py_ssize_t i = 0; i < count / 2; i++) {
-        spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
-        spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
-    }
-    return PyErr_Occurred() ? -1 : count / 2;
-}
-
-/* `look`, and without the GIL if that takes time. */
-static int await(Board *self, int rank, int flag, uint64_t value) {
-    int missing = look(&self->b, rank, flag, value, 0, 0);
-    if (missing >= 0 && self->b.spins + self->b.yields > 0) {
-        Py_BEGIN_ALLOW_THREADS;
-        missing = look(&self->b, rank, flag, value, self->b.spins, self->b.yields);
-        Py_END_ALLOW_THREADS;
-    }
-    return missing;
-}
-
-/* -- flags */
-
-static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[2];
-    if (!numbers(args, count, 2, a) || !ours(self, 0))
-        return NULL;
-    raise_flag(&self->b, (int)a[1], a[0]);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[3];
-    if (!numbers(args, count, 3, a) || !ours(self, a[0]))
-        return NULL;
-    return PyBool_FromLong(await(self, (int)a[0], (int)a[2], a[1]) < 0);
-}
-
-static PyObject *board_wait_all(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[1];
-    if (!numbers(args, count, 1, a) || !ours(self, 0))
-        return NULL;
-    return PyBool_FromLong(await(self, -1, FLAG, a[0]) < 0);
-}
-
-static PyObject *board_stop(Board *self, PyObject *nothing) {
-    (void)nothing;
-    atomic_store(&self->b.stopped, 1);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_rest(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[1];
-    if (!numbers(args, count, 1, a))
-        return NULL;
-    atomic_store(&self->b.restful, a[0]);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[1];
-    if (!numbers(args, count, 1, a) || !ours(self, a[0]))
-        return NULL;
-    atomic_thread_fence(memory_order_seq_cst);
-    if (flag_of(&self->b, (int)a[0], ASLEEP))
-        ring(&self->b, (int)a[0]);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_ring_all(Board *self, PyObject *nothing) {
-    (void)nothing;
-    for (int rank = 0; rank < self->b.size; rank++)
-        ring(&self->b, rank);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_lie_down(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!ours(self, 0))
-        return NULL;
-    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 1, memory_order_relaxed);
-    uint64_t bell = flag_of(&self->b, self->b.rank, DOORBELL);
-    atomic_thread_fence(memory_order_seq_cst);
-    return PyLong_FromUnsignedLongLong(bell);
-}
-
-static PyObject *board_sleep(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[2];
-    if (!numbers(args, count, 2, a) || !ours(self, 0))
-        return NULL;
-    struct timespec most = {(time_t)(a[1] / 1000000000u), (long)(a[1] % 1000000000u)};
-    word *bell = word_of(&self->b, self->b.rank, DOORBELL);
-    Py_BEGIN_ALLOW_THREADS;
-    syscall(SYS_futex, bell, FUTEX_WAIT, (uint32_t)a[0], &most, NULL, 0);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_get_up(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!ours(self, 0))
-        return NULL;
-    atomic_store_explicit(word_of(&self->b, self->b.rank, ASLEEP), 0, memory_order_relaxed);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_yield(Board *self, PyObject *nothing) {
-    (void)self, (void)nothing;
-    Py_BEGIN_ALLOW_THREADS;
-    sched_yield();
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
+#include "board_object.h"
 
 /* -- small ops: publish, meet, take */
 
@@ -454,14 +260,14 @@ static PyObject *board_run(Board *self, PyObject *nothing) {
 
 static PyMethodDef board_methods[] = {
     FAST("raise_flag", board_raise),
-    FAST("wait", board_wait),
-    FAST("wait_all", board_wait_all),
+    FAST("doze", board_doze),
+    PLAIN("is_over", board_is_over),
     PLAIN("stop", board_stop),
     FAST("rest", board_rest),
     FAST("ring", board_ring),
     PLAIN("ring_all", board_ring_all),
     PLAIN("lie_down", board_lie_down),
-    FAST("sleep", board_sleep),
+    PLAIN("nap", board_nap),
     PLAIN("get_up", board_get_up),
     PLAIN("give_way", board_yield),
     PLAIN("next", board_next),

@@ -18,12 +18,6 @@ typedef struct {
     uint64_t now, before; /* the farthest that was heard in this op, and in the last in which anything was */
 } distance;
 
-static inline uint64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static inline void sound(board *b, uint64_t number) {
     atomic_store_explicit(word_of(b, b->rank, SOUNDING), number, memory_order_relaxed);
 }

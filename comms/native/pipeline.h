@@ -41,7 +41,7 @@ static inline int has(pipeline *p, int rank, int flag, int64_t value) {
     if (value <= 0)
         return 1;
     p->awaited = rank, p->flag = flag, p->value = p->base + (uint64_t)value;
-    if (look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0)
+    if (look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0 && doze(p->b, rank, flag, p->value) >= 0)
         return 0;
     if (flag == GIVEN && value == 1)
         listen(p->b, &p->heard, rank);
@@ -108,7 +108,7 @@ static int take(pipeline *p, uint64_t step) {
     return 1;
 }
 
-/* Go on until the op is complete (1), or a wait is too long to be spent looking (0). */
+/* Go on until the op is complete (1), or has waited for long (0). */
 static int run(pipeline *p) {
     int last = p->reduces_all ? 2 : 1;
     for (; p->step < p->steps + (uint64_t)last; p->step++, p->phase = 0) {

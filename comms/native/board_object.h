@@ -1,0 +1,213 @@
+/* A rank's hands on a board, as an object of Python: its beginning and end, its flags, and its waits. */
+
+#ifndef HOLDFAST_BOARD_OBJECT_H
+#define HOLDFAST_BOARD_OBJECT_H
+
+#include <Python.h>
+
+#include "numbers.h"
+#include "pipeline.h"
+#include "publication.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    board b;
+    pipeline p;
+    uint64_t number;  /* of the newest op that was begun in Python */
+    uint64_t begun;   /* an op that was published, and is still to be gone on with */
+    const char *from; /* where its first input lay */
+} Board;
+
+static int board_init(PyObject *object, PyObject *args, PyObject *named) {
+    Board *self = (Board *)object;
+    static char *names[] = {"memory", "rank",  "size",  "epoch", "row",    "table", "slots",
+                            "slot",   "stage", "block", "depth", "spins", "yields", NULL};
+    PyObject *memory;
+    board b = {0};
+    unsigned long long epoch;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKKill", names, &memory, &b.rank, &b.size, &epoch, &b.row, &b.table,
+                                     &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields))
+        return -1;
+    b.ready = epoch + 1;
+    if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
+        PyErr_SetString(PyExc_ValueError, "no such rank, or no stage");
+        return -1;
+    }
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    b.base = self->memory.buf, b.nbytes = (size_t)self->memory.len;
+    self->b = b;
+    self->p.give = PyMem_Calloc((size_t)b.size, sizeof(span));
+    self->p.take = PyMem_Calloc((size_t)b.size, sizeof(span));
+    if (b.row * (uint64_t)b.size > b.nbytes) {
+        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the board");
+        return -1;
+    }
+    if (!self->p.give || !self->p.take) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->p.b = &self->b;
+    return 0;
+}
+
+static PyObject *release(Board *self, PyObject *nothing) {
+    (void)nothing;
+    self->b.size = 0;
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    Py_RETURN_NONE;
+}
+
+static void board_dealloc(PyObject *object) {
+    Board *self = (Board *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
+    PyMem_Free(self->p.give);
+    PyMem_Free(self->p.take);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
+/* -- arguments */
+
+static int ours(const Board *self, uint64_t rank) {
+    if (rank < (uint64_t)self->b.size)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
+    return 0;
+}
+
+/* A tuple of (address, nbytes) pairs, flat, into `spans`; those that it does not reach are empty. */
+static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
+    Py_ssize_t count = PyTuple_Size(flat);
+    if (count < 0)
+        return -1;
+    if (count % 2 || count / 2 > most) {
+        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
+        return -1;
+    }
+    memset(spans, 0, (size_t)most * sizeof(span));
+    for (Py_ssize_t i = 0; i < count / 2; i++) {
+        spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
+        spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
+    }
+    return PyErr_Occurred() ? -1 : count / 2;
+}
+
+/* `look`, then `doze`, and without the GIL if that takes time. */
+static int await(Board *self, int rank, int flag, uint64_t value) {
+    board *b = &self->b;
+    int missing = look(b, rank, flag, value, 0, 0);
+    if (missing >= 0 && b->spins + b->yields > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        missing = look(b, rank, flag, value, b->spins, b->yields);
+        if (missing >= 0)
+            missing = doze(b, rank, flag, value);
+        Py_END_ALLOW_THREADS;
+    }
+    return missing;
+}
+
+/* -- flags */
+
+static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[2];
+    if (!numbers(args, count, 2, a) || !ours(self, 0))
+        return NULL;
+    raise_flag(&self->b, (int)a[1], a[0]);
+    Py_RETURN_NONE;
+}
+
+/* The rank of an argument, of which the size of the board stands for every other rank; -2 with a Python error. */
+static int whom(const Board *self, uint64_t rank) {
+    if (rank == (uint64_t)self->b.size && rank)
+        return -1;
+    return ours(self, rank) ? (int)rank : -2;
+}
+
+static PyObject *board_doze(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[3];
+    int rank, missing;
+    if (!numbers(args, count, 3, a) || (rank = whom(self, a[0])) < -1)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    missing = doze(&self->b, rank, (int)a[2], a[1]);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(missing < 0);
+}
+
+static PyObject *board_is_over(Board *self, PyObject *nothing) {
+    (void)nothing;
+    return PyBool_FromLong(is_over(&self->b));
+}
+
+static PyObject *board_stop(Board *self, PyObject *nothing) {
+    (void)nothing;
+    atomic_store(&self->b.stopped, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_rest(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a))
+        return NULL;
+    atomic_store(&self->b.restful, a[0]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t a[1];
+    if (!numbers(args, count, 1, a) || !ours(self, a[0]))
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    if (flag_of(&self->b, (int)a[0], ASLEEP))
+        ring(&self->b, bit_of((int)a[0]));
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_ring_all(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (self->b.size)
+        ring(&self->b, ~(uint32_t)0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_lie_down(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    lie_down(&self->b);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_nap(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    nap(&self->b, nanoseconds() + DOZE);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_get_up(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    get_up(&self->b);
+    Py_RETURN_NONE;
+}
+
+static PyObject *board_yield(Board *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    Py_BEGIN_ALLOW_THREADS;
+    sched_yield();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+#endif
