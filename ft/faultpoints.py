@@ -70,6 +70,11 @@ def reach(point: str, step: int, rank: int, epoch: int) -> None:
         _armed(point, step, rank, epoch)
 
 
+def armed() -> bool:
+    """Whether anything may happen at a point."""
+    return _armed is not None
+
+
 def arm(fault: Fault | None) -> None:
     """Call `fault(point, step, rank, epoch)` at every point from now on; None disarms."""
     global _armed

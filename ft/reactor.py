@@ -45,6 +45,9 @@ DEFER_SECONDS = 0.005
 ANNOUNCED_SECONDS = 0.003
 """How long after a view was announced in their ops the others are written to: processors are few while all recover."""
 
+WON_SECONDS = 0.001
+"""How long after all members of a view have been told of it in their ops this process's core hears of it."""
+
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _member = msgspec.msgpack.Decoder(Member)
@@ -94,6 +97,7 @@ class Reactor:
         self._introduced_to: dict[str, Member] = {}
         self._deferred: tuple[v.Death, ...] = ()
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
+        self._won: v.CasWon | None = None
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -147,6 +151,7 @@ class Reactor:
 
     def feed(self, event: v.Event) -> None:
         """One event through the core, its effects into the world."""
+        self._feed_won()
         before = self._core
         if before is None:
             return
@@ -297,19 +302,32 @@ class Reactor:
                 self._tenure.end(RegisterAway(self._settings.register, why))
         if isinstance(answer, v.CasWon):
             self._reach("rebuild.after_propose")
-            self._announce(answer.view)
+            if self._announce(answer.view):
+                self._won = answer
+                self._loop.call_later(WON_SECONDS, self._feed_won)
+                return
         self.feed(answer)
 
-    def _announce(self, view: View) -> None:
-        """Tell of a view that the register has taken where the others wait, if it is one to go on in."""
+    def _feed_won(self) -> None:
+        won, self._won = self._won, None
+        if won is not None:
+            self.feed(won)
+
+    def _announce(self, view: View) -> bool:
+        """Tell of a view that the register has taken where the others wait, if it is one to go on in. Whether nobody
+        else has to be told soon.
+        """
         before = self._tenure.view
-        if before is not None and view.phase == "running" and self._tenure.announce(view):
-            self._announced = (view.epoch, frozenset(before.ranks))
+        if before is None or view.phase != "running" or not self._tenure.announce(view):
+            return False
+        self._announced = (view.epoch, frozenset(before.ranks))
+        return view.ranks.keys() <= before.ranks.keys()
 
     def _reach(self, point: str) -> None:
-        view = self._tenure.view
-        rank = view.rank_of(self._identity) if view is not None else None
-        faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
+        if faultpoints.armed():
+            view = self._tenure.view
+            rank = view.rank_of(self._identity) if view is not None else None
+            faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
 
     def _share_soon(self, epoch: int, items: Mapping[str, bytes]) -> None:
         """From any thread: push to the others of the view what was set in the table, if this process is its first."""

@@ -415,6 +415,6 @@ class Session(Attachments):
 
     def _reach(self, point: str, view: View | None = None) -> None:
         where = view or self._view
-        if where is not None:
+        if where is not None and faultpoints.armed():
             rank = where.rank_of(self._identity)
             faultpoints.reach(point, self._ledger.done, -1 if rank is None else rank, where.epoch)

@@ -58,6 +58,7 @@ class Tenure:
         self._comm: Communicator | None = None
         self._revoked: list[tuple[Communicator, HoldfastError]] = []
         self._ended: HoldfastError | None = None
+        self._next: View | None = None
         self._on_over: Callable[[int], None] = lambda epoch: None
 
     @property
@@ -109,13 +110,18 @@ class Tenure:
 
     def announce(self, view: View) -> bool:
         """Leave word of `view`, which the register has taken, where the other ranks of the epoch before it wait in ops.
-        Whether there is such a way.
+        Whether there is such a way. Here the session installs it, once it looks for what comes next.
         """
         old, comm = self._view, self._comm
         if old is None or comm is None or comm.epoch != old.epoch:
             return False
         change = between(old, view)
-        return change is not None and comm.announce(change.encode())
+        if change is None or not comm.announce(change.encode()):
+            return False
+        with self._changed:
+            self._next = view
+            self._changed.notify_all()
+        return True
 
     def end_ops(self) -> None:
         """End the ops that are pending in revoked epochs. Their threads wake up, and compete for the interpreter."""
@@ -198,8 +204,11 @@ class Tenure:
         Raises why this process can do nothing more in the job, or OpTimeout after `timeout` seconds.
         """
         began = time.monotonic()
-        with self._changed:
-            while True:
+        while True:
+            following, self._next = self._next, None
+            if following is not None:
+                self.install(following)
+            with self._changed:
                 if self._ended is not None:
                     raise self._ended.again()
                 view = self._view
@@ -208,7 +217,8 @@ class Tenure:
                 left = began + timeout - time.monotonic()
                 if left <= 0:
                     raise OpTimeout("rebuild", newer_than, timeout)
-                self._changed.wait(left)
+                if self._next is None:
+                    self._changed.wait(left)
 
     def _check(self, epoch: int) -> None:
         if self._ended is not None:

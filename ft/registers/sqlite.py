@@ -38,6 +38,7 @@ T = TypeVar("T")
 _POLL = 0.002  # seconds between looks of a `wait` that has no watch
 _QUIET_POLL = 0.05  # seconds after which `wait` looks again though nobody seems to have written
 _SETTLING, _SETTLING_POLL = 0.002, 0.0002  # after a write began: how long, and how often, to look for its commit
+_REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND version = ?"
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -165,6 +166,7 @@ class SqliteCell(Cell):
         try:
             self._attempt(lambda: db.execute("PRAGMA synchronous=OFF"))
             self._attempt(lambda: db.execute("SELECT name, version, value FROM cell LIMIT 0").fetchall())
+            self._attempt(lambda: db.execute(_REPLACE, (b"", self._name, -1)))  # from here on it is prepared
         except BaseException:
             db.close()
             raise
@@ -221,8 +223,7 @@ class SqliteCell(Cell):
             sql = "INSERT INTO cell VALUES (?, 1, ?) ON CONFLICT DO NOTHING"
             arguments: tuple[object, ...] = (self._name, value)
         else:
-            sql = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND version = ?"
-            arguments = (value, self._name, expected)
+            sql, arguments = _REPLACE, (value, self._name, expected)
         return self._execute(sql, arguments)[1] == 1
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
