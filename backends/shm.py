@@ -68,11 +68,14 @@ class ShmTransport(DirectTransport):
         if context.previous is not None:
             self._board.rest(FIRST_PHASES)
         self._processes = context.peers
-        self._peers = [PeerMemory(peer.pid) for peer in context.peers]
+        self._memories: dict[int, PeerMemory] = {}
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
+        memory = self._memories.get(rank)
+        if memory is None:
+            memory = self._memories[rank] = PeerMemory(self._processes[rank].pid)
         try:
-            self._peers[rank].read(address, into, nbytes)
+            memory.read(address, into, nbytes)
         except ProcessLookupError:
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
@@ -100,8 +103,9 @@ def connect(context: Context) -> ShmTransport:
     """
     if context.device.type != "cpu":
         raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    permit_peers()
     kept = _kept(context)
+    if kept is None:
+        permit_peers()
     if context.rank == 0:
         return _decide(context, kept)
     if kept is not None and (transport := _go_ahead(context, kept)) is not None:
@@ -137,6 +141,7 @@ def _decide(context: Context, kept: Ground | None) -> ShmTransport:
     transport = ShmTransport(context, ground)
     try:
         transport.enter(context.greeting)
+        context.meanwhile(transport)
         if all_know:
             with contextlib.suppress(OpTimeout):
                 transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
@@ -154,6 +159,7 @@ def _go_ahead(context: Context, kept: Ground) -> ShmTransport | None:
     transport = ShmTransport(context, kept)
     try:
         transport.enter(context.greeting)
+        context.meanwhile(transport)
         while True:
             with contextlib.suppress(OpTimeout):
                 transport.meet(min(context.deadline, time.monotonic() + PATIENCE))

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -188,8 +189,15 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
 
 def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:
     assert info.connect is not None, "a preference holds only backends that connect"
-    transport = _connect(info.connect, context)
-    return Communicator(transport, context, info, timeout=timeout, check=check, **more)
+    made: list[Communicator] = []
+
+    def make(transport: Transport) -> None:
+        made[:] = [Communicator(transport, context, info, timeout=timeout, check=check, **more)]
+
+    transport = _connect(info.connect, replace(context, meanwhile=make))
+    if not made or made[0].transport is not transport:
+        make(transport)
+    return made[0]
 
 
 def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:

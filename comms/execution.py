@@ -66,7 +66,7 @@ class Executor:
         self._last: Work = DONE
         self._over: HoldfastError | None = None
         self._closed = False
-        self._parts: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[Executor] | None = None
 
     def fast_path(self, check: Arguments) -> FastPath | None:
         """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
@@ -238,6 +238,8 @@ class Executor:
         """End `part` when this ends, unless that is by being closed."""
         with self._ending:
             if self._over is None:
+                if self._parts is None:
+                    self._parts = weakref.WeakSet()
                 self._parts.add(part)
                 return
         part.abort(self._end_of_whole(self._over))
@@ -253,7 +255,7 @@ class Executor:
                 return
             self._over, self._order.over = error, True
             self._transport.abort(error)
-            parts = list(self._parts)
+            parts = list(self._parts or ())
         for part in parts:
             part.abort(self._end_of_whole(error))
 

@@ -62,6 +62,9 @@ COLLECTIVES = frozenset(
 )
 
 
+_EIGHT_BIT_FLOATS = names(EIGHT_BIT_FLOATS)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type).
@@ -89,7 +92,7 @@ class Capabilities:
     def widens(self, device: str) -> frozenset[str]:
         """The dtypes that are reduced as float32, and rounded back, for a backend that does not reduce them itself."""
         reduces = self.reduces.get(device, frozenset())
-        return names(EIGHT_BIT_FLOATS) - reduces if "float32" in reduces else frozenset()
+        return _EIGHT_BIT_FLOATS - reduces if "float32" in reduces else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

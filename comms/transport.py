@@ -42,7 +42,9 @@ class Context:
     if there is one, is to be told of long waits (`Journal.waits`).
 
     `previous` is the transport of the epoch before, whose ops have ended; what is good of it may be kept. `greeting` is
-    up to four whole numbers for the others, which a transport may carry (`Transport.greetings`).
+    up to four whole numbers for the others, which a transport may carry (`Transport.greetings`). A backend whose rank
+    has done its part, and waits for the others, may call `meanwhile(transport)`: what is to be made of the transport is
+    made while they come.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Context:
     journal: Journal | None = None
     previous: Transport | None = None
     greeting: tuple[int, ...] = ()
+    meanwhile: Callable[[Transport], None] = lambda transport: None
 
 
 @dataclass(frozen=True, slots=True)
