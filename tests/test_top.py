@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from holdfast.harness import LocalCluster
+from holdfast.harness.blame.jobs import NoSuchJob, locate
 from holdfast.harness.cli import app
 from holdfast.harness.top.logs import EventTail
 from holdfast.harness.top.screen import render
@@ -135,6 +139,30 @@ def test_the_screen_says_what_matters() -> None:
         console.print(render(JobState("job", "running", 4, 2, "shm", 7, 12.5, 1, fault, rows)))
     for words in ("epoch 4", "12.5 steps/s", "all_reduce", "2.5 s", "stopped", "rank 2 (p9) is gone", "in 4.2 ms"):
         assert words in shown.get()
+
+
+def test_jobs_that_end_while_one_looks_for_another_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            folder = tmp_path / "holdfast-x" / "job-y"
+            folder.mkdir(parents=True)
+            (folder / "register.sqlite").touch()
+            shutil.rmtree(tmp_path / "holdfast-x")
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(2_000):
+            with pytest.raises(NoSuchJob, match="no job of that name"):
+                locate("no-such-job")
+    finally:
+        over.set()
+        other.join()
 
 
 def test_a_job_that_is_not_there_is_an_error() -> None:

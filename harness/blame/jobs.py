@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from holdfast.ft.register import Register
 from holdfast.ft.view import View
 
 REGISTER = "register.sqlite"
-_PLACES = ("holdfast-*", "holdfast-*/job-*")
-"""Folders of running jobs, under the folder for temporary files: those of `holdfast run` and of `LocalCluster`."""
+_PLACES = ("holdfast-*", "job-*")
+"""Folders of running jobs: those of `holdfast run` in the folder for temporary files, and in them `LocalCluster`'s."""
 
 
 class NoSuchJob(HoldfastError):
@@ -46,7 +47,10 @@ def locate(job: str, register: str = "") -> JobFiles:
         return _in_folder(path.absolute(), register)
     names = []
     for folder in _candidates():
-        files = _in_folder(folder, register)
+        try:
+            files = _in_folder(folder, register)
+        except (OSError, NoSuchJob):  # it has ended since
+            continue
         view = files.view()
         name = folder.name if view is None else view.job.name
         if job in (name, folder.name):
@@ -60,14 +64,13 @@ def locate(job: str, register: str = "") -> JobFiles:
 
 def _candidates() -> list[Path]:
     """The folders of this user's jobs on this machine, newest first."""
-    found = []
-    for place in _PLACES:
-        for folder in Path(tempfile.gettempdir()).glob(place):
-            try:
-                if (folder / REGISTER).is_file() and folder.stat().st_uid == os.geteuid():
-                    found.append((folder.stat().st_mtime, folder))
-            except OSError:
-                continue
+    own, inner = _PLACES
+    found: list[tuple[float, Path]] = []
+    for outer in Path(tempfile.gettempdir()).glob(own):
+        with contextlib.suppress(OSError):  # jobs end, and their folders go, while we look
+            jobs = [folder for folder in (outer, *outer.glob(inner)) if (folder / REGISTER).is_file()]
+            looked = [(folder, folder.stat()) for folder in jobs]
+            found += [(stat.st_mtime, folder) for folder, stat in looked if stat.st_uid == os.geteuid()]
     return [folder for _, folder in sorted(found, reverse=True)]
 
 

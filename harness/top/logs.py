@@ -20,7 +20,11 @@ class EventTail:
     def new(self) -> list[dict[str, Any]]:
         """The events since the last call, by time. A line that is not finished comes when it is."""
         events: list[dict[str, Any]] = []
-        for path in sorted(self._folder.glob("*.jsonl")):
+        try:
+            paths = sorted(self._folder.glob("*.jsonl"))
+        except OSError:  # the folder went with its job
+            return []
+        for path in paths:
             at = self._read.get(path, 0)
             try:
                 with path.open("rb") as file:
