@@ -64,13 +64,15 @@ class EventLog:
         """
         if not self._directory:
             return
-        self._kept.append(line)
         try:
-            fd = self._opened(self._directory)
+            if self._fd < 0:
+                self._open(self._directory)
             while self._kept:
-                _append(fd, self._kept[0])
+                _append(self._fd, self._kept[0])
                 self._kept.popleft()
+            _append(self._fd, line)
         except OSError as error:
+            self._kept.append(line)
             if not self._away:
                 _log.warning("%s cannot write its events for now: %s", self.process, error)
             self._away = True
@@ -82,12 +84,10 @@ class EventLog:
                 _log.warning("%s writes its events again; %d were lost", self.process, self._lost)
             self._away, self._lost = False, 0
 
-    def _opened(self, directory: str | os.PathLike[str]) -> int:
-        if self._fd < 0:
-            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = Path(directory) / f"{self.process}.jsonl"
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return self._fd
+    def _open(self, directory: str | os.PathLike[str]) -> None:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(directory) / f"{self.process}.jsonl"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for each event from now on, in the thread where it happens; it must be quick.

@@ -51,7 +51,8 @@ class Tenure:
     def __init__(self, identity: str = "", witness: Witness | None = None) -> None:
         """For the process `identity`."""
         self._identity, self._witness = identity, witness
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._view: View | None = None
         self._over: HoldfastError | None = None
         self._why_before: tuple[int, HoldfastError] | None = None
@@ -74,7 +75,7 @@ class Tenure:
 
     def install(self, view: View) -> None:
         """`view` holds from now on, if it is newer than the one at hand."""
-        with self._changed:
+        with self._lock:
             if self._view is not None and view.epoch <= self._view.epoch:
                 return
             if view.phase == "running" and self._witness is not None:
@@ -90,7 +91,7 @@ class Tenure:
 
         The ops that are pending in it end when `end_ops` is called.
         """
-        with self._changed:
+        with self._lock:
             if self._view is None or self._view.epoch != epoch or self._over is not None:
                 return False
             self._over = error
@@ -118,7 +119,7 @@ class Tenure:
         change = between(old, view)
         if change is None or not comm.announce(change.encode()):
             return False
-        with self._changed:
+        with self._lock:
             self._next = view
             self._changed.notify_all()
         return True
@@ -131,7 +132,7 @@ class Tenure:
 
     def end(self, error: HoldfastError) -> None:
         """This process can do nothing more in the job. The first reason stays."""
-        with self._changed:
+        with self._lock:
             self._ended = self._ended or error
             self._over = self._over or error
             view, comm = self._view, self._comm
@@ -163,13 +164,13 @@ class Tenure:
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
         """Do something in `epoch` that cannot be overtaken by its revocation. Raises why it is over if it is."""
-        with self._changed:
+        with self._lock:
             self._check(epoch)
             yield
 
     def carry(self, comm: Communicator) -> None:
         """End `comm` when its epoch is revoked. Raises why it is over if it is."""
-        with self._changed:
+        with self._lock:
             self._check(comm.epoch)
             self._comm = comm
 
@@ -186,7 +187,7 @@ class Tenure:
 
     def why_over(self, epoch: int) -> HoldfastError | None:
         """Why `epoch` is over; None while it holds."""
-        with self._changed:
+        with self._lock:
             try:
                 self._check(epoch)
             except HoldfastError as error:
@@ -195,7 +196,9 @@ class Tenure:
 
     def wait_over(self, epoch: int, timeout: float) -> bool:
         """Wait until `epoch` is revoked or replaced; whether it was, within `timeout` seconds."""
-        with self._changed:
+        if self.is_over(epoch):
+            return True
+        with self._lock:
             return self._changed.wait_for(lambda: self.is_over(epoch), timeout)
 
     def wait(self, newer_than: int, timeout: float) -> View:
@@ -208,7 +211,7 @@ class Tenure:
             following, self._next = self._next, None
             if following is not None:
                 self.install(following)
-            with self._changed:
+            with self._lock:
                 if self._ended is not None:
                     raise self._ended.again()
                 view = self._view

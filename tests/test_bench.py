@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
-from holdfast.harness.bench import recovery, recovery_peer, rounds, show
+from holdfast.harness.bench import recovery, recovery_bound, recovery_peer, rounds, show
 from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.contestants import Arena, missing
 from holdfast.harness.bench.data import START, Array, allocate, count_wrong, fill, pattern
@@ -439,6 +439,20 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
         recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
 
 
+def test_recovery_is_measured_beside_the_least_that_it_can_take(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = recovery.run("shm", ranks=3, kills=2, bound=True)
+    assert bench.bound is not None
+    assert 0 < bench.bound.median < 1e3 * recovery_bound.LIMIT
+    show.show_recovery(bench, show.console())
+    assert "times as long" in capsys.readouterr().out
+    assert recovery.run("shm", ranks=2, kills=1).bound is None
+
+
+def test_the_least_recovery_that_does_not_come_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="failed"):
+        recovery_bound.kill_one(ranks=2, victim=5, wait=0.0)
+
+
 @pytest.mark.parametrize("spares", [0, 2])
 def test_recovery_is_measured_on_real_kills(spares: int) -> None:
     bench = recovery.run("shm", ranks=3, kills=2, spares=spares)
@@ -478,6 +492,7 @@ def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
     assert CliRunner().invoke(app, ["recovery", "--proposer", "--spares", "2"]).exit_code == 2
     assert CliRunner().invoke(app, ["recovery", "--size", "big"]).exit_code == 2
     assert CliRunner().invoke(app, ["recovery", "--stop", "--peers"]).exit_code == 2
+    assert CliRunner().invoke(app, ["recovery", "--stop", "--bound"]).exit_code == 2
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1
     assert "backend 'nosuch' is not available" in unknown.stderr

@@ -231,6 +231,10 @@ def recovery(
     peers: Annotated[
         bool, typer.Option("--peers", help="Then the same with Open MPI's ULFM (shrink and go on).")
     ] = False,
+    bound: Annotated[
+        bool,
+        typer.Option("--bound", help="In turn with it the least: a pidfd, a flag, one update of sqlite, no torch."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one.
@@ -240,6 +244,8 @@ def recovery(
         holdfast bench recovery -n 4 --spares 1 --kills 20
 
         holdfast bench recovery -n 4 --stop --kills 10
+
+        holdfast bench recovery -n 4 --kills 30 --bound --peers
     """
     import msgspec
 
@@ -252,6 +258,8 @@ def recovery(
         raise typer.BadParameter(f"--peers: {reason}")
     if peers and stopped:
         raise typer.BadParameter("--peers with --stop: ULFM's recovery is measured from ranks that are killed")
+    if bound and (stopped or proposer or spares or together > 1):
+        raise typer.BadParameter("--bound: the least is known of one rank that is killed, and not replaced")
 
     try:
         nbytes = parse_size(size)
@@ -271,6 +279,7 @@ def recovery(
                 together=together,
                 proposer=proposer,
                 stopped=stopped,
+                bound=bound,
             )
             peer = recovery_peer.run(ranks, kills, nbytes, seed, lambda text: status.update(text)) if peers else None
     except ValueError as error:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.harness.bench import recovery_bound
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.cluster import LocalCluster
 from holdfast.harness.job import Job
@@ -80,7 +81,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
 
     `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
     `proposer` also the one that had just put the next epoch into the register. `stopped`: they were not killed but
-    stopped, and ended by the survivors.
+    stopped, and ended by the survivors. `bound`: the least that it takes, measured in turn (see `recovery_bound`).
     """
 
     backend: str
@@ -98,6 +99,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     together: int = 1
     proposer: bool = False
     stopped: bool = False
+    bound: Spread | None = None
 
     @staticmethod
     def of(
@@ -110,6 +112,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
         stopped: bool,
         others: float,
         kills: tuple[Recovery, ...],
+        bound: Sequence[float] = (),
     ) -> RecoveryBench:
         return RecoveryBench(
             backend,
@@ -127,6 +130,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             together=together,
             proposer=proposer,
             stopped=stopped,
+            bound=Spread.of(bound) if bound else None,
         )
 
 
@@ -233,12 +237,13 @@ def run(
     together: int = 1,
     proposer: bool = False,
     stopped: bool = False,
+    bound: bool = False,
 ) -> RecoveryBench:
     """Kill ranks, chosen at random, `kills` times: `together` of them at once, and with `proposer` also the one that
     proposes the next epoch, as soon as the register has it. ValueError if nobody would be left.
 
     With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
-    which goes on with one rank less. `stopped`: SIGSTOP, not SIGKILL.
+    which goes on with one rank less. `stopped`: SIGSTOP, not SIGKILL. `bound`: after each kill one of `recovery_bound`.
     """
     lost = together + proposer
     if not 0 < together <= lost < ranks:
@@ -247,6 +252,7 @@ def run(
         raise ValueError("a job whose proposer dies is used once: ask for no spares")
     choose = random.Random(seed)
     done: list[Recovery] = []
+    least: list[float] = []
     noise = Noise(zygote_pid)
     options = {"min_size": ranks - lost}
     quiet = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if proposer else {})}
@@ -261,7 +267,18 @@ def run(
                     victims = choose.sample(range(1 if proposer else 0, ranks), together)
                     done.append(_strike(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done))
+            if bound:
+                least.append(_least(ranks, choose))
+    return RecoveryBench.of(
+        backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done), least
+    )
+
+
+def _least(ranks: int, choose: random.Random) -> float:
+    try:
+        return recovery_bound.kill_one(ranks, choose.randrange(ranks), SETTLE * (1 + choose.random()))
+    except RuntimeError as error:
+        raise NotRecovered(str(error)) from error
 
 
 def _median(done: list[Recovery]) -> float:
