@@ -179,13 +179,15 @@ def test_two_ranks_are_killed_at_once() -> None:
 
 
 def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
-    """The next view lies where they wait; what is written to them later finds them in it, or in one after it."""
+    """The next view lies where they wait; what is written to them later finds them in it, or in one after it. Who has
+    won the register for it hears of the next death before its own core has heard of that.
+    """
 
     def written_to_late(session: Session, steps: int) -> dict[str, Any]:
-        reactor.ANNOUNCED_SECONDS = 1.5
+        reactor.ANNOUNCED_SECONDS = reactor.WON_SECONDS = 3.0
         return tally_up(session, steps)
 
-    slow = Timeouts(heartbeat=1.0, suspect=5.0, operation=20.0, rebuild=10.0, join=15.0)
+    slow = Timeouts(heartbeat=4.0, suspect=15.0, operation=50.0, rebuild=30.0, join=40.0)
     with cluster(4, timeouts=slow) as ranks:
         job = ranks.start(written_to_late, 150)
         first = job.wait_for("committed", step=5)["epoch"]
@@ -198,7 +200,7 @@ def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
     for epoch, size in ((first + 1, 3), (first + 2, 2)):
         times = [event["time"] for event in events if event["kind"] == "installed" and event["epoch"] == epoch]
         assert len(times) == size
-        assert max(times) - min(times) < 0.5, "none was told by letter"
+        assert max(times) - min(times) < 2.0, "none was told by letter"
 
 
 def test_ranks_are_killed_one_after_the_other_until_one_is_left() -> None:

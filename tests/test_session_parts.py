@@ -11,10 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.connect import connect_members
+from holdfast.comms.liveness import this_process
 from holdfast.comms.transport import Peer
 from holdfast.ft import faultpoints, transfer
 from holdfast.ft.change import between
@@ -393,6 +396,41 @@ def test_who_is_left_word_of_the_next_view_goes_on_in_it_and_hears_of_it_again_l
     tenure.install(three(2, 0, 2))
     assert said == [("installed", 1), ("revoked", 1), ("installed", 2)]
     assert not tenure.is_over(2)
+
+
+def carried(tenure: Tenure) -> Communicator:
+    comm = connect_members("inproc", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=1)
+    tenure.carry(comm)
+    return comm
+
+
+def test_who_has_announced_the_next_view_installs_it_when_it_looks_for_it() -> None:
+    tenure, said = heeding(0)
+    with carried(tenure):
+        assert tenure.announce(three(2, 0, 2))
+        assert said == [("installed", 1)]
+        assert tenure.wait(1, 0.0) == three(2, 0, 2)
+        tenure.install(three(2, 0, 2))
+    assert said == [("installed", 1), ("installed", 2)]
+
+
+def test_who_waits_for_the_next_view_is_woken_when_it_is_announced() -> None:
+    tenure, _ = heeding(0)
+    with carried(tenure):
+        tenure.revoke(1, PeerFailed((1,), "it died"))
+        announces = threading.Timer(0.05, tenure.announce, [three(2, 0, 2)])
+        announces.start()
+        assert tenure.wait(1, 10.0).epoch == 2
+        announces.join()
+
+
+def test_what_was_announced_before_a_later_view_was_installed_changes_nothing() -> None:
+    tenure, said = heeding(0)
+    with carried(tenure):
+        assert tenure.announce(three(2, 0, 2))
+        tenure.install(three(3, 0))
+        assert tenure.wait(1, 0.0).epoch == 3
+    assert said == [("installed", 1), ("installed", 3)]
 
 
 def test_a_view_that_only_grows_is_heeded_too() -> None:
