@@ -208,7 +208,8 @@ class Tenure:
         """
         began = time.monotonic()
         while True:
-            following, self._next = self._next, None
+            with self._lock:
+                following, self._next = self._next, None
             if following is not None:
                 self.install(following)
             with self._lock:
