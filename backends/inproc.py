@@ -32,7 +32,10 @@ class InprocTransport(DirectTransport):
     """Ranks as threads of one process."""
 
     def __init__(self, context: Context, board_memory: mmap.mmap) -> None:
-        board = Board(board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal)
+        pids = [peer.pid for peer in context.peers]
+        board = Board(
+            board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal, pids=pids
+        )
         super().__init__(board)
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:

@@ -63,6 +63,7 @@ class ShmTransport(DirectTransport):
                 self._liveness.dead,
                 journal=context.journal,
                 rows=ground.place.rows,
+                pids=[peer.pid for peer in context.peers],
             )
         )
         if context.previous is not None:

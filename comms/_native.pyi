@@ -15,6 +15,7 @@ class Board:
         epoch: int,
         row: int,
         table: int,
+        places: int,
         slots: int,
         slot: int,
         stage: int,
@@ -22,6 +23,7 @@ class Board:
         depth: int,
         spins: int,
         yields: int,
+        pids: tuple[int, ...],
     ) -> None: ...
     def release(self) -> None: ...
     def raise_flag(self, value: int, flag: int, /) -> None:
@@ -96,9 +98,8 @@ class Board:
 
     def begin(
         self,
-        base: int,
-        steps: int,
-        block: int,
+        op: int,
+        longest: int,
         kind: int,
         reduces_all: bool,
         shared: bool,
@@ -107,10 +108,12 @@ class Board:
         own: int,
         /,
     ) -> None:
-        """Set up a pipeline. `give` and `take`: (address, nbytes) for each rank. kind -1: nothing is reduced."""
+        """Set up a pipeline, unless this is the op that is under way. `give` and `take`: (address, nbytes) for each
+        rank; `longest` is the size of the longest piece that any gives to another. kind -1: nothing is reduced."""
 
     def run(self) -> tuple[int, int, int] | None:
-        """Go on with it: None once complete, else the (rank, value, flag) that keeps it."""
+        """Go on with it: None once complete, else the (rank, value, flag) that keeps it, or (rank, error number, -1):
+        that rank's memory cannot be read."""
 
 class Order:
     """Whose turn it is among the ops of one communicator."""
@@ -148,7 +151,7 @@ class _FastPath:
     def barrier(self) -> bool: ...
 
 class BoardPath(_FastPath):
-    """Small ops over a board.
+    """Ops over a board.
 
     `plan(op, tensor, root, reduction)` says by which signature and kind an op is called, None if it is not for
     this path. Nothing is done while `observers.observed`. A journal that is not None hears of each op.

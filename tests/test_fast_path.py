@@ -82,7 +82,7 @@ def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) ->
 programs = st.lists(
     st.tuples(
         st.sampled_from(OPS),
-        st.sampled_from([0, 1, 5, 700, 6_000]),
+        st.sampled_from([0, 1, 5, 700, 6_000, 30_000]),
         st.integers(0, 2**RANKS - 1),
         st.integers(-1, RANKS),
     ),

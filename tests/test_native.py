@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import subprocess
 import threading
 import timeit
 from typing import Any
@@ -159,11 +163,16 @@ def test_what_cannot_be_reduced_has_no_number() -> None:
         _native.combine(10_000, 0, 0, 0, 0)
 
 
+SIZES = {"row": 4096, "table": 64, "places": 896, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
+ROW_WORDS = 512
+
+
 def test_a_board_refuses_memory_that_is_too_small() -> None:
-    sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
     with pytest.raises(ValueError, match="smaller"):
-        _native.Board(bytearray(100), 0, 2, 0, **sizes, spins=0, yields=0)
-    board = _native.Board(bytearray(8192), 0, 2, 0, **sizes, spins=0, yields=0)
+        _native.Board(bytearray(100), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
+    with pytest.raises(ValueError, match="a process for each rank"):
+        _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
+    board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="no such rank"):
         board.doze(3, 1, 0)
     board.release()
@@ -171,11 +180,10 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
         board.raise_flag(1, 0)
 
 
-def two_hands_on_a_board() -> tuple[_native.Board, _native.Board, memoryview]:
+def two_hands_on_a_board(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
     """Those of ranks 0 and 1, for epoch 5, and the words."""
-    sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
     memory = bytearray(8192)
-    first, second = (_native.Board(memory, rank, 2, 5, **sizes, spins=10, yields=10) for rank in range(2))
+    first, second = (_native.Board(memory, rank, 2, 5, **SIZES, spins=10, yields=10, pids=pids) for rank in range(2))
     return first, second, memoryview(memory).cast("Q")
 
 
@@ -197,10 +205,10 @@ def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
 def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     state, epoch, aborted = 24, 26, 2
     first, second, words = two_hands_on_a_board()
-    words[512 + epoch] = 5
+    words[ROW_WORDS + epoch] = 5
     second.raise_flag(aborted, state)
     assert not first.is_over(), "what a row says of an earlier epoch does not count"
-    words[512 + epoch] = 6
+    words[ROW_WORDS + epoch] = 6
     assert first.is_over()
     assert not second.is_over(), "not by oneself"
     assert timeit.timeit(lambda: first.doze(1, 7, 0), number=20) < timeit.timeit(
@@ -208,10 +216,51 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     )
 
 
+def one_gives_in_place(given: bytearray, taken: bytearray) -> tuple[_native.Board, memoryview]:
+    """Rank 0, about to take 64 bytes that rank 1 lets it read where they are; and the words."""
+    wanted = 5
+    first, second, words = two_hands_on_a_board((os.getpid(), os.getpid()))
+    words[wanted] = (1 << 32) - 1
+    second.begin(1, 64, -1, False, True, (0, 0, _address(given), 64), (), 0)
+    assert second.run() == (0, 1, 3), "it waits until rank 0 has taken all"
+    first.begin(1, 64, -1, False, True, (), (0, 0, _address(taken), 64), 0)
+    return first, words
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def test_inputs_are_read_where_they_are_and_the_end_waits_for_that() -> None:
+    given, taken = bytearray(b"x" * 64), bytearray(64)
+    first, words = one_gives_in_place(given, taken)
+    assert first.run() is None
+    assert taken == given == b"x" * 64
+    assert words[3] == words[ROW_WORDS + 1] == 1, "what is taken, what was given"
+
+
+def test_what_is_read_of_a_rank_that_has_given_up_does_not_count() -> None:
+    """It may have taken its tensors back, and written there, before they were read."""
+    never, state, epoch = (1 << 64) - 1, 24, 26
+    given, taken = bytearray(64), bytearray(64)
+    first, words = one_gives_in_place(given, taken)
+    words[ROW_WORDS + epoch], words[ROW_WORDS + state] = 6, 2
+    assert first.run() == (1, never, 1)
+
+
+def test_memory_that_cannot_be_read_is_said_to_be_so() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    given, unstaged, into = 1, 6, bytearray(64)
+    board, _, words = two_hands_on_a_board((os.getpid(), ended.pid))
+    words[ROW_WORDS + unstaged], words[ROW_WORDS + given] = 1, 1
+    board.begin(1, 64, -1, False, True, (), (0, 0, _address(into), 64), 0)
+    assert board.run() == (1, errno.ESRCH, -1)
+
+
 def test_who_rests_does_not_give_way() -> None:
     """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
-    sizes = {"row": 4096, "table": 64, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
-    board = _native.Board(bytearray(8192), 0, 2, 0, **sizes, spins=10, yields=10**12)
+    board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.rest(8)
     assert board.meet(1, 1) == LATE
     waits = threading.Thread(target=board.meet, args=(1, 2))

@@ -1,5 +1,6 @@
 """Large ops of every kind, one after another on one communicator: nothing of one is left to the next. They are staged
-through the caches where the ranks find each other near, and past them otherwise, with the same results."""
+through the caches where the ranks find each other near, and past them otherwise, or read where the inputs are, with the
+same results."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp
-from holdfast.comms.algorithms.board import NEAR, Board
+from holdfast.comms.algorithms.board import NEAR, WANTED, Board
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.harness import LocalCluster
 
 LARGE = 40_000  # elements: beyond a slot
+ALL_SORTS = (1 << 32) - 1  # of ops
 COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
 OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
 
@@ -25,16 +27,18 @@ def board_of(comm: Communicator) -> Board:
     return transport._board
 
 
-def run(comm: Communicator, program: list[tuple[str, int, int, int]]) -> None:
+def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> None:
     """Each op on numbers that say who gave them, checked in full; all tensors are let go of between ops.
 
-    Before it some ranks are made to say that they are near, whether they are or not: bit r for rank r.
+    Before it some ranks are made to say that they are near, whether they are or not, and some that they would rather
+    read inputs where they are: bit r for rank r.
     """
     size, rank = comm.size, comm.rank
     board = board_of(comm)
-    for step, (op, root, count, near) in enumerate(program):
+    for step, (op, root, count, near, wanted) in enumerate(program):
         root %= size
         board.words[board.rows[rank] + NEAR] = near >> rank & 1
+        board.words[board.rows[rank] + WANTED] = ALL_SORTS * (wanted >> rank & 1)
         mine = torch.full((count,), float(100 * step + rank))
         everyones = [torch.full((count,), float(100 * step + r)) for r in range(size)]
         total = torch.stack(everyones).sum(0)
@@ -75,11 +79,12 @@ def test_large_ops_follow_each_other_in_any_order() -> None:
             st.integers(0, 2),
             st.sampled_from(COUNTS),
             st.integers(0, 7),
+            st.sampled_from([0, 7, 7, 5]),
         )
 
-        @settings(max_examples=15, deadline=None)
+        @settings(max_examples=20, deadline=None)
         @given(st.lists(steps, min_size=1, max_size=12))
-        def holds(program: list[tuple[str, int, int, int]]) -> None:
+        def holds(program: list[tuple[str, int, int, int, int]]) -> None:
             cluster.run(run, program)
 
         holds()

@@ -10,6 +10,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     2   reduced     how many blocks of results it has staged
     3   taken       how many blocks of the others' results it has taken
     4   near        1 if what it last took lay near it (see distance.h)
+    5   wanted      a bit for each sort of large op whose inputs it would read where they are (see ways.h)
+    6   unstaged    1 + the blocks of all ops before, if it lets the others do that in this one
     8   asleep      1 while this rank sleeps
     16  bell        of the first row: the futex on which all sleep, changed (by all) to wake some of them
     24  state       ALIVE, CLOSED, ABORTED or REPLACED
@@ -19,6 +21,7 @@ A row, in 8-byte words, hot words on cache lines of their own:
     32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
     128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what is read
     256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
+    ..  places      where its input for each rank lies, if they are to read it there
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
 Waiting goes in three stages, which are compiled and let go of the GIL: look, then give way to other processes, then
@@ -40,7 +43,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 
 LINE = 8
-FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, ASLEEP, BELL = 0, 1, 2, 3, 4, 8, 16
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, WANTED, UNSTAGED, ASLEEP, BELL = 0, 1, 2, 3, 4, 5, 6, 8, 16
 STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
 TABLE = 256
 GREETING_WORDS = 4
@@ -75,8 +78,12 @@ class Layout:
         return _round_up(1 + 2 * self.size, LINE)
 
     @cached_property
-    def note_text(self) -> int:
+    def places(self) -> int:
         return TABLE + 2 * self.table_words
+
+    @cached_property
+    def note_text(self) -> int:
+        return self.places + _round_up(self.size, LINE)
 
     @cached_property
     def channels(self) -> int:
@@ -119,7 +126,8 @@ class Board:
     rows `size` are used, by default all).
 
     `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
-    long waits. `error` is what `fail` was given, if anything.
+    long waits. `pids`, in rank order, are processes whose memory this one may read. `error` is what `fail` was given,
+    if anything.
     """
 
     def __init__(
@@ -131,6 +139,7 @@ class Board:
         dead: Callable[[], Sequence[int]],
         journal: Journal | None = None,
         rows: int | None = None,
+        pids: Sequence[int] = (),
     ) -> None:
         self.layout = layout = layout_of(size if rows is None else rows)
         self._journal = journal
@@ -152,6 +161,7 @@ class Board:
             epoch,
             row=8 * layout.row_words,
             table=8 * layout.table_words,
+            places=8 * layout.places,
             slots=8 * layout.slots,
             slot=SLOT_BYTES,
             stage=8 * layout.stage,
@@ -159,6 +169,7 @@ class Board:
             depth=STAGE_DEPTH,
             spins=_CROWDED_SPINS if crowded else _SPINS,
             yields=self._yields,
+            pids=tuple(pids),
         )
 
     # -- what this rank says

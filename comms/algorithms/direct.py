@@ -239,8 +239,8 @@ class DirectTransport(Transport):
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
-        self._board.fail(error)
         self._board.leave(ABORTED, (error.reason if isinstance(error, Revoked) else str(error)).encode())
+        self._board.fail(error)  # later: others may be reading what the caller of an op takes back now
 
     def rest(self) -> None:
         self._board.rest()

@@ -1,13 +1,15 @@
 """Large collectives through shared memory: a pipeline of blocks.
 
 Block by block, every rank copies what it gives into its stage, past its caches unless the others are near, and they
-copy it from there, or reduce it into theirs. So a byte is copied twice; but without the kernel, whose reads of another
-process's memory must pin it page by page: that takes longer. A rank may be `STAGE_DEPTH` blocks ahead of another, so
-that ranks rarely wait. The loop itself is compiled (`comms/native/pipeline.h`).
+copy it from there, or reduce it into theirs. So a byte is copied twice, but without the kernel. Or the others read it
+where it is: the kernel copies it once, and must find and pin its pages. Ranks find out which is faster by the time that
+their ops take (`comms/native/ways.h`). A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
+The loop itself is compiled (`comms/native/pipeline.h`); a usual op comes here only if it has to wait for long.
 
-n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank and adds b (n-1)/n;
-there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of R. Graham et al., "MPI Support
-for Multi-core Architectures: Optimized Shared Memory Collectives" (2008).
+n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where they are read
+in place) and adds b (n-1)/n; there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of
+R. Graham et al., "MPI Support for Multi-core Architectures: Optimized Shared Memory Collectives" (2008); the single
+copy is D. Buntinas et al., "Cache-Efficient, Intranode, Large-Message MPI Communication with MPICH2-Nemesis" (2009).
 
 Every rank must know beforehand that all have begun the op: nothing of the one before is in a stage then.
 """
@@ -15,17 +17,20 @@ Every rank must know beforehand that all have begun the op: nothing of the one b
 from __future__ import annotations
 
 import itertools
+import os
+from typing import NoReturn
 
 import torch
 
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.board import STAGE_DEPTH, Board
+from holdfast.comms.algorithms.board import Board
 from holdfast.comms.algorithms.exchange import bounds
 from holdfast.comms.algorithms.publication import Spans
+from holdfast.comms.errors import PeerFailed
 from holdfast.comms.ops import ReduceOp
 
-_LEAST_BLOCK_BYTES = 32 * 1024
 _NO_REDUCTION = -1
+_UNREADABLE = -1
 
 
 class Staging:
@@ -33,7 +38,6 @@ class Staging:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._done = 0
 
     def all_reduce(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float, number: int) -> None:
         """Reduce contiguous tensors `given` of all ranks into `tensor` of all ranks (they may be one)."""
@@ -80,13 +84,16 @@ class Staging:
         own: int = 0,
     ) -> None:
         board = self._board
-        wanted = -(-longest // STAGE_DEPTH // 4096) * 4096
-        block = min(board.layout.stage_block, max(_LEAST_BLOCK_BYTES, wanted))
-        steps = -(-longest // block)
         board.check()
-        board.native.begin(self._done, steps, block, kind, reduces_all, shared, give, take, own)
+        board.native.begin(number, longest, kind, reduces_all, shared, give, take, own)
         while (stuck := board.native.run()) is not None:
             board.check()
             rank, value, flag = stuck
+            if flag == _UNREADABLE:
+                self._give_up(rank, value)
             board.wait_for(rank, value, deadline, op, number, flag)
-        self._done += steps
+
+    def _give_up(self, rank: int, number: int) -> NoReturn:
+        """The memory of `rank` cannot be read, where it said that its inputs are."""
+        self._board.check_peers(lambda: [rank])
+        raise PeerFailed((rank,), f"its memory cannot be read: {os.strerror(number)}")

@@ -19,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4 };
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, WANTED = 5, UNSTAGED = 6 };
 enum { ASLEEP = 8, BELL = 16, STATE = 24, EPOCH = 26, LINES = 32, SOUNDING = 128, TABLE = 256 };
 enum { ABORTED = 2 }; /* the least state in which a rank ends what others wait for */
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
@@ -32,17 +32,23 @@ typedef struct {
 } span;
 
 typedef struct {
+    uint64_t now, before; /* how far others were: the farthest in this op, and in the last that told (see distance.h) */
+} distance;
+
+typedef struct {
     char *base;
     size_t nbytes;
     int rank, size;
     uint64_t ready;                                 /* what EPOCH of a row says once it is ready for this board */
-    uint64_t row, table, slots, slot, stage, block; /* bytes; table, slots and stage from the start of a row */
+    uint64_t row, table, places, slots, slot, stage, block; /* bytes; places, slots and stage from the start of a row */
+    const int32_t *pids;                            /* of each rank's process; NULL: nobody's memory can be read */
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
     uint32_t rung;                                  /* what the bell said when this rank lay down */
     uint64_t all_finished;                          /* an op that all ranks are known to have finished */
     atomic_int stopped;
     _Atomic uint64_t restful; /* waits for less than this do not give way */
+    distance heard;
 } board;
 
 typedef _Atomic uint64_t word;

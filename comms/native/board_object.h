@@ -17,17 +17,35 @@ typedef struct {
     uint64_t number;  /* of the newest op that was begun in Python */
     uint64_t begun;   /* an op that was published, and is still to be gone on with */
     const char *from; /* where its first input lay */
+    int copied;       /* whether its inputs are in the slot */
 } Board;
+
+/* The processes of all ranks; none at all: nobody's memory can be read. */
+static int learn_pids(Board *self, PyObject *pids) {
+    Py_ssize_t count = PyTuple_Size(pids);
+    if (count && count != self->b.size) {
+        PyErr_SetString(PyExc_ValueError, "a process for each rank is needed, or none");
+        return -1;
+    }
+    int32_t *all = count ? PyMem_Calloc((size_t)count, sizeof *all) : NULL;
+    self->b.pids = all;
+    for (Py_ssize_t rank = 0; rank < count && all; rank++)
+        all[rank] = (int32_t)PyLong_AsLong(PyTuple_GetItem(pids, rank));
+    if (count && !all)
+        PyErr_NoMemory();
+    return PyErr_Occurred() ? -1 : 0;
+}
 
 static int board_init(PyObject *object, PyObject *args, PyObject *named) {
     Board *self = (Board *)object;
-    static char *names[] = {"memory", "rank",  "size",  "epoch", "row",    "table", "slots",
-                            "slot",   "stage", "block", "depth", "spins", "yields", NULL};
-    PyObject *memory;
+    static char *names[] = {"memory", "rank",  "size",  "epoch", "row",    "table", "places", "slots",
+                            "slot",   "stage", "block", "depth", "spins",  "yields", "pids",  NULL};
+    PyObject *memory, *pids;
     board b = {0};
     unsigned long long epoch;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKKill", names, &memory, &b.rank, &b.size, &epoch, &b.row, &b.table,
-                                     &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKKKillO!", names, &memory, &b.rank, &b.size, &epoch, &b.row, &b.table,
+                                     &b.places, &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields,
+                                     &PyTuple_Type, &pids))
         return -1;
     b.ready = epoch + 1;
     if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
@@ -49,7 +67,7 @@ static int board_init(PyObject *object, PyObject *args, PyObject *named) {
         return -1;
     }
     self->p.b = &self->b;
-    return 0;
+    return learn_pids(self, pids);
 }
 
 static PyObject *release(Board *self, PyObject *nothing) {
@@ -67,6 +85,8 @@ static void board_dealloc(PyObject *object) {
         PyBuffer_Release(&self->memory);
     PyMem_Free(self->p.give);
     PyMem_Free(self->p.take);
+    PyMem_Free(self->p.scratch);
+    PyMem_Free((void *)self->b.pids);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(object);
     Py_DECREF(type);

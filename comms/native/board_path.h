@@ -1,5 +1,5 @@
-/* The `BoardPath` of Python: small ops over a board. What does not fit into slots, or cannot be finished while it looks for
- * the others, is left to the way through Python; there an op that was published here is gone on with. */
+/* The `BoardPath` of Python: ops over a board. One that cannot be finished while it looks for the others is left to the way
+ * through Python, which goes on with it. */
 
 #ifndef HOLDFAST_BOARD_PATH_H
 #define HOLDFAST_BOARD_PATH_H
@@ -21,20 +21,89 @@ static void cut(span *into, char *at, uint64_t nbytes, int pieces) {
         into[i].at = at + (uint64_t)i * nbytes, into[i].nbytes = nbytes;
 }
 
-/* What this rank gives is in `give`. As `exchange_all`. */
+/* -- small ops. As `exchange_all`, which gives 0 for what has met and is too large for slots. */
+
+/* What this rank gives is in `give`. */
 static int broadcast_all(Board *board, uint64_t op, uint64_t signature, int src, span into) {
     int here = src == board->b.rank, copied = publish_(board, op, signature, here);
     uint64_t nbytes;
-    if (copied < 0 || here)
+    if (copied < 0 || (here && copied))
         return copied < 0 ? copied : finish(board, op, copied);
-    if (await(board, src, PUBLISHED, op) >= 0 || !agrees(&board->b, src, op))
+    if (!here && (await(board, src, PUBLISHED, op) >= 0 || !agrees(&board->b, src, op)))
         return copied | NOT_MET;
-    const char *theirs = input(&board->b, src, op, 0, &nbytes);
-    if (!theirs || nbytes != into.nbytes)
+    const char *theirs = here ? NULL : input(&board->b, src, op, 0, &nbytes);
+    if (!theirs)
+        return all_came(board, op, 0) ? 0 : copied | NOT_MET;
+    if (nbytes != into.nbytes)
         return copied | NOT_MET;
+    hear(&board->b, src, nbytes);
     move(into, theirs);
+    tell_distance(&board->b);
     return finish(board, op, copied);
 }
+
+/* -- large ones */
+
+static uint64_t input_size(const board *b, int rank, uint64_t op, int index) {
+    uint64_t nbytes;
+    (void)input(b, rank, op, (uint64_t)index, &nbytes);
+    return nbytes;
+}
+
+/* Whether all ranks give each other pieces of this size; what does not is refused elsewhere. */
+static int fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes) {
+    for (int from = 0; from < b->size; from++)
+        for (int to = 0; to < b->size; to++)
+            if (from != to && input_size(b, from, op, kind == ALL_GATHER ? 0 : to) != nbytes)
+                return 0;
+    return 1;
+}
+
+/* Set out with an op that all have published. 1, 0 if it is for the other way, or -1 with a Python error. */
+static int begin_large(Board *board, uint64_t op, const fast_call *call) {
+    pipeline *p = &board->p;
+    char *from = call->tensor.where.data, *to = call->output.where.data;
+    int size = board->b.size, rank = board->b.rank, kind = (int)call->as->kind;
+    uint64_t nbytes = call->tensor.nbytes, piece = nbytes / (uint64_t)size, longest = 0;
+    memset(p->give, 0, (size_t)size * sizeof(span)), memset(p->take, 0, (size_t)size * sizeof(span));
+    switch (call->op) {
+    case ALL_REDUCE:
+        for (int part = 0; part < size; part++) {
+            uint64_t item = nbytes / call->tensor.count, start = call->tensor.count * (uint64_t)part / (uint64_t)size,
+                     stop = call->tensor.count * (uint64_t)(part + 1) / (uint64_t)size;
+            p->give[part] = p->take[part] = (span){from + start * item, (stop - start) * item};
+            longest = p->give[part].nbytes > longest ? p->give[part].nbytes : longest;
+        }
+        return begin(board, op, longest, kind, 1, 0, NULL) ? 1 : -1;
+    case REDUCE_SCATTER:
+        cut(p->give, from, piece, size);
+        p->take[rank] = (span){to, piece};
+        if (!fit(&board->b, call->op, op, piece) || (to < from + nbytes && from < to + piece))
+            return 0;
+        return begin(board, op, piece, kind, 0, 0, p->give[rank].at) ? 1 : -1;
+    case BROADCAST:
+        (rank == call->src ? p->give : p->take)[call->src] = (span){from, nbytes};
+        return begin(board, op, nbytes, -1, 0, 1, NULL) ? 1 : -1;
+    case ALL_GATHER:
+        p->give[rank] = (span){from, nbytes};
+        cut(p->take, to, nbytes, size);
+        return !fit(&board->b, call->op, op, nbytes) ? 0 : begin(board, op, nbytes, -1, 0, 1, NULL) ? 1 : -1;
+    case ALL_TO_ALL:
+        cut(p->give, from, piece, size), cut(p->take, to, piece, size);
+        p->give[rank].nbytes = 0;
+        return !fit(&board->b, call->op, op, piece) ? 0 : begin(board, op, piece, -1, 0, 0, NULL) ? 1 : -1;
+    default:
+        return 0;
+    }
+}
+
+/* As `exchange_all`. */
+static int run_large(Board *board, uint64_t op, const fast_call *call) {
+    int begun = board->b.size > 1 ? begin_large(board, op, call) : 0;
+    return begun < 0 ? FAILED : begun && run_(board) ? finish(board, op, 0) : NOT_MET;
+}
+
+/* -- all of them */
 
 static int run_on_board(Board *board, fast_call *call) {
     char *from = call->tensor.where.data, *to = call->output.where.data;
@@ -69,11 +138,13 @@ static int board_path_run(fast_path *path, fast_call *call) {
     Board *board = ((BoardPath *)path)->board;
     int reduces = call->op == ALL_REDUCE || call->op == REDUCE_SCATTER;
     if (!board->b.size || atomic_load_explicit(&board->b.stopped, memory_order_relaxed) ||
-        call->tensor.nbytes > board->b.slot || (reduces && !kernel_of(call->as->kind)))
+        (reduces && !kernel_of(call->as->kind)))
         return LEFT;
     if (enter_journal(path, call) < 0)
         return RAISED;
     int done = run_on_board(board, call);
+    if (!done)
+        done = run_large(board, board->number + 1, call);
     if (done >= DONE) {
         board->number++, path->order->seq++, path->order->joint++;
         return leave_journal(path, Py_None) < 0 ? RAISED : ENDED;

@@ -18,14 +18,14 @@ static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t cou
     const char *from = count ? self->p.give->at : NULL;
     if (op == self->begun) {
         if (signature == *table_of(&self->b, self->b.rank, op) && from == self->from)
-            return 1;
+            return self->copied;
         PyErr_SetString(PyExc_RuntimeError, "another op was begun here, and never ended");
         return FAILED;
     }
     if (op > 2 && self->b.all_finished < op - 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
         return EARLY;
     self->from = from;
-    return publish(&self->b, op, signature, self->p.give, (int)count);
+    return self->copied = publish(&self->b, op, signature, self->p.give, (int)count);
 }
 
 /* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
@@ -183,7 +183,9 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
     const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
     if (!at || nbytes != a[4])
         return PyLong_FromUnsignedLongLong(nbytes);
+    hear(&self->b, (int)a[0], nbytes);
     copy_bytes((void *)(uintptr_t)a[3], at, nbytes);
+    tell_distance(&self->b);
     return PyLong_FromLong(-1);
 }
 
@@ -217,44 +219,61 @@ static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t co
 
 /* -- large ops */
 
-/* begin(base, steps, block, kind, reduces_all, shared, give, take, own): a pipeline; see pipeline.h. kind -1: a move. */
-static PyObject *board_begin(Board *self, PyObject *args) {
+/* Begin a pipeline (see pipeline.h) of what is in `p.give` and `p.take`. kind -1: a move. False with a Python error. */
+static int begin(Board *self, uint64_t op, uint64_t longest, long kind, int reduces_all, int shared, const char *own) {
     pipeline *p = &self->p;
-    unsigned long long base, steps, block, own;
-    long kind;
-    int reduces_all, shared;
-    PyObject *give_, *take_;
-    if (!PyArg_ParseTuple(args, "KKKlppO!O!K", &base, &steps, &block, &kind, &reduces_all, &shared, &PyTuple_Type, &give_,
-                          &PyTuple_Type, &take_, &own) ||
-        !ours(self, 0))
-        return NULL;
-    if (block > self->b.block || !block || (kind >= 0 && !kernel_of(kind))) {
-        PyErr_SetString(PyExc_ValueError, "no such block, or no such reduction");
-        return NULL;
+    if (kind >= 0 && !p->scratch && !(p->scratch = PyMem_Malloc(self->b.block))) {
+        PyErr_NoMemory();
+        return 0;
     }
-    if (spans_of(give_, p->give, self->b.size) < 0 || spans_of(take_, p->take, self->b.size) < 0)
-        return NULL;
-    p->base = base, p->steps = steps, p->block = block, p->own = (const char *)(uintptr_t)own;
+    p->own = own;
     p->combine = kind >= 0 ? kernel_of(kind) : NULL;
     p->itemsize = kind >= 0 ? itemsize_of(kind) : 1;
     p->reduces_all = reduces_all, p->shared = shared;
-    p->step = 0, p->phase = 0, p->other = 1;
-    p->near = all_near(&self->b);
-    sound(&self->b, base + 1);
-    Py_RETURN_NONE;
+    set_out(p, op, longest);
+    return 1;
 }
 
-/* run(): None once the op is complete, else (rank, value, flag) that it has waited for. */
-static PyObject *board_run(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!ours(self, 0))
-        return NULL;
+static int run_(Board *self) {
     int done;
     Py_BEGIN_ALLOW_THREADS;
     done = run(&self->p);
     Py_END_ALLOW_THREADS;
-    if (done)
+    return done;
+}
+
+/* begin(op, longest, kind, reduces_all, shared, give, take, own): as `begin`; nothing more for an op that was begun. */
+static PyObject *board_begin(Board *self, PyObject *args) {
+    pipeline *p = &self->p;
+    unsigned long long op, longest, own;
+    long kind;
+    int reduces_all, shared;
+    PyObject *give_, *take_;
+    if (!PyArg_ParseTuple(args, "KKlppO!O!K", &op, &longest, &kind, &reduces_all, &shared, &PyTuple_Type, &give_,
+                          &PyTuple_Type, &take_, &own) ||
+        !ours(self, 0))
+        return NULL;
+    if (kind >= 0 && !kernel_of(kind)) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return NULL;
+    }
+    if (spans_of(give_, p->give, self->b.size) < 0 || spans_of(take_, p->take, self->b.size) < 0)
+        return NULL;
+    if (p->op != op && !begin(self, op, longest, kind, reduces_all, shared, (const char *)(uintptr_t)own))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* run(): None once the op is complete, else (rank, value, flag) that it has waited for, or (rank, error number, -1): that
+ * rank's memory cannot be read. */
+static PyObject *board_run(Board *self, PyObject *nothing) {
+    (void)nothing;
+    if (!ours(self, 0))
+        return NULL;
+    if (run_(self))
         Py_RETURN_NONE;
+    if (self->p.unreadable)
+        return Py_BuildValue("iii", self->p.awaited, self->p.unreadable, -1);
     return Py_BuildValue("iKi", self->p.awaited, (unsigned long long)self->p.value, self->p.flag);
 }
 

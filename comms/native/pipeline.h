@@ -1,8 +1,9 @@
-/* Large collectives as a pipeline of blocks through shared memory.
+/* Large collectives as a pipeline of blocks.
  *
- * In a *move* every rank stages its blocks for the others (`give`), and each copies what it is to get out of the others'
- * stages, or reduces it into its own (`take`). In an *all_reduce* each rank owns a part: blocks are given to their owner,
- * who adds them up and stages the result (`reduce`), which the others take. A rank may be `depth` blocks ahead of another.
+ * In a *move* every rank gives blocks to the others (`give`), and each copies what it is to get from them, or reduces it into
+ * its own (`take`). In an *all_reduce* each rank owns a part: blocks are given to their owner, who adds them up (`reduce`);
+ * the others take the results. A rank copies what it gives into its stage, and may be `depth` blocks ahead of others there;
+ * or it says where its inputs are, and waits at the end until all have taken them (see ways.h).
  *
  * `run` stops where a rank has to wait for long, and goes on from there when it is called again. Before it begins, every
  * rank must know that all have completed the ops before: nothing in a stage is still to be read then. */
@@ -12,19 +13,31 @@
 
 #include "distance.h"
 #include "kernels.h"
+#include "reading.h"
+#include "ways.h"
+
+#define NEVER UINT64_MAX
+#define LEAST_BLOCK (32 * 1024)
+#define PAGE 4096
 
 typedef struct {
     board *b;
     span *give, *take; /* give[d]: this rank's bytes for d (for itself: for all); take[s]: where those of s belong */
     const char *own;   /* of a reducing move: this rank's own input to what it takes */
+    char *scratch;     /* a block that was read, to be reduced */
     int reduces_all, shared, near;
-    distance heard;
+    int way; /* in which this rank gives */
     kernel combine;
-    uint64_t itemsize, block, steps, base;
+    uint64_t itemsize, block, steps;
+    uint64_t op, base; /* its number, 0: none is under way; the blocks of all ops before */
     uint64_t step; /* where it has got to: step, what is being done in it, and for which of the others */
     int phase, other;
     int awaited, flag; /* what it waits for */
     uint64_t value;
+    int unreadable; /* an error number: why the memory of `awaited` could not be read */
+    times sorts[SORTS];
+    int sort, taken[2]; /* which blocks were taken this way, and that */
+    uint64_t began;
 } pipeline;
 
 static inline span block_of(const pipeline *p, span whole, uint64_t step) {
@@ -44,8 +57,54 @@ static inline int has(pipeline *p, int rank, int flag, int64_t value) {
     if (look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0 && doze(p->b, rank, flag, p->value) >= 0)
         return 0;
     if (flag == GIVEN && value == 1)
-        listen(p->b, &p->heard, rank);
+        listen(p->b, rank);
     return 1;
+}
+
+static inline int nth(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
+
+/* -- what is given */
+
+static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.at < a.at + a.nbytes; }
+
+/* Whether what others are to read stays as it is until they have: an op in place may write there first. Not an all_reduce,
+ * which writes a block of another's part only once that rank has read it. */
+static int stays(const pipeline *p) {
+    int rank = p->b->rank;
+    for (int to = 0; to < p->b->size && !p->reduces_all; to++)
+        for (int from = 0; from < p->b->size; from++)
+            if ((to == rank) == p->shared && (from == rank) == !!p->combine && overlap(p->give[to], p->take[from]))
+                return 0;
+    return 1;
+}
+
+/* Say where what this rank gives to each other lies, and to all; whether they can read that. */
+static int lay_open(const pipeline *p) {
+    for (int to = 0; to < p->b->size; to++) {
+        span part = to == p->b->rank && p->reduces_all ? p->take[to] : p->give[to];
+        if (!is_readable(p->b, part))
+            return 0;
+        atomic_store_explicit(place_of(p->b, p->b->rank, to), (uint64_t)(uintptr_t)part.at, memory_order_relaxed);
+    }
+    return 1;
+}
+
+/* Begin an op that is set up but for these. `longest`: the bytes of the longest piece that any rank gives to another. */
+static void set_out(pipeline *p, uint64_t op, uint64_t longest) {
+    board *b = p->b;
+    uint64_t ahead = (uint64_t)b->depth * PAGE, wanted = (longest + ahead - 1) / ahead * PAGE;
+    p->block = wanted < LEAST_BLOCK ? LEAST_BLOCK : wanted;
+    p->block = p->block < b->block ? p->block : b->block;
+    p->steps = (longest + p->block - 1) / p->block;
+    p->op = op;
+    p->step = 0, p->phase = 0, p->other = 1;
+    p->taken[STAGED] = p->taken[IN_PLACE] = 0, p->unreadable = 0;
+    p->sort = sort_of(p->reduces_all ? 3 : p->combine ? 2 : p->shared, longest);
+    p->near = all_near(b);
+    p->way = b->pids && all_want(b, p->sort) && stays(p) && lay_open(p) ? IN_PLACE : STAGED;
+    atomic_store_explicit(word_of(b, b->rank, UNSTAGED), p->way == IN_PLACE ? p->base + 1 : 0, memory_order_relaxed);
+    sound(b);
+    p->began = nanoseconds();
 }
 
 static inline void stage(pipeline *p, int to, uint64_t step, span part) {
@@ -56,10 +115,13 @@ static inline void stage(pipeline *p, int to, uint64_t step, span part) {
         stream(place, part.at, part.nbytes);
 }
 
-static inline int nth(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
-
 static int give(pipeline *p, uint64_t step) {
     board *b = p->b;
+    if (p->way == IN_PLACE) {
+        if (!step)
+            raise_flag(b, GIVEN, p->base + p->steps);
+        return 1;
+    }
     for (; p->other < b->size; p->other++) {
         int to = nth(p);
         span part = block_of(p, p->give[p->shared ? b->rank : to], step);
@@ -74,41 +136,86 @@ static int give(pipeline *p, uint64_t step) {
     return 1;
 }
 
+/* -- what is taken */
+
+/* Whether `from`, which has begun this op, lets the others read its inputs where they are. */
+static inline int in_place(const pipeline *p, int from) { return flag_of(p->b, from, UNSTAGED) == p->base + 1; }
+
+/* Read `nbytes` of what `from` has for `to` (itself: for all) into `into`; whether that worked, and ops can still end here. */
+static int fetch_in_place(pipeline *p, int from, int to, uint64_t step, void *into, uint64_t nbytes) {
+    uint64_t at = atomic_load_explicit(place_of(p->b, from, to), memory_order_relaxed) + step * p->block;
+    p->unreadable = read_from(p->b, from, into, at, nbytes);
+    if (!p->unreadable && !is_over(p->b))
+        return 1;
+    p->awaited = from, p->flag = GIVEN, p->value = NEVER;
+    return 0;
+}
+
+/* out = a (op) what `from` has for `to` (itself: for all). As `fetch_in_place`. */
+static int take_block(pipeline *p, int from, int to, uint64_t step, span out, const char *a, int combines) {
+    int way = in_place(p, from);
+    const char *block = staged(p->b, from, to, step);
+    p->taken[way]++;
+    if (way == IN_PLACE) {
+        if (!fetch_in_place(p, from, to, step, combines ? p->scratch : out.at, out.nbytes))
+            return 0;
+        block = combines ? p->scratch : out.at;
+    }
+    if (combines)
+        p->combine(out.at, a, block, out.nbytes / p->itemsize);
+    else if (way == STAGED)
+        copy_bytes(out.at, block, out.nbytes);
+    return 1;
+}
+
 static int reduce(pipeline *p, uint64_t step) {
     board *b = p->b;
     span mine = block_of(p, p->take[b->rank], step);
     for (; p->other < b->size; p->other++) {
         int from = nth(p);
-        if (!has(p, from, GIVEN, (int64_t)step + 1) || !has(p, from, TAKEN, (int64_t)step + 1 - b->depth))
+        if (!has(p, from, GIVEN, (int64_t)step + 1))
             return 0;
-        p->combine(mine.at, p->other == 1 ? block_of(p, p->give[b->rank], step).at : mine.at,
-                   staged(b, from, b->rank, step), mine.nbytes / p->itemsize);
+        if (p->way == STAGED && !has(p, from, TAKEN, (int64_t)step + 1 - b->depth))
+            return 0;
+        const char *own = p->other == 1 ? block_of(p, p->give[b->rank], step).at : mine.at;
+        if (mine.nbytes && !take_block(p, from, b->rank, step, mine, own, 1))
+            return 0;
     }
-    stage(p, b->rank, step, mine);
+    if (p->way == STAGED)
+        stage(p, b->rank, step, mine);
     raise_flag(b, REDUCED, p->base + step + 1);
     return 1;
 }
 
 static int take(pipeline *p, uint64_t step) {
     board *b = p->b;
+    int combines = p->combine && !p->reduces_all;
     for (; p->other < b->size; p->other++) {
         int from = nth(p);
-        span part = block_of(p, p->take[p->combine && !p->reduces_all ? b->rank : from], step);
+        span part = block_of(p, p->take[combines ? b->rank : from], step);
         if (!part.nbytes)
             continue;
         if (!has(p, from, p->reduces_all ? REDUCED : GIVEN, (int64_t)step + 1))
             return 0;
-        const char *block = staged(b, from, p->reduces_all || p->shared ? from : b->rank, step);
-        if (p->combine && !p->reduces_all)
-            p->combine(part.at, p->other == 1 ? p->own + step * p->block : part.at, block, part.nbytes / p->itemsize);
-        else
-            copy_bytes(part.at, block, part.nbytes);
+        const char *own = combines && p->other == 1 ? p->own + step * p->block : part.at;
+        if (!take_block(p, from, p->reduces_all || p->shared ? from : b->rank, step, part, own, combines))
+            return 0;
     }
     raise_flag(b, TAKEN, p->base + step + 1);
     return 1;
 }
 
-/* Go on until the op is complete (1), or has waited for long (0). */
+/* -- the whole */
+
+/* Whether all have taken what this rank let them read. */
+static int all_have_taken(pipeline *p) {
+    for (; p->other < p->b->size; p->other++)
+        if (!has(p, nth(p), TAKEN, (int64_t)p->steps))
+            return 0;
+    return 1;
+}
+
+/* Go on until the op is complete (1), or has waited for long or failed (0). */
 static int run(pipeline *p) {
     int last = p->reduces_all ? 2 : 1;
     for (; p->step < p->steps + (uint64_t)last; p->step++, p->phase = 0) {
@@ -123,9 +230,15 @@ static int run(pipeline *p) {
                 return 0;
         }
     }
-    tell_distance(p->b, &p->heard);
+    if (p->way == IN_PLACE && !all_have_taken(p))
+        return 0;
+    int way = p->taken[IN_PLACE] > 0, both = way && p->taken[STAGED], none = !way && !p->taken[STAGED];
+    if (p->b->pids)
+        want(p->b, &p->sorts[p->sort], p->sort, way, both || none ? 0 : nanoseconds() - p->began);
+    tell_distance(p->b);
+    p->base += p->steps, p->op = 0;
     if (!p->reduces_all)
-        raise_flag(p->b, REDUCED, p->base + p->steps);
+        raise_flag(p->b, REDUCED, p->base);
     return 1;
 }
 

@@ -8,12 +8,12 @@
 #ifndef HOLDFAST_PUBLICATION_H
 #define HOLDFAST_PUBLICATION_H
 
-#include "board.h"
+#include "distance.h"
 #include "kernels.h"
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
-#define STREAMED (1 << 14) /* bytes from which on inputs go past the caches */
+#define STREAMED (1 << 14) /* bytes from which on inputs go past the caches if ranks are far from each other */
 enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
@@ -44,10 +44,13 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
         atomic_store_explicit(line_at(b, b->rank, op), op, memory_order_release);
     } else {
         char *slot = slot_of(b, b->rank, op);
+        int near = 1;
+        if (fits && total >= STREAMED)
+            sound(b), near = all_near(b);
         for (int i = 0; i < count; i++) {
             table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
             if (fits) {
-                if (inputs[i].nbytes < STREAMED)
+                if (near || inputs[i].nbytes < STREAMED)
                     copy_bytes(slot, inputs[i].at, inputs[i].nbytes);
                 else
                     stream(slot, inputs[i].at, inputs[i].nbytes);
@@ -80,9 +83,15 @@ static inline const char *input(const board *b, int rank, uint64_t op, uint64_t 
     return b->base + offset;
 }
 
+/* An input of `rank` is about to be read. */
+static inline void hear(board *b, int rank, uint64_t nbytes) {
+    if (nbytes >= STREAMED && rank != b->rank)
+        listen(b, rank);
+}
+
 /* Copy input `index` of every other rank to its piece of `into`, or (NULL) to nowhere. TAKEN_ALL, NOT_COPIED if some inputs
  * were too large to be copied, else a rank whose input has another size. */
-static int collect(const board *b, uint64_t op, uint64_t index, const span *into) {
+static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
     uint64_t nbytes;
     int all = 1;
     for (int rank = 0; rank < b->size; rank++)
@@ -95,14 +104,17 @@ static int collect(const board *b, uint64_t op, uint64_t index, const span *into
     for (int i = 1; i < b->size && into; i++) {
         int rank = (b->rank + i) % b->size;
         const char *at = input(b, rank, op, index, &nbytes);
-        if (at)
+        if (at) {
+            hear(b, rank, nbytes);
             copy_bytes(into[rank].at, at, nbytes);
+        }
     }
+    tell_distance(b);
     return TAKEN_ALL;
 }
 
 /* Reduce input `index` of all ranks, in rank order: reduction `kind`. TAKEN_ALL, or a rank whose input has another size. */
-static int reduce_inputs(const board *b, uint64_t op, uint64_t index, long kind, span into) {
+static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span into) {
     uint64_t nbytes;
     for (int rank = 0; rank < b->size; rank++)
         if (!input(b, rank, op, index, &nbytes) || nbytes != into.nbytes)
@@ -110,8 +122,10 @@ static int reduce_inputs(const board *b, uint64_t op, uint64_t index, long kind,
     const char *first = input(b, 0, op, index, &nbytes);
     for (int rank = 1; rank < b->size; rank++) {
         const char *theirs = input(b, rank, op, index, &nbytes);
+        hear(b, rank == b->rank ? 0 : rank, nbytes);
         kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
     }
+    tell_distance(b);
     if (b->size == 1)
         copy_bytes(into.at, first, nbytes);
     return TAKEN_ALL;
