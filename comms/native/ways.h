@@ -11,7 +11,7 @@
 #include "board.h"
 
 enum { STAGED, IN_PLACE };
-enum { SORTS = 32, SIZES = 8, WARM_UP = 2, TRIED_EVERY = 64 };
+enum { SORTS = 32, SIZES = 8, TRIED_EVERY = 64, WARM_UP = 2 }; /* the first op of a sort touches memory for the first time */
 
 typedef struct {
     uint64_t least[2]; /* nanoseconds that an op took each way, lately; 0: not known */
@@ -29,12 +29,11 @@ static inline int sort_of(int kind, uint64_t nbytes) {
 /* Another op of this sort took so long (0: this rank took nothing, or not all in one way). Say which way is wanted next. */
 static inline void want(board *b, times *sort, int bit, int way, uint64_t took) {
     uint64_t *least = sort->least;
-    for (int w = STAGED; w <= IN_PLACE; w++)
-        if (took && w == way && sort->ops >= WARM_UP - 1) {
-            uint64_t lately = least[w] + least[w] / TRIED_EVERY;
-            least[w] = !lately || took < lately ? took : lately;
-        }
     sort->ops++;
+    if (took && sort->ops >= WARM_UP) {
+        uint64_t lately = least[way] + least[way] / TRIED_EVERY;
+        least[way] = !lately || took < lately ? took : lately;
+    }
     int wanted = !least[STAGED] ? STAGED : !least[IN_PLACE] ? IN_PLACE : least[IN_PLACE] < least[STAGED];
     if (least[STAGED] && least[IN_PLACE] && sort->ops % TRIED_EVERY == 0)
         wanted = !wanted;
