@@ -7,24 +7,17 @@ from __future__ import annotations
 import os
 
 import torch
+from boards import ALL_SORTS, board_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp
-from holdfast.comms.algorithms.board import NEAR, WANTED, Board
-from holdfast.comms.algorithms.direct import DirectTransport
+from holdfast.comms.algorithms.board import NEAR, WANTED
 from holdfast.harness import LocalCluster
 
 LARGE = 40_000  # elements: beyond a slot
-ALL_SORTS = (1 << 32) - 1  # of ops
 COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
 OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
-
-
-def board_of(comm: Communicator) -> Board:
-    transport = comm._transport
-    assert isinstance(transport, DirectTransport)
-    return transport._board
 
 
 def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from boards import ALL_SORTS, board_of
 
 from holdfast.comms import Communicator, PeerFailed, Revoked
-from holdfast.comms.algorithms.board import UNSTAGED, WANTED, Board
-from holdfast.comms.algorithms.direct import DirectTransport
+from holdfast.comms.algorithms.board import UNSTAGED, WANTED
 from holdfast.harness import LocalCluster
 
 LARGE = 60_000  # elements: beyond a slot
-ALL_SORTS = (1 << 32) - 1  # of ops
 
 
 @pytest.fixture(scope="module", params=["shm", "inproc", "shm, checked"])
@@ -29,12 +28,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         patch.setenv("HOLDFAST_CHECK", "1" if checked else "0")
         with LocalCluster(3, backend, environ={"HOLDFAST_CHECK": "1" if checked else "0"}) as cluster:
             yield cluster
-
-
-def board_of(comm: Communicator) -> Board:
-    transport = comm._transport
-    assert isinstance(transport, DirectTransport)
-    return transport._board
 
 
 def want(comm: Communicator, in_place: bool) -> None:

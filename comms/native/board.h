@@ -155,6 +155,14 @@ static inline int is_over(const board *b) {
     return 0;
 }
 
+/* Whether all other ranks have these bits in a word of their rows. */
+static inline int all_say(const board *b, int number, uint64_t bits) {
+    for (int rank = 0; rank < b->size; rank++)
+        if (rank != b->rank && (flag_of(b, rank, number) & bits) != bits)
+            return 0;
+    return 1;
+}
+
 static inline uint64_t nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -63,38 +63,42 @@ static int fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes) {
 static int begin_large(Board *board, uint64_t op, const fast_call *call) {
     pipeline *p = &board->p;
     char *from = call->tensor.where.data, *to = call->output.where.data;
-    int size = board->b.size, rank = board->b.rank, kind = (int)call->as->kind;
-    uint64_t nbytes = call->tensor.nbytes, piece = nbytes / (uint64_t)size, longest = 0;
+    int size = board->b.size, rank = board->b.rank, all = call->op == ALL_REDUCE, shared = 0, fits = 1;
+    uint64_t nbytes = call->tensor.nbytes, longest = nbytes / (uint64_t)size;
     memset(p->give, 0, (size_t)size * sizeof(span)), memset(p->take, 0, (size_t)size * sizeof(span));
     switch (call->op) {
-    case ALL_REDUCE:
-        for (int part = 0; part < size; part++) {
-            uint64_t item = nbytes / call->tensor.count, start = call->tensor.count * (uint64_t)part / (uint64_t)size,
-                     stop = call->tensor.count * (uint64_t)(part + 1) / (uint64_t)size;
+    case ALL_REDUCE: {
+        uint64_t count = call->tensor.count, item = nbytes / count, parts = (uint64_t)size;
+        for (uint64_t part = 0; part < parts; part++) {
+            uint64_t start = count * part / parts, stop = count * (part + 1) / parts;
             p->give[part] = p->take[part] = (span){from + start * item, (stop - start) * item};
-            longest = p->give[part].nbytes > longest ? p->give[part].nbytes : longest;
         }
-        return begin(board, op, longest, kind, 1, 0, NULL) ? 1 : -1;
+        longest = (count + parts - 1) / parts * item;
+        break;
+    }
     case REDUCE_SCATTER:
-        cut(p->give, from, piece, size);
-        p->take[rank] = (span){to, piece};
-        if (!fit(&board->b, call->op, op, piece) || (to < from + nbytes && from < to + piece))
-            return 0;
-        return begin(board, op, piece, kind, 0, 0, p->give[rank].at) ? 1 : -1;
+        cut(p->give, from, longest, size);
+        p->take[rank] = (span){to, longest};
+        fits = fit(&board->b, call->op, op, longest) && !overlap(p->take[rank], (span){from, nbytes});
+        break;
     case BROADCAST:
         (rank == call->src ? p->give : p->take)[call->src] = (span){from, nbytes};
-        return begin(board, op, nbytes, -1, 0, 1, NULL) ? 1 : -1;
+        shared = 1, longest = nbytes;
+        break;
     case ALL_GATHER:
         p->give[rank] = (span){from, nbytes};
         cut(p->take, to, nbytes, size);
-        return !fit(&board->b, call->op, op, nbytes) ? 0 : begin(board, op, nbytes, -1, 0, 1, NULL) ? 1 : -1;
+        shared = 1, longest = nbytes, fits = fit(&board->b, call->op, op, nbytes);
+        break;
     case ALL_TO_ALL:
-        cut(p->give, from, piece, size), cut(p->take, to, piece, size);
+        cut(p->give, from, longest, size), cut(p->take, to, longest, size);
         p->give[rank].nbytes = 0;
-        return !fit(&board->b, call->op, op, piece) ? 0 : begin(board, op, piece, -1, 0, 0, NULL) ? 1 : -1;
+        fits = fit(&board->b, call->op, op, longest);
+        break;
     default:
         return 0;
     }
+    return !fits ? 0 : begin(board, op, longest, call->as->kind, all, shared, p->give[rank].at) ? 1 : -1;
 }
 
 /* As `exchange_all`. */

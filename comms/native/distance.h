@@ -40,11 +40,6 @@ static inline void tell_distance(board *b) {
 }
 
 /* Whether all who read what this rank writes say that they are near. */
-static inline int all_near(const board *b) {
-    for (int rank = 0; rank < b->size; rank++)
-        if (rank != b->rank && !flag_of(b, rank, NEAR))
-            return 0;
-    return 1;
-}
+static inline int all_near(const board *b) { return all_say(b, NEAR, 1); }
 
 #endif

@@ -43,11 +43,6 @@ static inline void want(board *b, times *sort, int bit, int way, uint64_t took) 
 }
 
 /* Whether all others want to read what this rank gives. They said so before they began this op. */
-static inline int all_want(const board *b, int bit) {
-    for (int rank = 0; rank < b->size; rank++)
-        if (rank != b->rank && !(flag_of(b, rank, WANTED) >> bit & 1))
-            return 0;
-    return 1;
-}
+static inline int all_want(const board *b, int bit) { return all_say(b, WANTED, (uint64_t)1 << bit); }
 
 #endif
