@@ -204,6 +204,23 @@ class RequestCall:
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
+class PersistentCall:
+    """A collective of MPI on one tensor by a persistent `request`, which works on the bytes of `stage`: the tensor is
+    copied there, `request.Start()`, looks as of `RequestCall`, `go_on(request or None, error or None, stage,
+    deadline)`, and the tensor has what is there then. ValueError for a tensor of another size than `stage`.
+    """
+
+    def __init__(
+        self,
+        holder: object,
+        count: str,
+        request: object,
+        stage: bytearray,
+        go_on: Callable[[Any, BaseException | None, Any, float], None],
+        looks: int,
+    ) -> None: ...
+    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
+
 class Calls:
     """The calls of a window that are under way, each inside of this context manager; one after the end raises
     `refusal()`.

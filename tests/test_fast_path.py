@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
-from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, RequestCall
+from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, PersistentCall, RequestCall
 from holdfast.comms.plugins import OpEvent, hookimpl
 from holdfast.comms.registry import registry
 from holdfast.harness import LocalCluster
@@ -531,3 +531,86 @@ def test_a_request_that_takes_longer_or_fails_is_gone_on_with() -> None:
         request_call(fails, explains)[1](tensor, 0.0)
     with pytest.raises(TypeError, match="2"):
         request_call(fails)[1](tensor)  # type: ignore[call-arg]
+
+
+class Doubling:
+    """A persistent request that doubles the floats of `stage`, once it has been looked at so often."""
+
+    def __init__(self, stage: bytearray, looks: int) -> None:
+        self._floats, self._looks, self._left = torch.frombuffer(stage, dtype=torch.float32), looks, 0
+
+    def Start(self) -> None:  # noqa: N802
+        self._left = self._looks
+
+    def Test(self) -> bool:  # noqa: N802
+        self._left -= 1
+        if self._left == 0:
+            self._floats.mul_(2)
+        return self._left <= 0
+
+
+def persistent_call(
+    request: Any, stage: bytearray, go_on: Callable[..., object] = pytest.fail
+) -> tuple[Any, PersistentCall]:
+    holder = SimpleNamespace(begun=7)
+    return holder, PersistentCall(holder, "begun", request, stage, go_on, 3)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_persistent_request_works_on_memory_of_its_own(plain: bool) -> None:
+    stage = bytearray(12)
+    holder, call = persistent_call(Doubling(stage, 3), stage)
+    for turn in range(1, 4):
+        tensor = torch.full((3,), float(turn), requires_grad=not plain)
+        assert call(tensor, 0.0) is None
+        assert tensor.tolist() == [2.0 * turn] * 3 and holder.begun == 7 + turn
+
+
+def test_a_persistent_request_that_takes_longer_is_gone_on_with() -> None:
+    stage, heard = bytearray(12), list[object]()
+    late = Doubling(stage, 5)
+
+    def go_on(request: Any, error: object, memory: object, deadline: float) -> None:
+        heard.extend([request, error, memory is stage, deadline])
+        while not request.Test():
+            pass
+
+    tensor = torch.ones(3)
+    persistent_call(late, stage, go_on)[1](tensor, 5.0)
+    assert heard == [late, None, True, 5.0] and tensor.tolist() == [2.0] * 3
+
+
+def test_a_persistent_request_that_fails_leaves_the_tensor_as_it_was() -> None:
+    stage, heard = bytearray(12), list[tuple[object, ...]]()
+
+    def fails() -> None:
+        stage[:] = bytes(12)
+        raise ConnectionError("cut")
+
+    def explains(*said: object) -> None:
+        heard.append(said)
+        raise Revoked(3, "explained")
+
+    broken = SimpleNamespace(Start=lambda: None, Test=fails)
+    for request in (broken, SimpleNamespace(Start=fails)):
+        holder, call = persistent_call(request, stage, explains)
+        tensor = torch.ones(3)
+        with pytest.raises(Revoked, match="explained"):
+            call(tensor, 0.0)
+        assert tensor.tolist() == [1.0] * 3 and holder.begun == 8
+    assert [(said[0], str(said[1])) for said in heard] == [(broken, "cut"), (None, "cut")]
+
+
+def test_a_persistent_request_takes_tensors_of_its_size_alone() -> None:
+    stage = bytearray(12)
+    holder, call = persistent_call(SimpleNamespace(Start=pytest.fail), stage)
+    for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
+        with pytest.raises(ValueError, match=f"a tensor of {wrong.nbytes} bytes, where there is room for 12"):
+            call(wrong, 0.0)
+    with pytest.raises(AttributeError):
+        call("no tensor", 0.0)
+    with pytest.raises(TypeError, match="2"):
+        call(torch.ones(3))  # type: ignore[call-arg]
+    with pytest.raises(BufferError):
+        PersistentCall(holder, "begun", None, bytes(12), pytest.fail, 3)  # type: ignore[arg-type]
+    assert holder.begun == 7 and stage == bytes(12)

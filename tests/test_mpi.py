@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -10,12 +11,24 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import BackendUnavailable, Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    OpTimeout,
+    PeerFailed,
+    ReduceOp,
+    RegionGone,
+    Revoked,
+    Unsupported,
+)
+from holdfast.comms.plugins import OpEvent, hookimpl
+from holdfast.comms.registry import registry
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 from holdfast.harness.launching import launch
@@ -178,10 +191,75 @@ def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
         assert max(cluster.run(body)) < 8192, "KiB"
 
 
+class _Watcher:
+    """Ops of a rank that is watched go the long way."""
+
+    @hookimpl
+    def before_op(self, event: OpEvent) -> None:
+        assert event.op == "all_reduce"
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["all the same way", "one rank the long way"])
+def test_small_sums_of_more_kinds_than_are_prepared(watched: bool) -> None:
+    """They are prepared when they come first; that there are too many, or that a rank is watched, changes nothing."""
+
+    def body(comm: Communicator, watched: bool) -> tuple[int, int]:
+        from holdfast.backends.mpi.transport import MOST_PREPARED
+
+        if watched and comm.rank == 1:
+            registry().register(_Watcher())
+        for turn in range(3):
+            for count in range(1, 31):
+                for dtype in (torch.int32, torch.float64, torch.complex64):
+                    x = torch.full((count,), comm.rank + turn).to(dtype)
+                    comm.all_reduce(x)
+                    assert x.tolist() == [1 + 2 * turn] * count
+        for op, expected in [(ReduceOp.AVG, 2.5), (ReduceOp.PRODUCT, 6.0), (ReduceOp.premul_sum(3.0), 15.0)]:
+            y = torch.full((5,), 2.0 + comm.rank)
+            comm.all_reduce(y, op)
+            assert y.tolist() == [expected] * 5
+        transport: Any = comm.transport
+        return len(transport._prepared), MOST_PREPARED
+
+    with LocalCluster(2, "mpi", environ={"HOLDFAST_CHECK": "0"}, timeout=60.0) as cluster:
+        for prepared, most in cluster.run(body, watched):
+            assert prepared == most
+
+
+def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
+    """In good order, aborted in the middle of an op, or never come to an end: a hundred times, and nothing is left."""
+
+    def body(comm: Communicator) -> int:
+        from holdfast.backends.mpi.transport import MpiTransport
+
+        def rounds(number: int) -> int:
+            for turn in range(number):
+                part = comm.split([1, 0])
+                for count in (1, 100, 1000):
+                    x = torch.ones(count)
+                    part.all_reduce(x)
+                    assert x.tolist() == [2.0] * count
+                if turn % 2 and part.rank == 0:
+                    with pytest.raises((OpTimeout, Revoked)):
+                        part.all_reduce(torch.ones(100), timeout=0.01)
+                    part.abort("enough")
+                comm.barrier()
+                part.close()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        grown = -rounds(20) + rounds(100)
+        gc.collect()
+        assert not [left for left in gc.get_objects() if isinstance(left, MpiTransport) and left is not comm.transport]
+        return grown
+
+    with LocalCluster(2, "mpi", environ={"HOLDFAST_CHECK": "0"}, timeout=90.0) as cluster:
+        assert max(cluster.run(body)) < 8192, "KiB"
+
+
 def test_minima_keep_nans_as_elsewhere() -> None:
     def body(comm: Communicator) -> bool:
         x = torch.tensor([float("nan") if comm.rank else 1.0, 2.0 + comm.rank])
-        comm.all_reduce(x, comms.ReduceOp.MIN)
+        comm.all_reduce(x, ReduceOp.MIN)
         return bool(x[0].isnan()) and x[1].item() == 2.0
 
     with LocalCluster(2, "mpi") as cluster:

@@ -44,11 +44,24 @@ _abandoned: list[tuple[MPI.Request, object]] = []
 """Requests of ops that were given up, with the memory that MPI may still look at."""
 
 
-def _abandon(request: MPI.Request, memory: object) -> None:
+def abandon(request: MPI.Request, memory: object) -> None:
     """Keep what MPI may still look at, unless the request has ended."""
-    _abandoned[:] = [left for left in _abandoned if not ended(left[0])]
+    _abandoned.append((request, memory))
+    _settle()
+
+
+def _settle() -> None:
+    """Let go of what has ended since it was given up."""
+    _abandoned[:] = [left for left in _abandoned if not _released(left[0])]
+
+
+def _released(request: MPI.Request) -> bool:
+    """Whether a request has ended. A persistent one, which is still there then, is freed."""
     if not ended(request):
-        _abandoned.append((request, memory))
+        return False
+    if request != MPI.REQUEST_NULL:
+        request.Free()
+    return True
 
 
 class _Message:
@@ -73,7 +86,7 @@ class MpiMessages(MessageTransport):
         self._arrived = [0] * context.size
         self._closed: dict[int, int] = {}
         self._aborted = ""
-        _abandoned[:] = [left for left in _abandoned if not ended(left[0])]
+        _settle()
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
             super().__init__(context, _LINK)
@@ -224,7 +237,7 @@ class MpiMessages(MessageTransport):
     def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
         if self._desk is None:
             mark = int(self._token[:16], 16)
-            self._desk = Desk(mark, self._processes, self._peers, self.rank, self._judge, _abandon)
+            self._desk = Desk(mark, self._processes, self._peers, self.rank, self._judge, abandon)
         return MpiWindow(self._desk, self, tensor, deadline)
 
     def _judge(self) -> None:

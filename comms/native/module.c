@@ -176,8 +176,9 @@ static int module_exec(PyObject *module) {
                    add_type(module, "BoardPath", &board_path_spec, NULL) ||
                    add_type(module, "CallPath", &call_path_spec, NULL) ||
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
-                   add_type(module, "RequestCall", &request_call_spec, NULL) || add_type(module, "Calls", &calls_spec, NULL) ||
-                   add_type(module, "Reach", &reach_spec, NULL)
+                   add_type(module, "RequestCall", &request_call_spec, NULL) ||
+                   add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||
+                   add_type(module, "Calls", &calls_spec, NULL) || add_type(module, "Reach", &reach_spec, NULL)
                ? -1
                : 0;
 }

@@ -94,20 +94,32 @@ static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where
            is_false(PyObject_CallMethodObjArgs(tensor, known->is_neg, NULL));
 }
 
-/* Its address and size in bytes, as a tuple; as torch says where it does not lie plainly. */
-static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
+/* Its address and size in bytes; as torch says where it does not lie plainly. 0, or -1 with a Python error. */
+static int find_tensor(const tensors *known, PyObject *tensor, char **data, uint64_t *nbytes) {
     dlpack_tensor where;
-    uint64_t size;
-    PyObject *address, *nbytes;
-    if (lies_plainly(known, tensor, &where, &size)) {
-        address = PyLong_FromVoidPtr(where.data), nbytes = PyLong_FromUnsignedLongLong(size);
-    } else {
-        address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-        nbytes = address ? PyObject_GetAttrString(tensor, "nbytes") : NULL;
+    if (lies_plainly(known, tensor, &where, nbytes)) {
+        *data = where.data;
+        return 0;
     }
-    PyObject *flat = address && nbytes ? PyTuple_Pack(2, address, nbytes) : NULL;
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *size = address ? PyObject_GetAttrString(tensor, "nbytes") : NULL;
+    if (size)
+        *data = PyLong_AsVoidPtr(address), *nbytes = PyLong_AsUnsignedLongLong(size);
     Py_XDECREF(address);
-    Py_XDECREF(nbytes);
+    Py_XDECREF(size);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The same as a tuple. */
+static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
+    char *data;
+    uint64_t nbytes;
+    if (find_tensor(known, tensor, &data, &nbytes) < 0)
+        return NULL;
+    PyObject *address = PyLong_FromVoidPtr(data), *size = PyLong_FromUnsignedLongLong(nbytes);
+    PyObject *flat = address && size ? PyTuple_Pack(2, address, size) : NULL;
+    Py_XDECREF(address);
+    Py_XDECREF(size);
     return flat;
 }
 
