@@ -185,39 +185,46 @@ class GroupCall:
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
 class RequestCall:
-    """A collective of MPI on one tensor: `start(place, [memory(address, nbytes), kind], op)`, and so many `looks`
-    whether it is complete. `holder.count` is one more then. If it is not, or with an error, `go_on(request or None,
-    error or None, tensor, deadline)` completes it or raises.
+    """An all_reduce of Open MPI on one tensor of `nbytes`, in place: `begin` and `test` are the addresses of
+    MPI_Iallreduce and MPI_Test, `place`, `kind`, `op` and `comm` what MPI takes, as numbers; `looks` says how often it
+    asks whether the op is complete. If it is not then, or MPI reports an error, `go_on(request, code, tensor,
+    deadline)` completes it or raises (no request: 0). `holder.count` is one more each time. ValueError for a tensor of
+    another size.
     """
 
     def __init__(
         self,
         holder: object,
         count: str,
-        start: Callable[..., Any],
-        place: object,
-        kind: object,
-        op: object,
-        memory: Callable[[int, int], object],
-        go_on: Callable[[Any, BaseException | None, Any, float], None],
+        nbytes: int,
+        begin: int,
+        place: int,
+        elements: int,
+        kind: int,
+        op: int,
+        comm: int,
+        test: int,
         looks: int,
+        go_on: Callable[[int, int, Any, float], None],
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
 class PersistentCall:
-    """A collective of MPI on one tensor by a persistent `request`, which works on the bytes of `stage`: the tensor is
-    copied there, `request.Start()`, looks as of `RequestCall`, `go_on(request or None, error or None, stage,
-    deadline)`, and the tensor has what is there then. ValueError for a tensor of another size than `stage`.
+    """The same by a persistent `request` of mpi4py, whose handle lies at the address `handle`, on the bytes of `stage`:
+    the tensor is copied there before MPI_Start, which lies at `start`, and has what is there afterwards.
     """
 
     def __init__(
         self,
         holder: object,
         count: str,
-        request: object,
         stage: bytearray,
-        go_on: Callable[[Any, BaseException | None, Any, float], None],
+        start: int,
+        request: object,
+        handle: int,
+        test: int,
         looks: int,
+        go_on: Callable[[int, int, Any, float], None],
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -493,124 +494,120 @@ def test_a_group_that_fails_has_its_error_explained() -> None:
         no_group("tensor")
 
 
-def request_call(start: Callable[..., Any], go_on: Callable[..., None] = pytest.fail) -> tuple[Any, RequestCall]:
-    holder = SimpleNamespace(begun=7)
-    return holder, RequestCall(holder, "begun", start, "in place", "float", "sum", lambda *where: where, go_on, 3)
+MPI_ALL_REDUCE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_float),
+    ctypes.c_int,
+    *[ctypes.c_void_p] * 3,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+MPI_START = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+MPI_TEST = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
+)
+LOOKS = 3
 
 
-def test_a_request_is_looked_at_until_it_is_complete() -> None:
-    tensor, given, answers = torch.ones(3), list[object](), [True, False, False]
+class TinyMpi:
+    """An MPI whose all_reduce of three floats doubles them, at the look after `late` others."""
 
-    def start(*arguments: object) -> SimpleNamespace:
-        given.extend(arguments)
-        return SimpleNamespace(Test=answers.pop)
+    def __init__(self, late: int = 0, begin_fails: int = 0, test_fails: int = 0) -> None:
+        self.late, self.begin_fails, self.test_fails = late, begin_fails, test_fails
+        self.stage, self.handle, self.begun = bytearray(12), ctypes.c_void_p(70), list[object]()
+        self.functions = MPI_ALL_REDUCE(self._begin), MPI_START(self._start), MPI_TEST(self._test)
+        self._floats: Any = None
+        self.holder, self.heard = SimpleNamespace(ops=7), list[object]()
 
-    holder, call = request_call(start)
-    assert call(tensor, 0.0) is None
-    assert given == ["in place", [(tensor.data_ptr(), 12), "float"], "sum"]
-    assert (holder.begun, answers) == (8, [])
+    def _begin(self, place: int, floats: Any, count: int, kind: int, op: int, comm: int, request: Any) -> int:
+        self._floats, self._looks = floats, 0
+        self.begun.append((place, count, kind, op, comm))
+        request[0] = 71
+        return self.begin_fails
 
+    def _start(self, request: Any) -> int:
+        self._floats, self._looks = (ctypes.c_float * 3).from_buffer(self.stage), 0
+        self.begun.append(request[0])
+        return self.begin_fails
 
-def test_a_request_that_takes_longer_or_fails_is_gone_on_with() -> None:
-    heard: list[tuple[object, ...]] = []
+    def _test(self, request: Any, complete: Any, status: int | None) -> int:
+        assert status is None
+        if self.test_fails:
+            self._floats[0] = 0.0
+            return self.test_fails
+        if self._looks == self.late:
+            for place in range(3):
+                self._floats[place] *= 2
+            complete[0] = 1
+        self._looks += 1
+        return 0
 
-    def fails(*given: object) -> None:
-        raise ConnectionError("cut")
+    def _go_on(self, request: int, code: int, memory: object, deadline: float) -> None:
+        self.heard += [request, code, memory, deadline]
+        if code:
+            raise Revoked(3, "explained")
+        done = ctypes.c_int(0)
+        while not done.value:
+            self._test(None, ctypes.pointer(done), None)
 
-    tensor, late, broken = torch.ones(3), SimpleNamespace(Test=lambda: False), SimpleNamespace(Test=fails)
-    for start in (lambda *given: late, lambda *given: broken, fails):
-        holder, call = request_call(start, lambda *said: heard.append(said))
-        assert call(tensor, 5.0) is None and holder.begun == 8
-    assert [(said[0], str(said[1])) for said in heard] == [(late, "None"), (broken, "cut"), (None, "cut")]
-    assert all(said[2] is tensor and said[3] == 5.0 for said in heard)
-
-    def explains(request: object, error: BaseException, tensor: object, deadline: float) -> None:
-        raise Revoked(3, "explained") from error
-
-    with pytest.raises(Revoked, match="explained"):
-        request_call(fails, explains)[1](tensor, 0.0)
-    with pytest.raises(TypeError, match="2"):
-        request_call(fails)[1](tensor)  # type: ignore[call-arg]
-
-
-class Doubling:
-    """A persistent request that doubles the floats of `stage`, once it has been looked at so often."""
-
-    def __init__(self, stage: bytearray, looks: int) -> None:
-        self._floats, self._looks, self._left = torch.frombuffer(stage, dtype=torch.float32), looks, 0
-
-    def Start(self) -> None:  # noqa: N802
-        self._left = self._looks
-
-    def Test(self) -> bool:  # noqa: N802
-        self._left -= 1
-        if self._left == 0:
-            self._floats.mul_(2)
-        return self._left <= 0
-
-
-def persistent_call(
-    request: Any, stage: bytearray, go_on: Callable[..., object] = pytest.fail
-) -> tuple[Any, PersistentCall]:
-    holder = SimpleNamespace(begun=7)
-    return holder, PersistentCall(holder, "begun", request, stage, go_on, 3)
+    def call(self, persistent: bool) -> Any:
+        """An all_reduce of three floats."""
+        begin, start, test = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self.functions]
+        if not persistent:
+            return RequestCall(self.holder, "ops", 12, begin, 1, 3, 20, 30, 40, test, LOOKS, self._go_on)
+        handle = ctypes.addressof(self.handle)
+        return PersistentCall(self.holder, "ops", self.stage, start, self, handle, test, LOOKS, self._go_on)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_persistent_request_works_on_memory_of_its_own(plain: bool) -> None:
-    stage = bytearray(12)
-    holder, call = persistent_call(Doubling(stage, 3), stage)
+@pytest.fixture(params=[False, True], ids=["request", "persistent"])
+def persistent(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("late", range(LOOKS))
+def test_an_op_of_mpi_is_looked_at_until_it_is_complete(persistent: bool, late: int, needs_grad: bool) -> None:
+    mpi = TinyMpi(late)
+    call = mpi.call(persistent)
     for turn in range(1, 4):
-        tensor = torch.full((3,), float(turn), requires_grad=not plain)
+        tensor = torch.full((3,), float(turn), requires_grad=needs_grad)
         assert call(tensor, 0.0) is None
-        assert tensor.tolist() == [2.0 * turn] * 3 and holder.begun == 7 + turn
+        assert tensor.tolist() == [2.0 * turn] * 3 and mpi.holder.ops == 7 + turn
+    assert mpi.begun == [70 if persistent else (1, 3, 20, 30, 40)] * 3 and not mpi.heard
 
 
-def test_a_persistent_request_that_takes_longer_is_gone_on_with() -> None:
-    stage, heard = bytearray(12), list[object]()
-    late = Doubling(stage, 5)
-
-    def go_on(request: Any, error: object, memory: object, deadline: float) -> None:
-        heard.extend([request, error, memory is stage, deadline])
-        while not request.Test():
-            pass
-
-    tensor = torch.ones(3)
-    persistent_call(late, stage, go_on)[1](tensor, 5.0)
-    assert heard == [late, None, True, 5.0] and tensor.tolist() == [2.0] * 3
+def test_an_op_of_mpi_that_takes_longer_is_gone_on_with(persistent: bool) -> None:
+    mpi, tensor = TinyMpi(late=LOOKS + 2), torch.ones(3)
+    mpi.call(persistent)(tensor, 5.0)
+    assert tensor.tolist() == [2.0] * 3
+    request, code, memory, deadline = mpi.heard
+    assert (request, code, deadline) == (70 if persistent else 71, 0, 5.0)
+    assert memory is (mpi.stage if persistent else tensor)
 
 
-def test_a_persistent_request_that_fails_leaves_the_tensor_as_it_was() -> None:
-    stage, heard = bytearray(12), list[tuple[object, ...]]()
-
-    def fails() -> None:
-        stage[:] = bytes(12)
-        raise ConnectionError("cut")
-
-    def explains(*said: object) -> None:
-        heard.append(said)
-        raise Revoked(3, "explained")
-
-    broken = SimpleNamespace(Start=lambda: None, Test=fails)
-    for request in (broken, SimpleNamespace(Start=fails)):
-        holder, call = persistent_call(request, stage, explains)
+def test_an_op_of_mpi_that_fails_has_its_error_explained(persistent: bool) -> None:
+    begins, ends = TinyMpi(begin_fails=14), TinyMpi(test_fails=15)
+    for mpi, expected in ((begins, [0, 14]), (ends, [70 if persistent else 71, 15])):
         tensor = torch.ones(3)
         with pytest.raises(Revoked, match="explained"):
-            call(tensor, 0.0)
-        assert tensor.tolist() == [1.0] * 3 and holder.begun == 8
-    assert [(said[0], str(said[1])) for said in heard] == [(broken, "cut"), (None, "cut")]
+            mpi.call(persistent)(tensor, 0.0)
+        assert mpi.heard[:2] == expected and mpi.holder.ops == 8
+        assert tensor.tolist() == [1.0] * 3 or (mpi is ends and not persistent)
 
 
-def test_a_persistent_request_takes_tensors_of_its_size_alone() -> None:
-    stage = bytearray(12)
-    holder, call = persistent_call(SimpleNamespace(Start=pytest.fail), stage)
+def test_an_op_of_mpi_takes_tensors_of_its_size_alone(persistent: bool) -> None:
+    mpi = TinyMpi()
+    call = mpi.call(persistent)
     for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
-        with pytest.raises(ValueError, match=f"a tensor of {wrong.nbytes} bytes, where there is room for 12"):
+        with pytest.raises(ValueError, match=f"a tensor of {wrong.nbytes} bytes, to a call made for 12"):
             call(wrong, 0.0)
     with pytest.raises(AttributeError):
         call("no tensor", 0.0)
     with pytest.raises(TypeError, match="2"):
-        call(torch.ones(3))  # type: ignore[call-arg]
+        call(torch.ones(3))
+    assert mpi.holder.ops == 7 and not mpi.begun and mpi.stage == bytes(12)
     with pytest.raises(BufferError):
-        PersistentCall(holder, "begun", None, bytes(12), pytest.fail, 3)  # type: ignore[arg-type]
-    assert holder.begun == 7 and stage == bytes(12)
+        PersistentCall(mpi.holder, "ops", bytes(12), 0, mpi, 0, 0, 3, pytest.fail)  # type: ignore[arg-type]
+    del mpi.holder.ops
+    with pytest.raises(AttributeError, match="ops"):
+        call(torch.ones(3), 0.0)

@@ -122,16 +122,15 @@ class MpiMessages(MessageTransport):
         self._finish(request, op, self._op, deadline, self._everybody, memory)
 
     def _go_on(
-        self, op: str, request: MPI.Request | None, error: BaseException | None, memory: object, deadline: float
+        self, op: str, prepared: MPI.Request | None, handle: int, code: int, memory: object, deadline: float
     ) -> None:
-        """Complete a collective that was begun on a fast path, or say why it failed."""
+        """Complete a collective that compiled code began, unless it has no `handle`, or say why it failed."""
         self._rounds = 0
-        if request is not None:
-            self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
-        elif isinstance(error, MPI.Exception):
-            raise self._explain(op, self._op, error) from error
-        elif error is not None:
-            raise error
+        error = MPI.Exception(code) if code else None
+        if not handle:
+            raise self._explain(op, self._op, MPI.Exception(code)) from error
+        request = MPI.Request.fromhandle(handle) if prepared is None else prepared
+        self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
 
     def _finish(
         self,

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from holdfast.backends.mpi import addresses
 from holdfast.backends.mpi.buffers import at, counts, given, room, spread
 from holdfast.backends.mpi.datatypes import native
 from holdfast.backends.mpi.messages import MpiMessages, abandon
@@ -26,6 +27,8 @@ STAGED_BYTES = 8 << 10
 """Up to here a persistent all_reduce on memory of its own, with two copies, is faster than a nonblocking one."""
 MOST_PREPARED = 64
 """So many persistent requests a communicator keeps, each for one size, datatype and operation: the first it meets."""
+LOOKS_A_SPIN = 5
+"""Compiled code looks so often while Python looks once."""
 SEGMENTED_BYTES = 24 << 20
 """From here our segmented all_reduce is faster than MPI's."""
 PART_BYTES = 1 << 20
@@ -84,9 +87,16 @@ class MpiTransport(MpiMessages):
         except MPI.Exception as error:
             raise self._explain("all_reduce", self._op, error) from error
         self._requests.append((request, stage))
-        go_on = partial(self._go_on, "all_reduce")
         self._prepared[form] = _native.PersistentCall(
-            holder=self, count="_op", request=request, stage=stage, go_on=go_on, looks=self._spins
+            holder=self,
+            count="_op",
+            stage=stage,
+            start=addresses.START,
+            request=request,
+            handle=MPI._addressof(request),
+            test=addresses.TEST,
+            looks=LOOKS_A_SPIN * self._spins,
+            go_on=partial(self._go_on, "all_reduce", request),
         )
         return self._prepared[form]
 
@@ -194,13 +204,16 @@ class MpiTransport(MpiMessages):
         return _native.RequestCall(
             holder=self,
             count="_op",
-            start=self._comm.Iallreduce,
-            place=MPI.IN_PLACE,
-            kind=mpi,
-            op=reduce,
-            memory=MPI.buffer.fromaddress,
-            go_on=partial(self._go_on, "all_reduce"),
-            looks=self._spins,
+            nbytes=form.nbytes,
+            begin=addresses.ALL_REDUCE,
+            place=int(MPI.IN_PLACE),
+            elements=form.nbytes // dtype.itemsize,
+            kind=mpi.handle,
+            op=reduce.handle,
+            comm=self._comm.handle,
+            test=addresses.TEST,
+            looks=LOOKS_A_SPIN * self._spins,
+            go_on=partial(self._go_on, "all_reduce", None),
         )
 
     # -- the end

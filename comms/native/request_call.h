@@ -1,6 +1,8 @@
-/* The `RequestCall` and the `PersistentCall` of Python: a collective of MPI on one tensor, in place, begun and looked at until
- * it is complete, or for as long as looking is all that one does. The first begins a request on the tensor itself; the other
- * has one that MPI keeps (a persistent one), on memory of its own that the tensor is copied to and from. */
+/* The `RequestCall` and the `PersistentCall` of Python: an all_reduce of Open MPI on one tensor, in place, begun and looked at
+ * until it is complete, or for as long as looking is all that one does. The first begins a request on the tensor itself; the
+ * other has one that MPI keeps (a persistent one), on memory of its own that the tensor is copied to and from.
+ *
+ * MPI's functions are called by their addresses, so that nothing here is linked with it. Its handles are pointers. */
 
 #ifndef HOLDFAST_REQUEST_CALL_H
 #define HOLDFAST_REQUEST_CALL_H
@@ -10,37 +12,60 @@
 
 #include "tensors.h"
 
-/* What a call needs once it is begun. */
+typedef void *mpi_handle;
+typedef int (*mpi_all_reduce)(const void *, void *, int, mpi_handle, mpi_handle, mpi_handle, mpi_handle *);
+typedef int (*mpi_start)(mpi_handle *);
+typedef int (*mpi_test)(mpi_handle *, int *, void *);
+
+/* What both have. */
 typedef struct {
     PyObject_HEAD
     const tensors *known;
+    uint64_t nbytes;          /* of a tensor */
     PyObject *holder, *count; /* its attribute counts collectives */
-    PyObject *go_on;          /* is told of what is not complete, or failed */
-    PyObject *test, *one;
+    PyObject *one;
+    mpi_test test;
     int looks;
+    PyObject *go_on; /* is told of what is not complete, or failed */
 } request_waits;
 
 typedef struct {
     request_waits waits;
-    PyObject *start, *place, *kind, *op, *memory; /* start(place, [memory(address, nbytes), kind], op) */
+    mpi_all_reduce begin;
+    void *place; /* MPI_IN_PLACE */
+    int count;
+    mpi_handle kind, op, comm;
 } RequestCall;
 
 typedef struct {
     request_waits waits;
-    PyObject *request, *start; /* request.start(), on these bytes */
-    Py_buffer bytes;
+    mpi_start start;
+    PyObject *request; /* of mpi4py, */
+    mpi_handle *handle; /* which has it here; on these bytes: */
+    Py_buffer stage;
 } PersistentCall;
 
-/* -- from the beginning of a request to its end */
+/* -- from the beginning of a call to its end */
 
-static int waits_init(request_waits *self, PyObject *holder, PyObject *count, PyObject *go_on, int looks) {
-    self->holder = Py_NewRef(holder), self->count = Py_NewRef(count), self->go_on = Py_NewRef(go_on), self->looks = looks;
+static int waits_init(request_waits *self, uint64_t nbytes, PyObject *holder, PyObject *count, unsigned long long test,
+                      int looks, PyObject *go_on) {
     self->known = &((state *)PyType_GetModuleState(Py_TYPE((PyObject *)self)))->known;
-    self->test = PyUnicode_InternFromString("Test"), self->one = PyLong_FromLong(1);
-    return self->test && self->one ? 0 : -1;
+    self->nbytes = nbytes, self->test = (mpi_test)(uintptr_t)test, self->looks = looks;
+    self->holder = Py_NewRef(holder), self->count = Py_NewRef(count), self->go_on = Py_NewRef(go_on);
+    self->one = PyLong_FromLong(1);
+    return self->one ? 0 : -1;
 }
 
-static int count_one(request_waits *self) {
+/* The arguments of call(tensor, deadline), and one call more; 0, or -1 with a Python error. */
+static int take_call(request_waits *self, PyObject *args, PyObject **tensor, char **data, PyObject **deadline) {
+    uint64_t nbytes;
+    if (!PyArg_UnpackTuple(args, "a call", 2, 2, tensor, deadline) || find_tensor(self->known, *tensor, data, &nbytes) < 0)
+        return -1;
+    if (nbytes != self->nbytes) {
+        PyErr_Format(PyExc_ValueError, "a tensor of %llu bytes, to a call made for %llu", (unsigned long long)nbytes,
+                     (unsigned long long)self->nbytes);
+        return -1;
+    }
     PyObject *before = PyObject_GetAttr(self->holder, self->count);
     PyObject *now = before ? PyNumber_Add(before, self->one) : NULL;
     int failed = !now || PyObject_SetAttr(self->holder, self->count, now) < 0;
@@ -49,41 +74,31 @@ static int count_one(request_waits *self) {
     return failed ? -1 : 0;
 }
 
-/* 1 if it is complete, 0 if not within so many looks; -1 with a Python error. */
-static int look_at(request_waits *self, PyObject *request) {
-    for (int i = 0; i < self->looks; i++) {
-        PyObject *complete = PyObject_CallMethodObjArgs(request, self->test, NULL);
-        int done = complete ? complete == Py_True : -1;
-        Py_XDECREF(complete);
-        if (done)
-            return done;
-    }
-    return 0;
+/* Whether a request that was begun is complete, after so many looks; what MPI says of it is in `code`. */
+static int look_at(const request_waits *self, mpi_handle *request, int *code) {
+    int complete = 0;
+    for (int i = 0; i < self->looks && !complete && !*code; i++)
+        *code = self->test(request, &complete, NULL);
+    return complete && !*code;
 }
 
-/* None once a request is complete that was begun on `memory`; NULL with a Python error. With no request there is one. */
-static PyObject *complete_request(request_waits *self, PyObject *request, PyObject *memory, PyObject *deadline) {
-    PyObject *type = NULL, *error = NULL, *traceback = NULL, *said = NULL;
-    int done = request ? look_at(self, request) : -1;
-    if (done < 0) {
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
-    }
-    if (done <= 0)
-        said = PyObject_CallFunctionObjArgs(self->go_on, request ? request : Py_None, error ? error : Py_None, memory,
-                                            deadline, NULL);
-    PyObject *held[] = {type, error, traceback, said};
-    for (int i = 0; i < 4; i++)
-        Py_XDECREF(held[i]);
-    return done > 0 || said ? Py_NewRef(Py_None) : NULL;
+/* None for a call that is complete; otherwise Python goes on with it. `request` is NULL if it was not begun. */
+static PyObject *end_call(request_waits *self, int complete, mpi_handle request, int code, PyObject *memory,
+                          PyObject *deadline) {
+    if (complete)
+        return Py_NewRef(Py_None);
+    PyObject *handle = PyLong_FromVoidPtr(request), *said = PyLong_FromLong(code), *done = NULL;
+    if (handle && said)
+        done = PyObject_CallFunctionObjArgs(self->go_on, handle, said, memory, deadline, NULL);
+    Py_XDECREF(handle);
+    Py_XDECREF(said);
+    return done;
 }
 
-static void request_dealloc(request_waits *self, PyObject *const *held, int count) {
+static void request_dealloc(request_waits *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject *common[] = {self->holder, self->count, self->go_on, self->test, self->one};
-    for (int i = 0; i < 5; i++)
-        Py_XDECREF(common[i]);
-    for (int i = 0; i < count; i++)
+    PyObject *held[] = {self->holder, self->count, self->one, self->go_on};
+    for (int i = 0; i < 4; i++)
         Py_XDECREF(held[i]);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(self);
@@ -94,51 +109,39 @@ static void request_dealloc(request_waits *self, PyObject *const *held, int coun
 
 static int request_call_init(PyObject *object, PyObject *args, PyObject *named) {
     RequestCall *self = (RequestCall *)object;
-    static char *names[] = {"holder", "count", "start", "place", "kind", "op", "memory", "go_on", "looks", NULL};
-    PyObject *holder, *count, *go_on, *given[5];
+    static char *names[] = {"holder", "count",  "nbytes", "begin", "place", "elements", "kind",
+                            "op",     "comm",   "test",   "looks", "go_on", NULL};
+    PyObject *holder, *count, *go_on;
+    unsigned long long nbytes, begin, place, kind, op, comm, test;
     int looks;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OUOOOOOOi", names, &holder, &count, &given[0], &given[1], &given[2],
-                                     &given[3], &given[4], &go_on, &looks))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OUKKKiKKKKiO", names, &holder, &count, &nbytes, &begin, &place, &self->count,
+                                     &kind, &op, &comm, &test, &looks, &go_on))
         return -1;
-    self->start = Py_NewRef(given[0]), self->place = Py_NewRef(given[1]), self->kind = Py_NewRef(given[2]);
-    self->op = Py_NewRef(given[3]), self->memory = Py_NewRef(given[4]);
-    return waits_init(&self->waits, holder, count, go_on, looks);
-}
-
-/* A request; NULL with a Python error. */
-static PyObject *start_request(RequestCall *self, PyObject *tensor) {
-    PyObject *where = span_of_tensor(self->waits.known, tensor), *request = NULL;
-    PyObject *memory = where ? PyObject_CallObject(self->memory, where) : NULL;
-    PyObject *buffer = memory ? PyList_New(2) : NULL;
-    if (buffer) {
-        PyList_SetItem(buffer, 0, Py_NewRef(memory));
-        PyList_SetItem(buffer, 1, Py_NewRef(self->kind));
-        request = PyObject_CallFunctionObjArgs(self->start, self->place, buffer, self->op, NULL);
-    }
-    Py_XDECREF(where);
-    Py_XDECREF(memory);
-    Py_XDECREF(buffer);
-    return request;
+    self->begin = (mpi_all_reduce)(uintptr_t)begin, self->place = (void *)(uintptr_t)place;
+    self->kind = (mpi_handle)(uintptr_t)kind, self->op = (mpi_handle)(uintptr_t)op, self->comm = (mpi_handle)(uintptr_t)comm;
+    return waits_init(&self->waits, nbytes, holder, count, test, looks, go_on);
 }
 
 /* call(tensor, deadline) */
 static PyObject *request_call(PyObject *object, PyObject *args, PyObject *named) {
     RequestCall *self = (RequestCall *)object;
     PyObject *tensor, *deadline;
+    char *data;
     (void)named;
-    if (!PyArg_UnpackTuple(args, "RequestCall", 2, 2, &tensor, &deadline) || count_one(&self->waits) < 0)
+    if (take_call(&self->waits, args, &tensor, &data, &deadline) < 0)
         return NULL;
-    PyObject *request = start_request(self, tensor);
-    PyObject *done = complete_request(&self->waits, request, tensor, deadline);
-    Py_XDECREF(request);
-    return done;
+    mpi_handle request = NULL;
+    int code, begun, complete = 0;
+    Py_BEGIN_ALLOW_THREADS
+    code = self->begin(self->place, data, self->count, self->kind, self->op, self->comm, &request);
+    begun = !code;
+    if (begun)
+        complete = look_at(&self->waits, &request, &code);
+    Py_END_ALLOW_THREADS
+    return end_call(&self->waits, complete, begun ? request : NULL, code, tensor, deadline);
 }
 
-static void request_call_dealloc(PyObject *object) {
-    RequestCall *self = (RequestCall *)object;
-    PyObject *held[] = {self->start, self->place, self->kind, self->op, self->memory};
-    request_dealloc(&self->waits, held, 5);
-}
+static void request_call_dealloc(PyObject *object) { request_dealloc((request_waits *)object); }
 
 static PyType_Slot request_call_slots[] = {
     {Py_tp_init, request_call_init},
@@ -155,14 +158,17 @@ static PyType_Spec request_call_spec = {
 
 static int persistent_call_init(PyObject *object, PyObject *args, PyObject *named) {
     PersistentCall *self = (PersistentCall *)object;
-    static char *names[] = {"holder", "count", "request", "stage", "go_on", "looks", NULL};
-    PyObject *holder, *count, *request, *stage, *go_on;
+    static char *names[] = {"holder", "count", "stage", "start", "request", "handle", "test", "looks", "go_on", NULL};
+    PyObject *holder, *count, *stage, *request, *go_on;
+    unsigned long long start, handle, test;
     int looks;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OUOOOi", names, &holder, &count, &request, &stage, &go_on, &looks) ||
-        PyObject_GetBuffer(stage, &self->bytes, PyBUF_WRITABLE) < 0)
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OUOKOKKiO", names, &holder, &count, &stage, &start, &request, &handle, &test,
+                                     &looks, &go_on) ||
+        PyObject_GetBuffer(stage, &self->stage, PyBUF_WRITABLE) < 0)
         return -1;
-    self->request = Py_NewRef(request), self->start = PyUnicode_InternFromString("Start");
-    return self->start ? waits_init(&self->waits, holder, count, go_on, looks) : -1;
+    self->start = (mpi_start)(uintptr_t)start, self->handle = (mpi_handle *)(uintptr_t)handle;
+    self->request = Py_NewRef(request);
+    return waits_init(&self->waits, (uint64_t)self->stage.len, holder, count, test, looks, go_on);
 }
 
 /* call(tensor, deadline) */
@@ -170,29 +176,28 @@ static PyObject *persistent_call(PyObject *object, PyObject *args, PyObject *nam
     PersistentCall *self = (PersistentCall *)object;
     PyObject *tensor, *deadline;
     char *data;
-    uint64_t nbytes;
     (void)named;
-    if (!PyArg_UnpackTuple(args, "PersistentCall", 2, 2, &tensor, &deadline) ||
-        find_tensor(self->waits.known, tensor, &data, &nbytes) < 0)
+    if (take_call(&self->waits, args, &tensor, &data, &deadline) < 0)
         return NULL;
-    if (nbytes != (uint64_t)self->bytes.len)
-        return PyErr_Format(PyExc_ValueError, "a tensor of %llu bytes, where there is room for %zd", nbytes, self->bytes.len);
-    if (count_one(&self->waits) < 0)
-        return NULL;
-    memcpy(self->bytes.buf, data, nbytes);
-    PyObject *begun = PyObject_CallMethodObjArgs(self->request, self->start, NULL);
-    PyObject *done = complete_request(&self->waits, begun ? self->request : NULL, self->bytes.obj, deadline);
+    int code, begun, complete = 0;
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(self->stage.buf, data, self->waits.nbytes);
+    code = self->start(self->handle);
+    begun = !code;
+    if (begun)
+        complete = look_at(&self->waits, self->handle, &code);
+    Py_END_ALLOW_THREADS
+    PyObject *done = end_call(&self->waits, complete, begun ? *self->handle : NULL, code, self->stage.obj, deadline);
     if (done)
-        memcpy(data, self->bytes.buf, nbytes);
-    Py_XDECREF(begun);
+        memcpy(data, self->stage.buf, self->waits.nbytes);
     return done;
 }
 
 static void persistent_call_dealloc(PyObject *object) {
     PersistentCall *self = (PersistentCall *)object;
-    PyObject *held[] = {self->request, self->start};
-    PyBuffer_Release(&self->bytes);
-    request_dealloc(&self->waits, held, 2);
+    PyBuffer_Release(&self->stage);
+    Py_XDECREF(self->request);
+    request_dealloc(&self->waits);
 }
 
 static PyType_Slot persistent_call_slots[] = {

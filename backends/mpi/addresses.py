@@ -1,0 +1,19 @@
+"""Where functions of Open MPI lie, for compiled code that calls them with no Python in between."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpi4py import MPI
+
+_LIBRARY = ctypes.CDLL(MPI.__file__)
+"""What mpi4py is linked with is found through it."""
+
+
+def _address(name: str) -> int:
+    return ctypes.cast(_LIBRARY[name], ctypes.c_void_p).value or 0
+
+
+ALL_REDUCE = _address("MPI_Iallreduce")
+START = _address("MPI_Start")
+TEST = _address("MPI_Test")
