@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -93,7 +92,8 @@ def connect(
         info = _choose(offers, place.rank, name)
         return _build(
             info,
-            Context(
+            functools.partial(
+                Context,
                 rank=place.rank,
                 size=place.size,
                 name=name,
@@ -139,7 +139,8 @@ def connect_members(
     """
     info = registry().backend(backend).info
     connecting = True
-    context = Context(
+    told = functools.partial(
+        Context,
         rank=rank,
         size=size,
         name=name,
@@ -154,7 +155,7 @@ def connect_members(
         greeting=tuple(greeting),
     )
     communicator = _build(
-        info, context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
+        info, told, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
     )
     connecting = False
     return communicator
@@ -187,14 +188,18 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
     return runnable, unavailable
 
 
-def _build(info: BackendInfo, context: Context, timeout: float, *, check: bool, **more: Any) -> Communicator:
+def _build(
+    info: BackendInfo, told: Callable[..., Context], timeout: float, *, check: bool, **more: Any
+) -> Communicator:
+    """The communicator over the transport that the backend makes of all that it is `told`."""
     assert info.connect is not None, "a preference holds only backends that connect"
     made: list[Communicator] = []
 
     def make(transport: Transport) -> None:
         made[:] = [Communicator(transport, context, info, timeout=timeout, check=check, **more)]
 
-    transport = _connect(info.connect, replace(context, meanwhile=make))
+    context = told(meanwhile=make)
+    transport = _connect(info.connect, context)
     if not made or made[0].transport is not transport:
         make(transport)
     return made[0]

@@ -145,7 +145,7 @@ class Board:
         self._journal = journal
         self.rank, self.size, self.epoch = rank, size, epoch
         self.bytes = memoryview(memory).cast("B")
-        self.words = self.bytes.cast("Q")
+        self.words, self.numbers = self.bytes.cast("Q"), self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.rows = [r * layout.row_words for r in range(size)]
         self._mine = self.rows[rank]
@@ -186,7 +186,7 @@ class Board:
             words[mine + EPOCH] = ready
         words[mine + FLAG] = flag
         for place, number in enumerate(greeting, mine + GREETING):
-            words[place] = number & _ALL_BITS
+            self.numbers[place] = number
         self.native.raise_flag(self.epoch + 1, EPOCH)
 
     def withdraw(self) -> None:
@@ -207,7 +207,7 @@ class Board:
     def greeting(self, rank: int) -> tuple[int, ...]:
         """The numbers that `rank` had for the others; zeros after them."""
         start = self.rows[rank] + GREETING
-        return tuple(word - (word >> 63 << 64) for word in self.words[start : start + GREETING_WORDS])
+        return tuple(self.numbers[start : start + GREETING_WORDS])
 
     def leave(self, state: int, note: bytes) -> bool:
         """Tell the others that this rank has closed or aborted, and why, or what follows this board. Only the first
@@ -369,4 +369,5 @@ class Board:
         """Let go of the memory. Nothing of this board may be used afterwards."""
         self.native.release()
         self.words.release()
+        self.numbers.release()
         self.bytes.release()

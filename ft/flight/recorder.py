@@ -6,6 +6,7 @@ the clock and one in a dictionary. Nothing here waits, locks on the path of an o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import mmap
@@ -282,6 +283,7 @@ def _words(detail: Hashable) -> str:
     return str(detail).removeprefix("torch.") if isinstance(detail, torch.dtype) else str(detail)
 
 
+@functools.lru_cache(maxsize=64)
 def _clip(text: str, limit: int) -> bytes:
     """At most `limit` bytes of a text, and no half of a character."""
     return text.encode()[:limit].decode(errors="ignore").encode()
