@@ -20,9 +20,7 @@ from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster, processes
 
-pytest.register_assert_rewrite(
-    *(f"holdfast.harness.conformance.{name}" for name in ("collectives", "reductions", "failures", "windows", "planes"))
-)
+pytest.register_assert_rewrite("holdfast.harness.conformance")
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []

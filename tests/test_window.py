@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, HoldfastError, RegionGone, Unsupported
 from holdfast.comms._native import Calls, Reach
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
 
 SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3"]

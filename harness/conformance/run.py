@@ -13,7 +13,7 @@ from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
 from holdfast.harness.conformance.plugin import Conformance, Outcome
 
-_CHECKS = ("collectives", "reductions", "failures", "windows", "planes", "capability")
+_CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "planes", "capability")
 
 
 def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[Outcome]]:
