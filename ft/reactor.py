@@ -10,20 +10,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 
-import msgspec
-
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
+from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.liveness import this_process
 from holdfast.comms.registry import registry
-from holdfast.ft import faultpoints
+from holdfast.ft import faultpoints, notices
 from holdfast.ft import vocabulary as v
 from holdfast.ft.asking import Answer, Asking
-from holdfast.ft.change import Change
 from holdfast.ft.control import kv
-from holdfast.ft.control.rpc import Handler
 from holdfast.ft.detectors.detector import Surroundings
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.events import EventLog
@@ -49,14 +45,6 @@ WON_SECONDS = 0.001
 """How long after all members of a view have been told of it in their ops this process's core hears of it."""
 
 _log = logging.getLogger("holdfast.ft")
-_encode = msgspec.msgpack.Encoder().encode
-_member = msgspec.msgpack.Decoder(Member)
-_deaths = msgspec.msgpack.Decoder(list[tuple[str, str]])
-_suspicion = msgspec.msgpack.Decoder(tuple[str, str, int])
-_clearance = msgspec.msgpack.Decoder(tuple[str, int])
-_text = msgspec.msgpack.Decoder(str)
-_epoch = msgspec.msgpack.Decoder(int)
-_items = msgspec.msgpack.Decoder(tuple[int, dict[str, bytes]])
 
 
 class Reactor:
@@ -79,11 +67,19 @@ class Reactor:
         self.table = SharedTable(self._share_soon)
         self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
         self._loop = asyncio.get_running_loop()
+        hears = notices.Listener(
+            core=self.feed,
+            beat=self._hear_beat,
+            deaths=self._buried,
+            share=self._hear_share,
+            testimony=self._hear_testimony,
+            detectors=self._hear_detectors,
+        )
         self.links = Links(
             identity,
             key=settings.key,
             job=settings.name,
-            handlers={**kv.handlers(self.table), **self._handlers()},
+            handlers={**kv.handlers(self.table), **notices.handlers(hears)},
             on_link=self._linked,
             on_refused=self._refused,
         )
@@ -147,7 +143,7 @@ class Reactor:
 
     def leave(self, reason: str) -> None:
         """Tell the others that this process is gone for the job, as if it had died."""
-        self.links.notify_all("leave", _encode(reason))
+        self.links.notify_all(*notices.leave(reason))
 
     def feed(self, event: v.Event) -> None:
         """One event through the core, its effects into the world."""
@@ -224,20 +220,17 @@ class Reactor:
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
             case v.Announce(view, to, None):
-                self._spread(view, to, "install", view.encode())
+                self._spread(view, to, notices.install(view))
             case v.Announce(view, to, change):
                 assert change is not None
-                self._spread(view, to, "change", change.encode())
+                self._spread(view, to, notices.change(change))
             case v.Ask():
                 self._asking.read()
             case v.Report(deaths, to):
-                self._tell(to, "deaths", _encode([(death.id, death.evidence) for death in deaths]))
+                self._tell(to, notices.deaths(deaths))
             case v.Testify(seen, to):
                 for word in seen:
-                    if isinstance(word, v.Suspicion):
-                        self._tell(to, "suspect", _encode((word.member, word.evidence, word.word)))
-                    else:
-                        self._tell(to, "clear", _encode((word.member, word.word)))
+                    self._tell(to, notices.testimony(word))
             case v.AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
@@ -277,18 +270,18 @@ class Reactor:
         if items := self.table.items(view.epoch):  # the session was told before, and has set them
             self._share(view.epoch, items)
 
-    def _spread(self, view: View, to: tuple[Member, ...], method: str, body: bytes) -> None:
+    def _spread(self, view: View, to: tuple[Member, ...], notice: notices.Notice) -> None:
         """Tell of a view; those who were left word of it where they wait, a moment later."""
         epoch, announced_to = self._announced
         if epoch == view.epoch:
             later = tuple(m for m in to if m.id in announced_to)
             to = tuple(m for m in to if m.id not in announced_to)
-            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, method, body)
-        self._tell(to, method, body)
+            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, notice)
+        self._tell(to, notice)
 
-    def _tell(self, to: tuple[Member, ...], method: str, body: bytes) -> None:
+    def _tell(self, to: tuple[Member, ...], notice: notices.Notice) -> None:
         for member in to:
-            self.links.deliver(member, method, body)
+            self.links.deliver(member, *notice)
 
     def _propose(self, expected: int, view: View) -> None:
         self._reach("rebuild.before_propose")
@@ -338,10 +331,10 @@ class Reactor:
         view = self._core.view if self._core is not None else None
         if view is None or view.epoch != epoch or not view.members or view.members[0].id != self._identity:
             return
-        body = _encode((epoch, items))
+        notice = notices.share(epoch, items)
         for member in view.members[1:]:
             if only in (None, member.id):
-                self.links.notify(member.id, "share", body)
+                self.links.notify(member.id, *notice)
 
     # What is heard --------------------------------------------------------------------------------------------
 
@@ -376,13 +369,12 @@ class Reactor:
 
     def _introduce(self, member: Member) -> None:
         assert self._core is not None
-        self.links.deliver(member, "spare", _encode(self._core.me))
+        self.links.deliver(member, *notices.spare(self._core.me))
 
     def _beat(self) -> None:
         """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
         self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
-        view = self._core.view if self._core is not None else None
-        self.links.notify_all("beat", _encode(view.epoch if view is not None else 0))
+        self.links.notify_all(*notices.beat(self._core.view if self._core is not None else None))
         if self._detectors is not None:
             self._detectors.beat()
 
@@ -422,42 +414,11 @@ class Reactor:
 
     def _send_detectors(self, member_id: str | None, body: bytes) -> None:
         if member_id is None:
-            self.links.notify_all("detect", body)
+            self.links.notify_all(*notices.detect(body))
         else:
-            self.links.notify(member_id, "detect", body)
+            self.links.notify(member_id, *notices.detect(body))
 
-    def _hear_detectors(self, peer: str, body: bytes) -> None:
-        if self._detectors is not None:
-            self._detectors.received(peer, body)
-
-    def _handlers(self) -> dict[str, Handler]:
-        """What other processes of the job may tell this one; they have proved that they have its key."""
-
-        def heard(act: Callable[[str, bytes], None]) -> Callable[[str, bytes], bytes]:
-            def handler(peer: str, body: bytes) -> bytes:
-                try:
-                    act(peer, body)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise CorruptData(f"a notice of {peer} cannot be read: {error}") from error
-                return b""
-
-            return handler
-
-        return {
-            "beat": heard(self._hear_beat),
-            "install": heard(lambda peer, body: self.feed(v.ViewRead(View.decode(body), peer))),
-            "change": heard(lambda peer, body: self.feed(v.Changed(Change.decode(body), peer))),
-            "spare": heard(lambda peer, body: self.feed(v.SpareAnnounced(_member.decode(body)))),
-            "deaths": heard(lambda peer, body: self._buried(tuple(v.Death(*death) for death in _deaths.decode(body)))),
-            "leave": heard(lambda peer, body: self._buried((v.Death(peer, f"it left: {_text.decode(body)}"),))),
-            "share": heard(lambda peer, body: self._hear_share(*_items.decode(body))),
-            "suspect": heard(self._hear_suspicion),
-            "clear": heard(self._hear_clearance),
-            "detect": heard(self._hear_detectors),
-        }
-
-    def _hear_beat(self, peer: str, body: bytes) -> None:
-        epoch = _epoch.decode(body)
+    def _hear_beat(self, peer: str, epoch: int) -> None:
         if self._detectors is None:
             return
         self._detectors.heard(peer)
@@ -470,14 +431,10 @@ class Reactor:
         with contextlib.suppress(Revoked):  # it is about an epoch that is over here
             self.table.receive(epoch, items)
 
-    def _hear_suspicion(self, peer: str, body: bytes) -> None:
-        member, evidence, word = _suspicion.decode(body)
+    def _hear_testimony(self, peer: str, member: str, evidence: str | None) -> None:
         if self._detectors is not None:
             self._detectors.testified(peer, member, evidence)
-        self.feed(v.Suspicion(member, peer, evidence, word))
 
-    def _hear_clearance(self, peer: str, body: bytes) -> None:
-        member, word = _clearance.decode(body)
+    def _hear_detectors(self, peer: str, body: bytes) -> None:
         if self._detectors is not None:
-            self._detectors.testified(peer, member, None)
-        self.feed(v.Cleared(member, peer, word))
+            self._detectors.received(peer, body)

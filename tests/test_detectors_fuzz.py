@@ -24,7 +24,6 @@ from holdfast.ft.detectors.detector import Surroundings
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.progress import Place
 from holdfast.ft.pulse import Pulse, PulseReader
-from holdfast.ft.reactor import Reactor
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.view import Job, Member, View
 
@@ -69,10 +68,8 @@ class Listening:
 
     def hear(self, peer: str, body: bytes) -> bool:
         """Whether what came in the message `detect` was understood. Raises what is not to come out of it."""
-        reactor = object.__new__(Reactor)
-        reactor._detectors = self.detectors
         try:
-            reactor._handlers()["detect"](peer, body)
+            self.detectors.received(peer, body)
         except CorruptData:
             return False
         return True
