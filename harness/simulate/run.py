@@ -10,7 +10,8 @@ from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violat
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.progress import Progress
 from holdfast.harness.simulate.schedule import Schedule
-from holdfast.harness.simulate.world import TraceWriter, World
+from holdfast.harness.simulate.trace import TraceWriter
+from holdfast.harness.simulate.world import World
 
 ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000

@@ -14,7 +14,8 @@ from holdfast.ft.view import View
 from holdfast.harness.invariants import Bounds, Event, Violation
 from holdfast.harness.simulate.run import Judges
 from holdfast.harness.simulate.schedule import Schedule
-from holdfast.harness.simulate.world import TraceWriter, World
+from holdfast.harness.simulate.trace import TraceWriter
+from holdfast.harness.simulate.world import World
 
 SLICE = 0.05
 """Virtual seconds between two looks whether all is done."""

@@ -23,7 +23,7 @@ from holdfast.harness.simulate.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.schedule import Schedule, load, save
 from holdfast.harness.simulate.shrink import shrink as make_smaller
 from holdfast.harness.simulate.story import Story
-from holdfast.harness.simulate.world import TraceWriter
+from holdfast.harness.simulate.trace import TraceWriter
 
 SMALL = 64
 STEPS = 40

@@ -255,7 +255,7 @@ class Worker:
         else:
             self._op = f"{view.epoch}:{op}"
         name = self._op
-        me.world.enter(me, view, name, value, who, lambda values: self._met(name, then, values))
+        me.world.meetings.enter(me, view, name, value, who, lambda values: self._met(name, then, values))
         if op != "connect":
             me.heed()
 

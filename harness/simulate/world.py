@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-import xxhash
 
 from holdfast.comms.transport import Peer
 from holdfast.ft import vocabulary as v
@@ -22,34 +20,22 @@ from holdfast.ft.topology import Shape, observers
 from holdfast.ft.view import Job, Member, View
 from holdfast.harness.invariants import Event
 from holdfast.harness.simulate import faults
+from holdfast.harness.simulate.meetings import Meetings
 from holdfast.harness.simulate.network import Paths
 from holdfast.harness.simulate.process import Process
 from holdfast.harness.simulate.register import SimulatedRegister
 from holdfast.harness.simulate.schedule import AtPoint, Fault, Schedule
+from holdfast.harness.simulate.trace import Trace, TraceWriter
 from holdfast.harness.simulate.worker import Worker
 
 PROOF_SECONDS = 0.0004
 """How long the kernel takes, at the median, to tell of the end of a process."""
-RETRY_CUT = 0.05
-LINES_AT_ONCE = 1000
 UNTOLD = ("members", "min_size")
 """What of an event is not in the trace, because it follows from the rest."""
 EARLY_BEATS = 3
 """How many heartbeats before a fault a quiet world begins to send some."""
 
 Observer = Callable[[Event], None]
-TraceWriter = Callable[[str], object]
-
-
-@dataclass(slots=True)
-class Meeting:
-    """An op of a communicator: who is to come, who has come with what, and whom to tell."""
-
-    expected: tuple[str, ...]
-    host: int
-    values: dict[str, Any] = field(default_factory=dict)
-    waiting: list[tuple[Process, Callable[[Sequence[Any]], None]]] = field(default_factory=list)
-    complete: bool = False
 
 
 class World:
@@ -68,19 +54,17 @@ class World:
         self.messages = 0
         self.message_bytes = 0
         self.paths = Paths(schedule.network, random.Random(schedule.seed ^ 0x5EED))
+        self.meetings = Meetings(self)
         self.processes: list[Process] = []
         self.register = SimulatedRegister(None)
         if quiet:
             self.register.on_write = lambda view: self.after(schedule.layout.heartbeat, self._sweep)
-        self._observe, self._trace = observe, trace
-        self._hash = xxhash.xxh3_128()
-        self._lines: list[str] = []
+        self._observe, self._trace = observe, Trace(trace)
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._silent = False
         self._by_id: dict[str, Process] = {}
         self._hosts: list[list[Process]] = [[] for _ in range(self.layout.hosts)]
-        self._meetings: dict[str, Meeting] = {}
         self._dead: tuple[tuple[v.Death, ...], View | None, tuple[int, ...]] = ((), None, ())
         self._points: list[tuple[AtPoint, list[int]]] = []
         self._sizes: dict[int, tuple[v.Event, int]] = {}
@@ -214,21 +198,11 @@ class World:
 
     def trace(self, kind: str, who: str, what: str) -> None:
         """One line of the trace; all of them together make its hash."""
-        line = f"{self.now:.7f} {kind} {who} {what}\n"
-        self._lines.append(line)
-        if len(self._lines) >= LINES_AT_ONCE:
-            self._hash_lines()
-        if self._trace is not None:
-            self._trace(line)
+        self._trace.add(f"{self.now:.7f} {kind} {who} {what}\n")
 
     def trace_hash(self) -> str:
         """The hash of all that has happened so far."""
-        self._hash_lines()
-        return self._hash.hexdigest()
-
-    def _hash_lines(self) -> None:
-        self._hash.update("".join(self._lines).encode())
-        self._lines.clear()
+        return self._trace.hash()
 
     def emit(self, process: Process, kind: str, **fields: Any) -> None:
         """An event as the process would log it."""
@@ -429,50 +403,6 @@ class World:
         if not self.register.away and process.alive:
             back = self.paths.register_latency() + process.slow
             self.at(self.now + back, process, process.feed, v.ViewRead(self.register.view))
-
-    # Communicators --------------------------------------------------------------------------------------------
-
-    def enter(
-        self,
-        process: Process,
-        view: View,
-        op: str,
-        value: Any,
-        who: Sequence[str] | None,
-        then: Callable[[Sequence[Any]], None],
-    ) -> None:
-        """`process` enters an op of the communicator of `view`, of which all of `who` are to be part."""
-        meeting = self._meetings.get(op)
-        if meeting is None:
-            expected = tuple(who) if who is not None else tuple(member.id for member in view.members)
-            meeting = self._meetings[op] = Meeting(expected, self._by_id[expected[0]].host)
-        meeting.waiting.append((process, then))
-        self._arrive(process, meeting, value)
-
-    def _arrive(self, process: Process, meeting: Meeting, value: Any) -> None:
-        if self.paths.is_cut(process.host, meeting.host):
-            self.after(RETRY_CUT, self._arrive, process, meeting, value)
-            return
-        delay = self.paths.latency(process.host, meeting.host, ordered=True) + process.slow
-        self.after(delay, self._arrived, process.member.id, meeting, value)
-
-    def _arrived(self, member_id: str, meeting: Meeting, value: Any) -> None:
-        meeting.values[member_id] = value
-        if not meeting.complete and all(who in meeting.values for who in meeting.expected):
-            meeting.complete = True
-            values = [meeting.values[who] for who in meeting.expected]
-            for process, then in meeting.waiting:
-                self._release(process, meeting, values, then)
-            meeting.waiting.clear()
-
-    def _release(
-        self, process: Process, meeting: Meeting, values: Sequence[Any], then: Callable[[Sequence[Any]], None]
-    ) -> None:
-        if self.paths.is_cut(meeting.host, process.host):
-            self.after(RETRY_CUT, self._release, process, meeting, values, then)
-            return
-        delay = self.paths.latency(meeting.host, process.host, ordered=True) + process.slow
-        self.at(self.now + delay, process, then, values)
 
 
 def _epoch(view: View | None) -> int:
