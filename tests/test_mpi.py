@@ -177,6 +177,23 @@ def test_why_another_rank_aborted_is_known_from_then_on() -> None:
     assert all("called off" in reason for reason in said), said
 
 
+def test_an_abort_at_once_harms_nobody_who_is_still_connecting(tmp_path: Path) -> None:
+    """Open MPI crashes where a communicator is revoked that a process has not finished building."""
+
+    def body(comm: Communicator) -> None:
+        for turn in range(60):
+            part = next_communicator(comm, [0, 1, 2], tmp_path / "meet", f"turn {turn}")
+            if comm.rank == turn % 3:
+                part.abort("at once")
+            else:
+                with pytest.raises(Revoked, match="at once"):
+                    part.barrier()
+            part.close()
+
+    with LocalCluster(3, "mpi", timeout=60.0) as cluster:
+        cluster.run(body)
+
+
 def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
     def body(comm: Communicator) -> int:
         def rounds(number: int) -> int:

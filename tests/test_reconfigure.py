@@ -51,9 +51,10 @@ class Group:
         return float(tensor[0])
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=["shm", "gloo", "ucx", "mpi"])
 def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with LocalCluster(3, str(request.param), timeout=60.0, environ={"HOLDFAST_BACKEND": str(request.param)}) as cluster:
+        cluster.warm_up()
         yield cluster
 
 
@@ -105,6 +106,23 @@ def test_without_the_middle_then_a_late_joiner(three: LocalCluster, tmp_path: Pa
     on_ranks(three, tmp_path, body)
 
 
+def test_what_is_pending_ends_and_what_others_finish_does_not(three: LocalCluster, tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        handles = group.handles("all")
+        pending: list[Any] = []
+        if group.rank == 0:  # nobody else comes to these
+            pending = [dist.irecv(torch.empty(1), 1), dist.all_reduce(torch.ones(1), async_op=True)]
+        group.pg.reconfigure(0, handles)
+        for work in pending:
+            with pytest.raises((Revoked, PeerFailed)):
+                work.wait()
+        for uuid in range(1, 6):  # while one is in the next group already, another may still be in the sum
+            assert group.sum() == 6
+            group.pg.reconfigure(uuid, handles)
+
+    on_ranks(three, tmp_path, body)
+
+
 def test_after_an_abort_and_what_is_refused(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")
@@ -125,7 +143,7 @@ def test_after_an_abort_and_what_is_refused(three: LocalCluster, tmp_path: Path)
     on_ranks(three, tmp_path, body)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
 def test_survivors_of_a_kill_go_on(backend: str, tmp_path: Path) -> None:
     def body(outer: Communicator) -> list[float]:
         group = Group(outer, tmp_path)

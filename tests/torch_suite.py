@@ -3,9 +3,9 @@
 BACKEND is gloo, or holdfast over the transport that HOLDFAST_BACKEND names. Prints one line of JSON a test: its name,
 outcome (passed, failed, skipped) and seconds. torch's tests ask which backend they run on and skip what it is not known
 for; they are told "gloo", and every group that they then make under that name is made under BACKEND. Ranks are forked
-from a process that has torch imported: spawning them would take ten times as long. `compare` runs all tests over plain
-gloo, then over holdfast on shm and gloo, and fails if one that passes over plain gloo does not pass over holdfast,
-unless `torch_suite.toml` says why it cannot.
+from a process that has torch imported: spawning them would take ten times as long; over mpi they take the places of
+processes that mpirun has started. `compare` runs all tests over plain gloo, then over holdfast on each of TRANSPORTS,
+and fails if one that passes over plain gloo does not pass over holdfast, unless `torch_suite.toml` says why it cannot.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import tempfile
 import time
 import tomllib
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from holdfast.harness.mpirun import MpiJob
+
 WORLD_SIZE = 3
+TRANSPORTS = ("shm", "gloo", "ucx", "mpi")
 TABLE = Path(__file__).with_name("torch_suite.toml")
 
 
@@ -53,9 +56,29 @@ def suite(backend: str) -> type[unittest.TestCase]:
             self._spawn_processes()
 
         def _spawn_processes(self) -> None:
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            fork = torch.multiprocessing.get_context("fork").Process
+            if os.environ.get("HOLDFAST_BACKEND") != "mpi":
+                self._start_processes(fork)
+                return
+            job = MpiJob(WORLD_SIZE)
+            self.addCleanup(job.close)
+
+            def placed(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return fork(target=_in_place, name=name, args=(job.environ[args[0]], target, *args), kwargs=kwargs)
+
+            self._start_processes(placed)
+            for rank, process in enumerate(self.processes):
+                pidfd = os.pidfd_open(process.pid)
+                job.attach(rank, pidfd)
+                os.close(pidfd)
 
     return TorchSuite
+
+
+def _in_place(environ: dict[str, str], target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What a rank does, in the place of a process that mpirun has started."""
+    os.environ.update(environ)
+    target(*args, **kwargs)
 
 
 def _remove(folder: str, owner: int) -> None:
@@ -133,7 +156,7 @@ def compare() -> bool:
     print(f"gloo: {len(plain)} tests pass")
     expected = [name for name in plain if name not in cannot()]
     good = bool(expected)
-    for transport in ("shm", "gloo"):
+    for transport in TRANSPORTS:
         ours = outcomes("holdfast", transport, expected)
         failed = [name for name in expected if ours.get(name, {}).get("outcome") != "passed"]
         print(f"holdfast over {transport}: {len(expected) - len(failed)} of these {len(plain)} pass")

@@ -7,6 +7,7 @@ bytes, which MPI takes at once whether or not the other side looks.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,13 @@ import msgspec
 from mpi4py import MPI
 
 TAG = 0x486F
-_EARLY = 256
+_EARLY = 4096
 """How many words are kept for communicators that this process has not connected yet."""
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """What `rank` says to the others of the communicator `token`: that it `waits` in collective `number`, has
-    `closed` after it, or `aborted` for `reason`."""
+    """What `rank` says to the others of the communicator `token`: that it has `built` its end, `waits` in collective
+    `number`, has `closed` after it, or `aborted` for `reason`."""
 
     token: str
     rank: int
@@ -43,13 +44,13 @@ class Mailbox:
         self._lock = threading.Lock()
         self._unsent: list[_Letter] = []
         self._boxes: dict[str, list[Word]] = {}
-        self._early: list[Word] = []
+        self._early: deque[Word] = deque(maxlen=_EARLY)
 
     def open(self, token: str) -> None:
         """Collect what is said to a communicator from now on, and what was said before."""
         with self._lock:
             self._boxes[token] = [word for word in self._early if word.token == token]
-            self._early = [word for word in self._early if word.token != token]
+            self._early = deque((word for word in self._early if word.token != token), _EARLY)
 
     def close(self, token: str) -> None:
         with self._lock:
@@ -101,7 +102,7 @@ class Mailbox:
         if word.token in self._boxes:
             self._boxes[word.token].append(word)
         else:
-            self._early = [*self._early[1 - _EARLY :], word]
+            self._early.append(word)
 
 
 def ended(request: MPI.Request) -> bool:

@@ -84,6 +84,7 @@ class MpiMessages(MessageTransport):
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._everybody = range(context.size)
         self._arrived = [0] * context.size
+        self._built: set[int] = set()
         self._closed: dict[int, int] = {}
         self._aborted = ""
         _settle()
@@ -99,6 +100,7 @@ class MpiMessages(MessageTransport):
         self._peers, self._processes = context.peers, meeting.processes
         self._desk: Desk | None = None
         mailbox.open(self._token)
+        mailbox.send(Word(self._token, self.rank, "built"), self._others)
 
     # -- how an op completes, or ends
 
@@ -192,19 +194,25 @@ class MpiMessages(MessageTransport):
         if dead := self._liveness.dead():
             return PeerFailed(dead, "the kernel says that the process is gone")
         closed = dict(self._closed)
-        for word in mailbox.read(self._token):
-            if word.kind == "waits":
-                self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
-            elif word.kind == "closed":
-                self._closed[word.rank] = word.number
-            else:
-                self._aborted = self._aborted or f"rank {word.rank} aborted: {word.reason}"
+        self._hear()
         if self._aborted:
             return Revoked(self._epoch, self._aborted)
         for rank, number in closed.items():
             if rank in awaited and (number < seq or len(awaited) < self.size):
                 return Revoked(self._epoch, f"rank {rank} closed it")
         return None
+
+    def _hear(self) -> None:
+        """Note what the others have said."""
+        for word in mailbox.read(self._token):
+            if word.kind == "built":
+                self._built.add(word.rank)
+            elif word.kind == "waits":
+                self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
+            elif word.kind == "closed":
+                self._closed[word.rank] = word.number
+            else:
+                self._aborted = self._aborted or f"rank {word.rank} aborted: {word.reason}"
 
     def _missing(self, seq: int, awaited: Sequence[int]) -> list[int]:
         if len(awaited) < self.size:
@@ -243,18 +251,23 @@ class MpiMessages(MessageTransport):
         """Raise if this communicator has ended, here or elsewhere."""
         if self._error is not None:
             raise self._error.again()
-        if self._comm.Is_revoked():
+        self._hear()
+        if self._aborted or self._comm.Is_revoked():
             raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
 
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
+        """The others are told. It is revoked too, if they all have built it: a process that is still in the middle of
+        that would crash (Open MPI 5.0.11, `ompi_comm_revoke_local` before there is anything to revoke).
+        """
         with self._ending:
             if self._error is None:
                 self._error = error
             reason = error.reason if isinstance(error, Revoked) else str(error)
             mailbox.send(Word(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
-            if not self._comm.Is_revoked():
+            self._hear()
+            if len(self._built) == self.size - 1 and not self._comm.Is_revoked():
                 self._comm.Revoke()
 
     def close(self) -> None:

@@ -327,8 +327,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     ) -> TorchWork:
         """Go on as the group of the members in `handles`, in rank order; collective over these alone.
 
-        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. Pending ops end with `Revoked`; rank and
-        size are new when this returns. Works after an abort, and after the death of members that are left out. Raises
+        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. What is pending ends with `Revoked`, or
+        `PeerFailed` if another member left first; an op that others have still to finish, they finish. Rank and size
+        are new when this returns. Works after an abort, and after the death of members that are left out. Raises
         ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; else what
         `connect` raises, after which another `reconfigure` may follow.
         """
@@ -339,9 +340,6 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             check(change, self.get_reconfigure_handle())
             self._used.add(change.uuid)
             device = self.communicator.device
-            over = Revoked(self.communicator.epoch, f"the process group is reconfigured to {change.uuid}")
-            self.communicator.abort(over)
-            self._lanes.abort(over)
             self.shutdown()
             mine = self.get_reconfigure_handle()
             self.communicator = connect_changed(change, mine, self._store, self._root, device, self._timeout)
