@@ -52,6 +52,28 @@ def entries(folder: str) -> int:
     return len(list(Path(folder).iterdir()))
 
 
+def test_who_joins_a_job_loads_what_connecting_takes_in_the_background() -> None:
+    """Once a process; a spare then has it when it is promoted. It holds nothing afterwards."""
+
+    def body(comm: Communicator) -> None:
+        import sys
+
+        from holdfast.backends.ucx import worker
+        from holdfast.comms.connect import runnable_backends
+
+        assert "holdfast.backends.ucx.meeting" not in sys.modules
+        for expected in (1, 0):
+            assert runnable_backends("ucx", torch.device("cpu"))[0] == ["ucx"]
+            loading = [thread for thread in threading.enumerate() if thread.name == "holdfast-ucx-start"]
+            assert len(loading) == expected
+            for thread in loading:
+                thread.join(10.0)
+        assert "holdfast.backends.ucx.meeting" in sys.modules and not any(worker._in_use.values())
+
+    with LocalCluster(1, "gloo") as cluster:
+        cluster.run(body)
+
+
 def test_ucx_says_which_version_it_is() -> None:
     status = plugin.probe()
     assert isinstance(status, Available)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plane import MemoryPlane
@@ -16,12 +19,28 @@ from holdfast.comms.plugins import (
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context, Transport
 
+_prepared: set[int] = set()
+"""Process ids: a forked child has to load again what its parent had half loaded."""
+
 
 def connect(context: Context) -> Transport:
     """See `holdfast.backends.ucx.meeting.connect`."""
     from holdfast.backends.ucx.meeting import connect
 
     return connect(context)
+
+
+def prepare() -> None:
+    """Begin to load what connecting takes. A spare has the time for that now, and not when it is needed."""
+    if os.getpid() not in _prepared:
+        _prepared.add(os.getpid())
+        threading.Thread(target=_load, name="holdfast-ucx-start").start()
+
+
+def _load() -> None:
+    from holdfast.backends.ucx import meeting
+
+    meeting.rehearse()
 
 
 def memory() -> MemoryPlane:
@@ -59,5 +78,6 @@ def holdfast_backends() -> list[BackendInfo]:
             probe=probe,
             connect=connect,
             memory=memory,
+            prepare=prepare,
         )
     ]
