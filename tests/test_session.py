@@ -7,6 +7,7 @@ happens on the way, and every rank keeps the list of steps that it has committed
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import time
@@ -271,13 +272,28 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
 # -- every line of the commit protocol, the rebuild and the transfer
 
 COMMIT = [point for point in POINTS if point.startswith(("step.", "commit."))]
+REBUILD = [
+    "rebuild.before_propose:7:0:3",
+    "rebuild.after_propose:7:0:3",
+    "rebuild.before_connect:7:0:4",
+    "rebuild.before_votes:7:0:4",
+    "rebuild.after_votes:7:0:4",
+    "rebuild.before_connect:-1:1:4",
+]
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("point", COMMIT)
-def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spares: int) -> None:
-    with cluster(3, spares=spares, fault=f"{point}:7:{rank}:3") as ranks:
+def in_turn(lines: list[str]) -> list[tuple[str, str]]:
+    """Each line with one of the backends whose connections are built in other ways than over shm."""
+    return list(zip(lines, itertools.cycle(["ucx", "gloo", "mpi"]), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "spares", "backend"),
+    [(point, rank, spares, "shm") for point in COMMIT for rank in (0, 2) for spares in (0, 1)]
+    + [(point, 2, 1, backend) for point, backend in in_turn(COMMIT)],
+)
+def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
+    with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 2 + spares, 15)
 
@@ -384,21 +400,14 @@ def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
         assert check([event_of(event) for event in job.events()]) == []
 
 
-@pytest.mark.parametrize("spares", [0, 2])
 @pytest.mark.parametrize(
-    "second",
-    [
-        "rebuild.before_propose:7:0:3",
-        "rebuild.after_propose:7:0:3",
-        "rebuild.before_connect:7:0:4",
-        "rebuild.before_votes:7:0:4",
-        "rebuild.after_votes:7:0:4",
-        "rebuild.before_connect:-1:1:4",
-    ],
+    ("second", "spares", "backend"),
+    [(second, spares, "shm") for second in REBUILD for spares in (0, 2)]
+    + [(second, 2, backend) for second, backend in in_turn(REBUILD)],
 )
-def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares: int) -> None:
+def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares: int, backend: str) -> None:
     """Rank 2 dies in step 7; rank 0, which proposes the next epoch, or the one after it, dies while that is built."""
-    with cluster(3, spares=spares, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
+    with cluster(3, backend, spares, f"commit.before_prepare:7:2:3;{second}") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 3 if spares else 1, 15)
 
