@@ -103,7 +103,9 @@ def run(
 
         holdfast run -n 4 train.py --lr 0.1
 
-        holdfast run -n 4 --spares 1 --backend shm --logs events train.py
+        holdfast run -n 4 --spares 1 --backend ucx --logs events train.py
+
+        holdfast run -n 4 --backend mpi train.py
 
     The script needs no rank and no size: holdfast.ft.Session() finds
     the job by the environment that this command sets: HOLDFAST_JOB,

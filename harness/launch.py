@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.liveness import is_stopped
-from holdfast.comms.plugins import Unavailable
+from holdfast.comms.plugins import Available
 from holdfast.comms.registry import registry
 from holdfast.ft.view import View
+from holdfast.harness import launching
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.folders import HeldFolder
 from holdfast.harness.spawning import die_with_parent, how_it_ended
@@ -59,10 +60,10 @@ class Plan:
 
 
 class Launcher:
-    """The processes of one job, from start to end."""
+    """The processes of one job, from start to end. `start` is what lets them be ranks of the plan's backend."""
 
-    def __init__(self, plan: Plan, contract: LocalContract, console: Console) -> None:
-        self._plan, self._contract, self._console = plan, contract, console
+    def __init__(self, plan: Plan, contract: LocalContract, console: Console, start: launching.Launch) -> None:
+        self._plan, self._contract, self._console, self._launch = plan, contract, console, start
         self._selector = selectors.DefaultSelector()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._partial: dict[int, bytes] = {}
@@ -89,7 +90,7 @@ class Launcher:
         for number in range(self._plan.size + self._plan.spares):
             process = subprocess.Popen(
                 self._plan.command,
-                env=environ,
+                env={**environ, **self._launch.environ[number]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -102,6 +103,7 @@ class Launcher:
             self._selector.register(process.stdout, selectors.EVENT_READ, number)
             pidfd = os.pidfd_open(process.pid)
             self._selector.register(pidfd, selectors.EVENT_READ, number)
+            self._launch.attach(number, pidfd)
 
     def _follow(self) -> None:
         """Until all processes are gone, or the job is over and who still runs has had its time."""
@@ -257,17 +259,15 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
     Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError, and
     OSError before anything is started if that folder cannot be made.
     """
-    for name in plan.backend.split(","):
-        status = registry().backend(name.strip()).status
-        if isinstance(status, Unavailable) and "," not in plan.backend:
-            raise BackendUnavailable(name, status.reason, status.install_hint)
+    launcher = _launcher(plan.backend)
     console = Console(highlight=False)
     if log_directory is not None:
         log_directory.mkdir(parents=True, exist_ok=True)
     with HeldFolder("holdfast-run-") as folder, _terminated_as_interrupted():
         contract = LocalContract.create(plan.job, folder.path, plan.backend, plan.size)
         try:
-            return Launcher(plan, contract, console).run()
+            with closing(launching.launch(launcher, plan.size + plan.spares)) as start:
+                return Launcher(plan, contract, console, start).run()
         except KeyboardInterrupt:
             console.print("holdfast run: interrupted; all processes are ended", style="bold red")
             return 130
@@ -275,6 +275,21 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
             if log_directory is not None:
                 for path in contract.events_directory.iterdir():
                     shutil.copy(path, log_directory / path.name)
+
+
+def _launcher(preference: str) -> str:
+    """What must start the processes together, if the first that can run of these backends wants that; else nothing.
+
+    Raises `BackendUnavailable` if the only one cannot run, or one is unknown.
+    """
+    found = [registry().backend(name.strip()) for name in preference.split(",")]
+    for backend in found:
+        status = backend.status
+        if isinstance(status, Available) or status.needs_launcher:
+            return backend.info.capabilities.launcher
+        if len(found) == 1:
+            raise BackendUnavailable(backend.info.name, status.reason, status.install_hint)
+    return ""
 
 
 def python_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:

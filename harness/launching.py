@@ -8,7 +8,7 @@ from holdfast.comms.errors import Unsupported
 
 
 class Launch(ABC):
-    """A running launcher. The ranks are forked from the zygote, with what the launcher would have given them."""
+    """A running launcher. Others start the ranks, with what the launcher would have given them."""
 
     environ: dict[int, dict[str, str]]
     """By rank, what to add to the environment of its process."""

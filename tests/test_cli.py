@@ -273,6 +273,41 @@ def test_run_runs_a_job(undisturbed: tuple[subprocess.CompletedProcess[str], Pat
     assert len(list(logs.glob("*.jsonl"))) == 3
 
 
+@pytest.mark.parametrize("backend", ["ucx", "mpi"])
+def test_one_word_changes_the_transport(
+    backend: str, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
+    """The same script, with the same losses; over mpi the processes take the places of those that mpirun starts."""
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", backend, EXAMPLE, "--steps", "100")
+    assert done.returncode == 0, done.stdout
+    assert last_losses(done.stdout) == last_losses(undisturbed[0].stdout)
+
+
+def test_run_over_mpi_puts_a_spare_in_the_place_of_a_killed_rank(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time, torch
+        from holdfast import ft
+        struck = pathlib.Path(sys.argv[1])
+        with ft.Session() as session:
+            for attempt in session.steps(40):
+                with attempt:
+                    time.sleep(0.02)
+                    if attempt.step == 20 and attempt.rank == 1 and not struck.exists():
+                        struck.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    total = torch.ones(1)
+                    attempt.comm.all_reduce(total)
+            print("sum", total.item(), "of", session.size)
+        """,
+    )
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "mpi", path, tmp_path / "struck")
+    assert done.returncode == 0, done.stdout
+    assert "was ended by SIGKILL" in done.stdout
+    assert sorted(line[4:] for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 of 2"] * 2
+
+
 def test_run_survives_a_kill_with_the_same_bits(
     tmp_path: Path, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
 ) -> None:

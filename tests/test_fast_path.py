@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -492,6 +493,12 @@ def test_a_group_that_fails_has_its_error_explained() -> None:
         no_group("tensor", 0.0)
     with pytest.raises(TypeError, match="2"):
         no_group("tensor")
+    holder, bad = SimpleNamespace(), cast("str", 3)
+    held = sys.getrefcount(holder)
+    for _ in range(10):
+        with pytest.raises(TypeError):
+            GroupCall(holder, "group", bad, None, timedelta(0), pytest.fail)
+    assert sys.getrefcount(holder) == held
 
 
 MPI_ALL_REDUCE = ctypes.CFUNCTYPE(

@@ -57,7 +57,7 @@ def test_outside_of_mpirun_it_says_how_to_start() -> None:
     with pytest.raises(BackendUnavailable) as caught:
         comms.connect("mpi", rank=0, size=1, rendezvous="file:///nowhere")
     assert "mpirun --with-ft ulfm -n N python script.py" in str(caught.value)
-    assert "LocalCluster(N, 'mpi')" in str(caught.value)
+    assert "holdfast run --backend mpi" in str(caught.value) and "LocalCluster(N, 'mpi')" in str(caught.value)
     assert not comms.backends()["mpi"].available
 
 

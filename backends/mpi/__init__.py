@@ -24,7 +24,7 @@ _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 
 START = (
     "start under mpirun: mpirun --with-ft ulfm -n N python script.py (as root also --allow-run-as-root), or use the "
-    "harness: LocalCluster(N, 'mpi')"
+    "harness: holdfast run --backend mpi script.py, or LocalCluster(N, 'mpi')"
 )
 
 

@@ -16,12 +16,11 @@ typedef struct {
 static int group_call_init(PyObject *object, PyObject *args, PyObject *named) {
     GroupCall *self = (GroupCall *)object;
     static char *names[] = {"holder", "group", "op", "options", "limit", "failed", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OUUOOO", names, &self->holder, &self->group, &self->op, &self->options,
-                                     &self->limit, &self->failed))
+    PyObject *holder, *group, *op, *options, *limit, *failed;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OUUOOO", names, &holder, &group, &op, &options, &limit, &failed))
         return -1;
-    PyObject *held[] = {self->holder, self->group, self->op, self->options, self->limit, self->failed};
-    for (int i = 0; i < 6; i++)
-        Py_INCREF(held[i]);
+    self->holder = Py_NewRef(holder), self->group = Py_NewRef(group), self->op = Py_NewRef(op);
+    self->options = Py_NewRef(options), self->limit = Py_NewRef(limit), self->failed = Py_NewRef(failed);
     self->wait = PyUnicode_InternFromString("wait");
     return self->wait ? 0 : -1;
 }

@@ -21,7 +21,7 @@ def demo(
         int | None, typer.Option(min=1, help="Training steps; without it, enough to learn the task.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal final weights, with faults or without.")] = 0,
-    backend: Annotated[str, typer.Option(help="What the trainers reduce gradients over: shm or gloo.")] = "shm",
+    backend: Annotated[str, typer.Option(help="What the trainers reduce gradients over: shm, gloo or ucx.")] = "shm",
     faults: Annotated[bool, typer.Option(help="Kill a trainer, a generator and a weight holder on the way.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
     report: Annotated[Path, typer.Option(help="Folder for report.html and run.json.")] = DEFAULT_REPORT,

@@ -23,10 +23,13 @@ TIMEOUT = 900.0
 def check_backend(name: str) -> None:
     """Raise `BackendUnavailable` for a backend that cannot run here, or cannot connect processes."""
     backend = registry().backend(name)
+    if launcher := backend.info.capabilities.launcher:
+        why = f"{launcher} starts all its processes together, and the demo starts new ones in place of those it kills"
+        raise BackendUnavailable(name, why, "use shm, gloo or ucx")
     if isinstance(backend.status, Unavailable):
         raise BackendUnavailable(name, backend.status.reason, backend.status.install_hint)
     if backend.info.connect is None or backend.info.capabilities.one_process:
-        raise BackendUnavailable(name, "it cannot connect processes", "use shm or gloo")
+        raise BackendUnavailable(name, "it cannot connect processes", "use shm, gloo or ucx")
 
 
 class Strike(msgspec.Struct, frozen=True):
