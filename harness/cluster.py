@@ -147,9 +147,8 @@ class LocalCluster:
         Returns at once, with the `Job` by which to watch and break it. Several jobs may run side by side.
         """
         if self._one_process:
-            raise Unsupported(
-                f"a job of threads over {self.backend!r}", "its ranks must be killable: use 'shm' or 'gloo'"
-            )
+            killable = "its ranks must be killable: use 'shm', 'gloo', 'ucx' or 'mpi'"
+            raise Unsupported(f"a job of threads over {self.backend!r}", killable)
         self._jobs = [job for job in self._jobs if not job.closed]
         directory = Path(tempfile.mkdtemp(prefix="job-", dir=self.logs))
         job = Job(
