@@ -54,6 +54,12 @@ class Backend:
     def available(self) -> bool:
         return isinstance(self.status, Available)
 
+    @property
+    def missing(self) -> Unavailable | None:
+        """Why it can run neither here nor in processes that its launcher starts; None if it can."""
+        status = self.status
+        return status if isinstance(status, Unavailable) and not status.needs_launcher else None
+
 
 class Registry:
     """All plugins of this process. `load()` brings in the installed ones; `register` adds one by hand."""

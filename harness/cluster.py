@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, Unsupported
-from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
 from holdfast.harness.folders import HeldFolder
 from holdfast.harness.job import Job
@@ -78,8 +77,8 @@ class LocalCluster:
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
         found = registry().backend(backend)
-        if isinstance(found.status, Unavailable) and not found.status.needs_launcher:
-            raise BackendUnavailable(backend, found.status.reason, found.status.install_hint)
+        if (missing := found.missing) is not None:
+            raise BackendUnavailable(backend, missing.reason, missing.install_hint)
         self.size, self.backend, self.spares = size, backend, spares
         self._one_process = found.info.capabilities.one_process
         cores = len(os.sched_getaffinity(0))

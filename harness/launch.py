@@ -25,7 +25,6 @@ from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.liveness import is_stopped
-from holdfast.comms.plugins import Available
 from holdfast.comms.registry import registry
 from holdfast.ft.view import View
 from holdfast.harness import launching
@@ -284,11 +283,10 @@ def _launcher(preference: str) -> str:
     """
     found = [registry().backend(name.strip()) for name in preference.split(",")]
     for backend in found:
-        status = backend.status
-        if isinstance(status, Available) or status.needs_launcher:
+        if (missing := backend.missing) is None:
             return backend.info.capabilities.launcher
         if len(found) == 1:
-            raise BackendUnavailable(backend.info.name, status.reason, status.install_hint)
+            raise BackendUnavailable(backend.info.name, missing.reason, missing.install_hint)
     return ""
 
 

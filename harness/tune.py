@@ -100,12 +100,7 @@ def _half_round_trip(comm: Communicator, transport: MessageTransport, nbytes: in
 
 def tunable() -> list[str]:
     """The backends that can run here and may choose algorithms by cost."""
-    found = []
-    for name, backend in backends().items():
-        launched = backend.status if not backend.available else None
-        if backend.info.connect is not None and (backend.available or getattr(launched, "needs_launcher", False)):
-            found.append(name)
-    return found
+    return [name for name, backend in backends().items() if backend.info.connect is not None and not backend.missing]
 
 
 def tune(names: Sequence[str]) -> dict[str, tuning.Measured]:

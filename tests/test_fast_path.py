@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -493,7 +493,8 @@ def test_a_group_that_fails_has_its_error_explained() -> None:
         no_group("tensor", 0.0)
     with pytest.raises(TypeError, match="2"):
         no_group("tensor")
-    holder, bad = SimpleNamespace(), cast("str", 3)
+    holder = SimpleNamespace()
+    bad: Any = 3
     held = sys.getrefcount(holder)
     for _ in range(10):
         with pytest.raises(TypeError):

@@ -9,7 +9,6 @@ then help along: nothing from a rank that aborts at that moment, its farewell le
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import msgspec
@@ -19,9 +18,9 @@ from holdfast.backends.ucx.connections import Connections, name_of
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.notices import WORDS, Hello, Met
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
-from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.algorithms import cost
-from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport import Context
 
@@ -54,12 +53,6 @@ def connect(context: Context) -> UcxTransport:
     if context.previous is None:
         standby.make(over)
     return transport
-
-
-def rehearse() -> None:
-    """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
-    with contextlib.suppress(UcxError, BackendUnavailable):  # connecting says what is wrong, if it is wrong then
-        Worker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 
 def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> Connections | None:

@@ -7,6 +7,7 @@ one of several is closed, as those of earlier epochs are once nobody waits for t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -43,6 +44,12 @@ def make(over: Transports) -> None:
                 _waiting[os.getpid()] = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
             except (UcxError, BackendUnavailable):
                 return
+
+
+def rehearse() -> None:
+    """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
+    with contextlib.suppress(UcxError, BackendUnavailable):  # connecting says what is wrong, if it is wrong then
+        Worker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 
 def left(over: Transports) -> None:

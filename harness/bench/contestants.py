@@ -42,16 +42,13 @@ def missing(contestant: str) -> str | None:
 
 def _backend_missing(backend: str) -> str | None:
     from holdfast.comms.errors import BackendUnavailable
-    from holdfast.comms.plugins import Unavailable
     from holdfast.comms.registry import registry
 
     try:
-        status = registry().backend(backend).status
+        missing = registry().backend(backend).missing
     except BackendUnavailable as error:
         return str(error)
-    if isinstance(status, Unavailable) and not status.needs_launcher:
-        return f"{status.reason}; {status.install_hint}"
-    return None
+    return None if missing is None else f"{missing.reason}; {missing.install_hint}"
 
 
 def _command(contestant: str, key: str, directory: Path, shared: Path, ranks: int) -> tuple[list[str], dict[str, str]]:

@@ -18,6 +18,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.aftermath import held
 
 SIZES = (2, 300_000)
 """Elements: one that fits into a slot, one that does not."""
@@ -218,11 +219,7 @@ def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> N
     """Aborted in the middle of an op and built again, in one process: descriptors, threads and maps stay as many."""
 
     def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
-        def held() -> tuple[int, int, int]:
-            maps = Path("/proc/self/maps").read_text()
-            return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count("holdfast-")
-
-        start = held()
+        start = held("holdfast-")
         for turn in range(rounds):
             part = comm.split([0, 1])
             part.all_reduce(torch.ones(100_000))
@@ -234,7 +231,7 @@ def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> N
             part.close()
             comm.barrier()
         time.sleep(0.1)
-        return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+        return tuple(b - a for a, b in zip(start, held("holdfast-"), strict=True))  # type: ignore[return-value]
 
     with LocalCluster(2, process_backend, timeout=100.0) as cluster:
         for grown in cluster.run(body, 100 if process_backend == "shm" else 30):

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.plugins import Unavailable
 from holdfast.comms.registry import registry
 from holdfast.harness.conformance.plugin import Conformance, Outcome
 
-_CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "planes", "capability")
+_CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "planes", "aftermath", "capability")
 
 
 def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[Outcome]]:
@@ -23,9 +22,8 @@ def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> 
     unknown or cannot run here. What it does not say that it has is not asked of it: windows, atomics, a memory plane,
     communicators.
     """
-    found = registry().backend(backend)
-    if isinstance(found.status, Unavailable) and not found.status.needs_launcher:  # the cluster launches ranks itself
-        raise BackendUnavailable(backend, found.status.reason, found.status.install_hint)
+    if (missing := registry().backend(backend).missing) is not None:
+        raise BackendUnavailable(backend, missing.reason, missing.install_hint)
     pytest.register_assert_rewrite(*(f"holdfast.harness.conformance.{name}" for name in _CHECKS))
     os.environ["HOLDFAST_CHECK"] = "1"
     suite = Path(__file__).with_name("suite.py")
