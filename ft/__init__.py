@@ -9,6 +9,7 @@ from holdfast.ft.copies.sharded import Sharded
 from holdfast.ft.gradients import ShardSums
 from holdfast.ft.session import Session
 from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.transfer import StateNotGiven
 from holdfast.ft.view import Job, Member, View
 
-__all__ = ["Attempt", "Job", "Member", "Session", "ShardSums", "Sharded", "Timeouts", "View"]
+__all__ = ["Attempt", "Job", "Member", "Session", "ShardSums", "Sharded", "StateNotGiven", "Timeouts", "View"]

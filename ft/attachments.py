@@ -32,7 +32,7 @@ class Attachments:
             raise ValueError(f"something is attached as {name!r} already")
         if self._used:
             raise HoldfastError(f"{name!r} must be attached before steps()")
-        take_apart(thing.state_dict())
+        take_apart({name: thing.state_dict()})
         self._keeper.attached[name] = thing
 
     def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:

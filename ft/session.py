@@ -34,7 +34,7 @@ from holdfast.ft.succession import Succession
 from holdfast.ft.tenure import Noted, Tenure
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torchgroup import TorchGroup
-from holdfast.ft.verdict import Verdict, judge
+from holdfast.ft.verdict import FOUNDER, Verdict, judge
 from holdfast.ft.view import View
 
 if TYPE_CHECKING:
@@ -384,12 +384,14 @@ class Session(Attachments):
         """
         verdict = self._ledger.pending
         if verdict is not None:
-            taken = self._keeper.bring_up_to_date(comm, self._hosts(), verdict, self._ledger.done)
+            founding = self._ledger.standing == FOUNDER
+            taken = self._keeper.bring_up_to_date(comm, self._hosts(), verdict, self._ledger.done, founding=founding)
             if taken is not None:
                 self._ledger.take_over(taken)
                 self._reach("sync.after_load")
                 self._keeper.everybody_has_it(comm)
             self._ledger.synchronised()
+        self._keeper.look(self._ledger.done)
         if self._keeper.needs_group:
             self.process_group()
             done = self._keeper.enter(comm, self._hosts(), self._ledger.done)

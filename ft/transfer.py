@@ -2,7 +2,8 @@
 
 From one rank that has it to those that have not: one header, then chunks, each with its checksum. Small tensors share
 chunks, so that a model of many small parameters costs few messages. If the source dies on the way the epoch fails, and
-the next one tries again from another rank: a receiver changes nothing before it has everything.
+the next one tries again from another rank: a receiver changes nothing before it has everything. A source whose state
+cannot travel says so, and goes on: it is the newcomer that ends.
 """
 
 from __future__ import annotations
@@ -16,13 +17,25 @@ import torch
 import xxhash
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.ft.attempt import FAILURES
 from holdfast.ft.skeleton import put_together, take_apart
 
 CHUNK = 16 << 20
 """Bytes of the largest chunk that small tensors share; a larger tensor is a chunk of its own."""
 ALIGNMENT = 16
 MAX_HEADER = 1 << 30
+
+
+class StateNotGiven(HoldfastError):
+    """Rank `rank`, which holds the state of the job, cannot give it to newcomers, for `reason`."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank, self.reason = rank, reason
+        super().__init__(
+            f"rank {rank} cannot give its state to newcomers: {reason}; let state_dict() of what is attached return "
+            "only what can travel"
+        )
 
 
 class Stateful(Protocol):
@@ -43,12 +56,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All but the bytes: `chunks` are (bytes, checksum)."""
+    """All but the bytes: `chunks` are (bytes, checksum). `refusal` says why there is no state; "" if there is."""
 
     done: int
     description: bytes
     pieces: list[Piece]
     chunks: list[tuple[int, bytes]]
+    refusal: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(_Header)
@@ -66,39 +80,58 @@ class Pipe:
     """Moves tensors from rank `source` to `receivers`: to all at once if nobody else is there, else one by one."""
 
     def __init__(self, comm: Communicator, source: int, receivers: Sequence[int], timeout: float) -> None:
-        self._comm, self._source, self._receivers, self._timeout = comm, source, tuple(receivers), timeout
+        self._comm, self.source, self._receivers, self._timeout = comm, source, tuple(receivers), timeout
         self._to_all = len(self._receivers) == comm.size - 1
         self.device = comm.device
 
     def give(self, tensor: torch.Tensor) -> None:
         tensor = tensor.to(self.device)
         if self._to_all:
-            self._comm.broadcast(tensor, self._source, timeout=self._timeout)
+            self._comm.broadcast(tensor, self.source, timeout=self._timeout)
             return
         for rank in self._receivers:
             self._comm.send(tensor, rank, timeout=self._timeout)
 
     def take(self, tensor: torch.Tensor) -> None:
         if self._to_all:
-            self._comm.broadcast(tensor, self._source, timeout=self._timeout)
+            self._comm.broadcast(tensor, self.source, timeout=self._timeout)
         else:
-            self._comm.recv(tensor, self._source, timeout=self._timeout)
+            self._comm.recv(tensor, self.source, timeout=self._timeout)
 
 
-def give(pipe: Pipe, attached: Mapping[str, Stateful], done: int, before_chunk: Callable[[], None]) -> Given:
+def give(
+    pipe: Pipe,
+    attached: Mapping[str, Stateful],
+    done: int,
+    before_chunk: Callable[[], None],
+    on_refusal: Callable[[str], None],
+) -> Given:
     """Send the state of everything attached, after `done` committed steps.
 
-    Raises TypeError for state that cannot travel.
+    State that cannot travel is refused to the receivers; then `on_refusal` is called with the reason.
     """
-    packed = pack(attached, pipe.device)
+    packed, refusal = Packed(b"", [], []), ""
+    try:
+        packed = pack(attached, pipe.device)
+    except FAILURES:
+        raise
+    except Exception as error:
+        refusal = reason_of(error)
     sums = [(chunk.nbytes, _checksum(chunk)) for chunk in packed.chunks]
-    header = msgspec.msgpack.encode(_Header(done, packed.description, packed.pieces, sums))
+    header = msgspec.msgpack.encode(_Header(done, packed.description, packed.pieces, sums, refusal))
     pipe.give(torch.tensor([len(header)]))
     pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     for chunk in packed.chunks:
         before_chunk()
         pipe.give(chunk)
+    if refusal:
+        on_refusal(refusal)
     return Given(done, sum(chunk.nbytes for chunk in packed.chunks))
+
+
+def reason_of(error: Exception) -> str:
+    """Why state cannot be given, in words."""
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def take(
@@ -109,7 +142,8 @@ def take(
 ) -> Given:
     """Receive state and load it into everything attached.
 
-    Raises `CorruptData`, having loaded nothing, if a checksum is wrong; `Mismatch` if other things are attached there.
+    Raises, having loaded nothing, `CorruptData` if a checksum is wrong; `Mismatch` if other things are attached there;
+    `StateNotGiven` if the source's state cannot travel.
     """
     length = torch.zeros(1, dtype=torch.int64, device=pipe.device)
     pipe.take(length)
@@ -121,6 +155,8 @@ def take(
         header = _decoder.decode(raw.cpu().numpy().tobytes())
     except msgspec.DecodeError as error:
         raise CorruptData(f"not the header of a state: {error}") from error
+    if header.refusal:
+        raise StateNotGiven(pipe.source, header.refusal)
     chunks = []
     for number, (nbytes, checksum) in enumerate(header.chunks):
         before_chunk()
@@ -146,7 +182,7 @@ class Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The state. Raises `CorruptData` for one whose parts do not fit together."""
+    """The state, each tensor in memory of its own. Raises `CorruptData` for one whose parts do not fit together."""
     return put_together(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
 
 
@@ -197,7 +233,10 @@ def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> Piece:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # what has no or one element counts as contiguous whatever its strides
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _unpack(piece: Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -210,8 +249,13 @@ def _unpack(piece: Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     nbytes = count * dtype.itemsize
     if not (0 <= piece.chunk < len(chunks) and 0 <= piece.offset <= chunks[piece.chunk].numel() - nbytes):
         raise CorruptData("a tensor of a state lies outside of its chunk")
-    raw = chunks[piece.chunk][piece.offset : piece.offset + nbytes]
-    return raw.view(dtype).reshape(piece.shape) if nbytes else torch.empty(piece.shape, dtype=dtype, device=raw.device)
+    whole = chunks[piece.chunk]
+    raw = whole[piece.offset : piece.offset + nbytes]
+    if not nbytes:
+        return torch.empty(piece.shape, dtype=dtype, device=raw.device)
+    if raw.numel() < whole.numel():  # some users take a tensor's storage for its own (torch.set_rng_state)
+        raw = raw.clone()
+    return raw.view(dtype).reshape(piece.shape)
 
 
 def _checksum(chunk: torch.Tensor) -> bytes:

@@ -214,7 +214,7 @@ def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tu
         pipe = transfer.Pipe(comm, 1, receivers, 20.0)
         done = -1
         if comm.rank == 1:
-            transfer.give(pipe, {"thing": thing}, 17, lambda: None)
+            transfer.give(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
         elif comm.rank in receivers:
             done = transfer.take(pipe, {"thing": thing}, lambda: None, lambda: None).done
         return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
@@ -251,7 +251,7 @@ def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
         return tensor
 
     tape: Any = Tape(flip)
-    transfer.give(tape, {"thing": Thing({"w": torch.ones(100)})}, 1, lambda: None)
+    transfer.give(tape, {"thing": Thing({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
     mine = Thing({"w": torch.zeros(100)})
     with pytest.raises(CorruptData, match="another checksum"):
         transfer.take(tape, {"thing": mine}, lambda: None, lambda: None)
@@ -260,7 +260,7 @@ def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
 
 def test_ranks_that_attach_different_things_are_told() -> None:
     tape: Any = Tape()
-    transfer.give(tape, {"model": Thing({})}, 1, lambda: None)
+    transfer.give(tape, {"model": Thing({})}, 1, lambda: None, lambda reason: None)
     with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
         transfer.take(tape, {}, lambda: None, lambda: None)
 

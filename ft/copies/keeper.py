@@ -30,7 +30,7 @@ from holdfast.ft.copies.restoring import complete_size, restore
 from holdfast.ft.copies.sharded import Sharded
 from holdfast.ft.copies.shelf import Shelf, shifts
 from holdfast.ft.events import EventLog
-from holdfast.ft.skeleton import put_together
+from holdfast.ft.skeleton import put_together, take_apart
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.verdict import Verdict
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("holdfast.ft")
+
+_LOOK_STEPS = 1024
+"""Attached state is looked at after 1, 2, 4 ... steps, and then each time so many are done."""
 
 _LARGE = 256 << 20
 """Bytes of a part from which on it is worth a garbage collection to have its memory back at once."""
@@ -65,6 +68,7 @@ class Keeper:
         self._layouts: dict[int, Layout] = {}
         self._seen: list[tuple[torch.Tensor, int]] = []
         self._saved = -1
+        self._unfit: dict[str, str] = {}
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
@@ -100,21 +104,33 @@ class Keeper:
 
     # What every rank has whole --------------------------------------------------------------------------------
 
-    def bring_up_to_date(self, comm: Communicator, hosts: Sequence[str], verdict: Verdict, done: int) -> int | None:
+    def bring_up_to_date(
+        self, comm: Communicator, hosts: Sequence[str], verdict: Verdict, done: int, *, founding: bool
+    ) -> int | None:
         """Give the state after `done` steps to newcomers, or take it as one; collective. How many steps are done by the
         state that was taken; None where it was not.
+
+        A newcomer to whom it cannot be given raises `StateNotGiven`; the others go on without it. If the job is still
+        `founding`, all raise it.
         """
         plane = self._planes.agree(comm, hosts)
         taking = comm.rank in verdict.receivers
+
+        def refused(reason: str) -> None:
+            _log.error("rank %d cannot give its state to newcomers: %s", comm.rank, reason)
+            self._events.emit("state_refused", step=done - 1, epoch=comm.epoch, reason=reason)
+            if founding:
+                raise transfer.StateNotGiven(comm.rank, reason)
+
         if plane is None:
-            taken = self._over_the_communicator(comm, verdict, done)
+            taken = self._over_the_communicator(comm, verdict, done, refused)
             if taken is None:
                 pulling.arrived(comm, self.patience)
             return taken
         if not taking:
             if comm.rank == verdict.source:
                 self._reach("sync.before_header")
-            pulling.offer(comm, plane, verdict, self.attached, done, self._before_chunk, self.patience)
+            pulling.offer(comm, plane, verdict, self.attached, done, self._before_chunk, self.patience, refused)
             return None
         began = time.monotonic()
         pulled = pulling.pull(
@@ -148,7 +164,29 @@ class Keeper:
         """A newcomer, having noted what it has, lets the others go on."""
         pulling.arrived(comm, self.patience)
 
-    def _over_the_communicator(self, comm: Communicator, verdict: Verdict, done: int) -> int | None:
+    def look(self, done: int) -> None:
+        """Warn of attached state that has become one that cannot be given to newcomers; looks ever more rarely.
+
+        An optimizer has most of its state only after its first step, so `attach` has not seen it.
+        """
+        if done == 0 or (done & (done - 1) and done % _LOOK_STEPS):
+            return
+        for name, thing in self.attached.items():
+            reason = ""
+            try:
+                take_apart({name: thing.state_dict()})
+            except FAILURES:
+                raise
+            except Exception as error:
+                reason = transfer.reason_of(error)
+            known, self._unfit[name] = self._unfit.get(name, ""), reason
+            if reason and reason != known:
+                _log.warning("what is attached as %r cannot be given to newcomers any more: %s", name, reason)
+                self._events.emit("state_unfit", step=done - 1, name=name, reason=reason)
+
+    def _over_the_communicator(
+        self, comm: Communicator, verdict: Verdict, done: int, refused: Callable[[str], None]
+    ) -> int | None:
         """As `bring_up_to_date`, where no memory plane reaches all ranks: from one source, over the communicator."""
         if comm.rank != verdict.source and comm.rank not in verdict.receivers:
             return None
@@ -156,7 +194,7 @@ class Keeper:
         began = time.monotonic()
         if comm.rank == verdict.source:
             self._reach("sync.before_header")
-            transfer.give(pipe, self.attached, done, self._before_chunk)
+            transfer.give(pipe, self.attached, done, self._before_chunk, refused)
             return None
         given = transfer.take(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
         self._events.emit(

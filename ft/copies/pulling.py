@@ -17,8 +17,9 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.plane import Handle, MemoryPlane
+from holdfast.ft.attempt import FAILURES
 from holdfast.ft.copies.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
-from holdfast.ft.transfer import Packed, Piece, Stateful, check_names, load, pack, unpack
+from holdfast.ft.transfer import Packed, Piece, Stateful, StateNotGiven, check_names, load, pack, reason_of, unpack
 from holdfast.ft.verdict import Verdict
 
 Told = Callable[[], None]
@@ -32,12 +33,15 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank has for newcomers. Only the first to have it says what it is."""
+    """What a rank has for newcomers. Only the first to have it says what it is. `refusal` says why a rank has
+    nothing that can travel; "" if it has.
+    """
 
     done: int
     chunks: list[_Chunk]
     description: bytes = b""
     pieces: list[Piece] = []
+    refusal: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,20 +68,30 @@ def offer(
     done: int,
     before_chunk: Told,
     patience: float,
+    on_refusal: Callable[[str], None],
 ) -> None:
     """Let the newcomers have the state after `done` steps; returns when all of them have it.
 
-    Raises TypeError for state that cannot travel, and what ends the epoch.
+    State that cannot travel is refused to them; then `on_refusal` is called with the reason. Raises what ends the
+    epoch.
     """
-    packed = pack(attached, torch.device("cpu"))
     with contextlib.ExitStack() as exposed:
-        chunks = []
-        for chunk in packed.chunks:
-            before_chunk()
-            region = exposed.enter_context(plane.expose(chunk))
-            chunks.append(_Chunk(region.handle, [digest(block) for block in blocks_of(chunk)]))
-        said = (packed.description, packed.pieces) if comm.rank == verdict.source else ()
-        comm.all_gather_object(_encode(_Offer(done, chunks, *said)))
+        try:
+            packed = pack(attached, torch.device("cpu"))
+            chunks = []
+            for chunk in packed.chunks:
+                before_chunk()
+                region = exposed.enter_context(plane.expose(chunk))
+                chunks.append(_Chunk(region.handle, [digest(block) for block in blocks_of(chunk)]))
+            said = (packed.description, packed.pieces) if comm.rank == verdict.source else ()
+            offered = _Offer(done, chunks, *said)
+        except FAILURES:
+            raise
+        except Exception as error:
+            offered = _Offer(done, [], refusal=reason_of(error))
+        comm.all_gather_object(_encode(offered))
+        if offered.refusal:
+            on_refusal(offered.refusal)
         comm.barrier(timeout=patience)
 
 
@@ -95,13 +109,15 @@ def pull(
 ) -> Pulled:
     """Take the state and load it into everything attached. Call `arrived` when that is noted.
 
-    Raises `Mismatch` if other things are attached there; `CorruptData` for an offer that is none; what `Fetcher.fetch`
-    raises. Nothing is loaded then.
+    Raises `Mismatch` if other things are attached there; `CorruptData` for an offer that is none; `StateNotGiven` if
+    the state of its source cannot travel; what `Fetcher.fetch` raises. Nothing is loaded then.
     """
     offers = [_decoded(raw) for raw in comm.all_gather_object(b"")]
     first = offers[verdict.source]
     if first is None:
         raise CorruptData(f"rank {verdict.source} offers no state")
+    if first.refusal:
+        raise StateNotGiven(verdict.source, first.refusal)
     chunks = [torch.empty(chunk.handle.nbytes, dtype=torch.uint8) for chunk in first.chunks]
     blocks = []
     agreeing: set[int] = set()
@@ -118,8 +134,8 @@ def pull(
     state = unpack(Packed(first.description, first.pieces, chunks))
     check_names(state, attached)
     before_load()
+    fetcher.forget()  # from here on users may write into what arrived
     load(state, attached)
-    fetcher.forget()
     unlike = tuple(r for r, given in enumerate(offers) if given is not None and blocks and r not in agreeing)
     return Pulled(first.done, fetched.moved, fetched.kept, fetched.lost, unlike)
 

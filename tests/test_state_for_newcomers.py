@@ -1,0 +1,303 @@
+"""State that survives the journey to a newcomer as it was, and state that does not: who is told, and who goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from holdfast.comms import CorruptData
+from holdfast.ft import Session, StateNotGiven, Timeouts, transfer
+from holdfast.ft.skeleton import put_together, take_apart
+from holdfast.harness import LocalCluster
+
+QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+
+
+class Thing:
+    """Something to attach, with a state of any kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Generator:
+    """torch's random numbers, beside something small that shares its chunk."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"small": torch.ones(3), "state": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["state"])
+
+
+def journey(state: Any) -> Any:
+    """The state as a newcomer gets it."""
+    packed = transfer.pack({"thing": Thing(state)}, torch.device("cpu"))
+    return transfer.unpack(transfer.Packed(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
+        "thing"
+    ]
+
+
+# -- tensors
+
+
+@given(st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64", "bool"]), st.integers(0, 40)), max_size=8))
+def test_each_received_tensor_has_aligned_memory_of_its_own(kinds: list[tuple[str, int]]) -> None:
+    given_ = {f"t{i}": torch.arange(n).to(getattr(torch, dtype)) for i, (dtype, n) in enumerate(kinds)}
+    received = journey(given_)
+    for name, tensor in given_.items():
+        mine = received[name]
+        assert torch.equal(mine, tensor)
+        assert mine.storage_offset() == 0
+        assert mine.untyped_storage().nbytes() == mine.nbytes
+        assert mine.data_ptr() % 16 == 0
+    places = [t.untyped_storage().data_ptr() for t in received.values() if t.nbytes]
+    assert len(set(places)) == len(places)
+
+
+def test_a_generators_state_can_be_set_from_what_a_newcomer_received() -> None:
+    torch.manual_seed(5)
+    received = journey(Generator().state_dict())
+    wanted = torch.rand(3)
+    Generator().load_state_dict(received)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_tensor_of_one_element_with_any_stride_arrives() -> None:
+    assert torch.equal(journey({"one": torch.arange(3.0).as_strided((1,), (5,), 2)})["one"], torch.tensor([2.0]))
+
+
+def test_a_conjugated_tensor_arrives_as_what_it_means() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    received = journey({"conj": tensor.conj(), "negative": tensor.conj().imag})
+    assert torch.equal(received["conj"], torch.tensor([1 - 2j, 3 + 1j]))
+    assert torch.equal(received["negative"], torch.tensor([-2.0, 1.0]))
+
+
+# -- numbers of numpy
+
+numbers = (
+    arrays.boolean_dtypes()
+    | arrays.integer_dtypes(endianness="=")
+    | arrays.unsigned_integer_dtypes(endianness="=")
+    | arrays.floating_dtypes(endianness="=", sizes=(16, 32, 64))
+    | arrays.complex_number_dtypes(endianness="=", sizes=(64, 128))
+)
+
+
+@given(numbers.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, min_side=0, max_side=4))))
+def test_arrays_and_numbers_of_numpy_arrive_bit_by_bit_with_their_types(array: Any) -> None:
+    state = {"array": array, "turned": array.T, "numbers": list(array.flat)}
+    received = journey(state)
+    for name in ("array", "turned"):
+        assert type(received[name]) is np.ndarray
+        assert received[name].dtype == array.dtype
+        assert received[name].shape == state[name].shape
+        assert received[name].tobytes() == np.ascontiguousarray(state[name]).tobytes()
+    assert [type(each) for each in received["numbers"]] == [type(each) for each in state["numbers"]]
+    assert [each.tobytes() for each in received["numbers"]] == [each.tobytes() for each in state["numbers"]]
+
+
+def test_a_schedulers_state_made_with_numpy_survives_the_journey() -> None:
+    optimizer, scheduler = scheduled(torch.nn.Linear(2, 1))
+    optimizer.step()
+    scheduler.step()
+    received = journey(optimizer.state_dict())
+    assert received["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert journey(scheduler.state_dict())["_last_lr"] == scheduler.state_dict()["_last_lr"]
+
+
+def scheduled(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 50 * np.pi)))
+    return optimizer, schedule
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+nested: list[Any] = []
+nested.append(nested)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": [np.array(["text"])]}, r"state\['a'\]\[0\] is a ndarray of <U4: only plain arrays of numbers"),
+        ({"a": np.array([object()])}, r"state\['a'\] is a ndarray of object"),
+        ({"a": np.ma.masked_array([1], [True])}, r"state\['a'\] is a MaskedArray"),
+        ({"a": np.datetime64("2020-01-01")}, r"state\['a'\] is a datetime64"),
+        ({"a": Colour.RED}, r"state\['a'\] is a Colour"),
+        ({"a": torch.empty(2, device="meta")}, r"state\['a'\] is a meta tensor"),
+        ({"a": nested}, "nested too deeply, or contains itself"),
+        ({"a": "\ud800"}, "text that is not valid Unicode"),
+    ],
+)
+def test_what_would_arrive_as_something_else_is_refused_by_name(state: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        take_apart(state)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [["n", "O", b"12345678"], ["n", "<f8", b"1234"], ["n", "nonsense", b""], ["a", 3], ["d", [[["l", []], ["v", 1]]]]],
+)
+def test_a_forged_description_is_refused(description: Any) -> None:
+    with pytest.raises(CorruptData):
+        put_together(msgspec.msgpack.encode(description), [])
+
+
+# -- with a real kill
+
+
+def train(session: Session, steps: int, gate: str) -> dict[str, Any]:
+    """Steps whose state has numpy's numbers and torch's random numbers; from step 3 on once `gate` is there."""
+    torch.manual_seed(11)
+    model = torch.nn.Linear(4, 1)
+    optimizer, scheduler = scheduled(model)
+    for name, thing in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler), ("rng", Generator())):
+        session.attach(name, thing)
+    for attempt in session.steps(steps):
+        with attempt:
+            while attempt.step == 3 and not Path(gate).exists():
+                time.sleep(0.005)
+            time.sleep(0.005)
+            attempt.comm.barrier()
+        if attempt.committed:
+            optimizer.zero_grad()
+            model(torch.rand(8, 4)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    return {"weights": [p.tolist() for p in model.parameters()], "lr": float(scheduler.get_last_lr()[0])}
+
+
+def alone(steps: int) -> dict[str, Any]:
+    """What `train` comes to."""
+    torch.manual_seed(11)
+    model = torch.nn.Linear(4, 1)
+    optimizer, scheduler = scheduled(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(8, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"weights": [p.tolist() for p in model.parameters()], "lr": 0.05 * (1 + math.cos(steps / 50 * math.pi))}
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_spare_takes_over_schedulers_and_random_numbers(backend: str) -> None:
+    options = {"timeouts": QUICK}
+    wanted = alone(12)
+    with LocalCluster(2, backend, spares=1, session=options) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(train, 12, str(gate))
+        job.wait_for_spares()
+        job.wait_for("committed", step=2)
+        job.kill(1)
+        gate.touch()
+        results = job.results()
+        assert [event for event in job.events() if event["kind"] == "synced" and event["step"] == 2]
+    assert len(results) == 2
+    for result in results:
+        assert result["weights"] == wanted["weights"]
+        assert result["lr"] == pytest.approx(wanted["lr"])
+
+
+def spoilt(session: Session, steps: int, gate: str, at: int) -> list[int]:
+    """Steps whose state cannot travel any more from step `at` on."""
+    thing, done = Thing({"value": 1}), []
+    session.attach("thing", thing)
+    for attempt in session.steps(steps):
+        with attempt:
+            while attempt.step == 3 and not Path(gate).exists():
+                time.sleep(0.005)
+            attempt.comm.barrier()
+        if attempt.committed:
+            done.append(attempt.step)
+            if attempt.step == at:
+                thing.state = {"value": os.stat_result}
+    return done
+
+
+def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple[list[Any], list[dict[str, Any]], str]:
+    """Results, events and the newcomer's output of a job that is disturbed after step 2."""
+    gate = ranks.logs / "gate"
+    job = ranks.start(spoilt, 8, str(gate), 1)
+    if ranks.spares:
+        job.wait_for_spares()
+    job.wait_for("committed", step=2)
+    disturb(job)
+    if not ranks.spares:
+        job.wait_for("installed", rank=2)
+    gate.touch()
+    newcomer = job.process_of(job.wait_for("spare")["pid"])
+    results = job.results()
+    with pytest.raises(StateNotGiven) as refused:
+        raise unpacked(job, newcomer)
+    return results, job.events(), str(refused.value)
+
+
+def unpacked(job: Any, process: Any) -> BaseException:
+    """The error with which a process of the job ended."""
+    from holdfast.harness.failures import unpack_error
+
+    deadline = time.monotonic() + 20
+    while not job.ended(process) and time.monotonic() < deadline:
+        job._collect(0.05)
+    return unpack_error(job._ended[process.pid].error)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_survivors_that_cannot_give_their_state_go_on_without_the_newcomer(backend: str) -> None:
+    with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
+        results, events, words = start_spoilt(ranks, lambda job: job.kill(2))
+    assert results == [list(range(8)), list(range(8))]
+    assert "cannot give its state to newcomers: TypeError: state['thing']['value'] is a type" in words
+    assert {event["reason"] for event in events if event["kind"] == "state_refused"}
+    unfit = [event for event in events if event["kind"] == "state_unfit"]
+    assert {event["name"] for event in unfit} == {"thing"}
+    assert min(event["step"] for event in unfit) == 1, "found when it changed, not when somebody died"
+
+
+def test_a_late_joiner_that_cannot_be_given_the_state_is_refused_and_the_job_goes_on() -> None:
+    soon = replace(QUICK, join=1.5)
+    with LocalCluster(2, session={"timeouts": soon, "size": 3, "min_size": 2}) as ranks:
+        results, _, words = start_spoilt(ranks, lambda job: job.add())
+    assert results == [list(range(8)), list(range(8))]
+    assert "state['thing']['value']" in words
+
+
+def test_a_founder_whose_state_cannot_travel_ends_the_job_with_the_reason() -> None:
+    def start(session: Session) -> None:
+        thing = Thing({"value": 1})
+        session.attach("thing", thing)
+        thing.state = {"value": print}
+        for attempt in session.steps(2):
+            with attempt:
+                pass
+
+    with LocalCluster(2, session={"timeouts": QUICK}) as ranks:
+        job = ranks.start(start)
+        with pytest.raises(StateNotGiven, match="rank 0 cannot give its state to newcomers"):
+            job.results()
