@@ -27,6 +27,7 @@ import requests
 from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.harness.folders import private_file
 from holdfast.harness.spawning import die_with_parent
 
 START_SECONDS = 30.0
@@ -89,7 +90,7 @@ class EtcdCluster:
             *("--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS)),
             *("--max-request-bytes", str(LARGEST_REQUEST)),
         ]
-        with (self._folder / f"n{node}.log").open("ab") as log:
+        with private_file(self._folder / f"n{node}.log", "ab") as log:
             self._processes[node] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -28,9 +28,12 @@ from holdfast.comms.liveness import is_stopped
 from holdfast.comms.registry import registry
 from holdfast.ft.view import View
 from holdfast.harness import launching
+from holdfast.harness.console import console
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.folders import HeldFolder
+from holdfast.harness.output import LineSplitter
 from holdfast.harness.spawning import die_with_parent, how_it_ended
+from holdfast.harness.visible import visible, visible_but_colours
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 GRACE = 5.0
@@ -65,7 +68,7 @@ class Launcher:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
         self._selector = selectors.DefaultSelector()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._partial: dict[int, bytes] = {}
+        self._lines: dict[int, LineSplitter] = {}
 
     def run(self) -> int:
         """Start all, show what they write until they are gone, and say whether the job ended well (0) or not (1)."""
@@ -144,13 +147,9 @@ class Launcher:
         if not data:
             self._selector.unregister(stream)
             stream.close()
-        whole, newline, rest = (self._partial.get(number, b"") + data).rpartition(b"\n")
-        if not data and rest:
-            whole, newline, rest = whole + newline + rest, b"\n", b""
-        self._partial[number] = rest
-        if newline:
-            for line in whole.decode(errors="replace").split("\n"):
-                self._say(number, line)
+        lines = self._lines.setdefault(number, LineSplitter())
+        for line in lines.feed(data) if data else lines.end():
+            self._say(number, line)
 
     def _reap(self, number: int) -> None:
         """A process has ended: what is left of its group is killed while the number of the group is still its own."""
@@ -161,7 +160,8 @@ class Launcher:
 
     def _say(self, number: int, line: str, style: str = "") -> None:
         colour = COLOURS[number % len(COLOURS)]
-        self._console.print(Text.assemble((f"[{number}] ", colour), (line, style)), soft_wrap=True)
+        shown = Text.from_ansi(visible_but_colours(line), style=style) if "\x1b" in line else Text(visible(line), style)
+        self._console.print(Text.assemble((f"[{number}] ", colour), shown), soft_wrap=True)
 
     def _view(self) -> View | None:
         with self._contract.register() as register:
@@ -259,16 +259,16 @@ def launch(plan: Plan, log_directory: Path | None = None) -> int:
     OSError before anything is started if that folder cannot be made.
     """
     launcher = _launcher(plan.backend)
-    console = Console(highlight=False)
+    out = console()
     if log_directory is not None:
-        log_directory.mkdir(parents=True, exist_ok=True)
+        log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with HeldFolder("holdfast-run-") as folder, _terminated_as_interrupted():
         contract = LocalContract.create(plan.job, folder.path, plan.backend, plan.size)
         try:
             with closing(launching.launch(launcher, plan.size + plan.spares)) as start:
-                return Launcher(plan, contract, console, start).run()
+                return Launcher(plan, contract, out, start).run()
         except KeyboardInterrupt:
-            console.print("holdfast run: interrupted; all processes are ended", style="bold red")
+            out.print("holdfast run: interrupted; all processes are ended", style="bold red")
             return 130
         finally:
             if log_directory is not None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from holdfast.harness import mpirun_proxy
-from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.harness.launching import Launch
 from holdfast.harness.processes import StartFailed
 
@@ -72,7 +72,7 @@ class MpiJob(Launch):
         proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
         options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
         options += memory_in(self._shared.path)
-        with self._output.open("wb") as output:
+        with private_file(self._output, "wb") as output:
             return subprocess.Popen(
                 [program, *as_root, *options, *proxy],
                 stdin=subprocess.DEVNULL,

@@ -31,6 +31,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.channel import Channel
+from holdfast.harness.folders import private_file
 from holdfast.harness.output import tail
 from holdfast.harness.spawning import PACKET, Boot, Exited, Preload, Ready, Refused, Spawn, how_it_ended
 
@@ -204,7 +205,7 @@ class ZygoteClient:
         boot = Boot(environment, list(sys.path), list(sys.argv), str(Path.cwd()), cloudpickle.dumps(target))
         channel, theirs = Channel.pair()
         try:
-            with theirs, output.open("ab") as log, self._lock:
+            with theirs, private_file(output, "ab") as log, self._lock:
                 self._send(Spawn(threads), theirs.fileno(), log.fileno())
                 answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
                 process = Process(self, name, answer.pid, pidfd, channel, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.harness import folders
+from holdfast.harness import LocalCluster, folders
 from holdfast.harness.folders import HeldFolder
+from holdfast.harness.launch import Plan, launch, python_command
 
 OWNER = """
 import sys
@@ -64,6 +66,70 @@ def test_the_next_one_removes_what_a_killed_owner_left_and_nothing_else(tmp_path
         assert (left / "segment").exists()
         with HeldFolder("job-", tmp_path) as ours:
             assert {path.name for path in tmp_path.iterdir()} == {"another's", "job-file", ours.path.name}
+
+
+def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> None:
+    mine = tmp_path / "job-mybackup"
+    mine.mkdir()
+    (mine / "precious").touch()
+    with HeldFolder("job-", tmp_path):
+        pass
+    assert (mine / "precious").exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("of_another", ["folder", "marker"])
+def test_root_leaves_what_another_user_made(tmp_path: Path, of_another: str) -> None:
+    with owner(tmp_path) as (process, left):
+        process.kill()
+        process.wait(30)
+        os.chown(left if of_another == "folder" else left / folders.MARKER, 1234, 1234)
+        with HeldFolder("job-", tmp_path):
+            pass
+        assert (left / "segment").exists()
+
+
+def test_a_link_to_a_folder_that_was_left_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with owner(elsewhere) as (process, left):
+        process.kill()
+        process.wait(30)
+        (tmp_path / "job-link").symlink_to(left)
+        with HeldFolder("job-", tmp_path):
+            pass
+        assert (left / "segment").exists()
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_a_private_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:
+    with folders.private_file(tmp_path / "log", "ab") as file:
+        file.write(b"secret")
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+def test_nothing_that_a_job_writes_is_for_others_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text("from holdfast import ft\nwith ft.Session() as session:\n    list(session.steps(0))\n")
+    launch(Plan(python_command(str(script), []), 1), logs)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (logs, *logs.iterdir())}
+    assert len(modes) > 1
+    assert not [name for name, mode in modes.items() if mode & 0o077], modes
+
+
+def test_the_output_of_a_clusters_ranks_is_for_their_owner_alone(no_umask: None) -> None:
+    with LocalCluster(1, "shm") as cluster:
+        cluster.run(lambda comm: None)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in cluster.logs.iterdir()}
+    assert modes
+    assert not [name for name, mode in modes.items() if mode & 0o077], modes
 
 
 def test_one_that_is_swept_before_it_is_held_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from holdfast.harness.bench.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.perftest import UCX_PERFTEST, Perftest
 from holdfast.harness.bench.startline import StartLine
 from holdfast.harness.bench.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
-from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
 
 PEERS = ("torch-gloo", OPENMPI, MPICH, UCX_PERFTEST)
 MEMCPY = "memcpy"
@@ -214,7 +214,7 @@ class Arena:
         key = f"{self._started}"
         (self._folder.path / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
         errors = self._folder.path / f"{key}.errors"
-        with errors.open("wb") as stream:
+        with private_file(errors, "wb") as stream:
             command, environment = _command(contestant, key, self._folder.path, self._shared.path, ranks)
             process = subprocess.Popen(
                 command,

@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.harness.bench.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.recovery import LIMIT, SETTLE, NotRecovered, Spread
-from holdfast.harness.folders import SHARED_MEMORY, HeldFolder
+from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
 
 HANGS_SECONDS = 10.0
 """A job that has not recovered by then is given up."""
@@ -86,7 +86,7 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
             listener.bind(address)
             listener.listen(ranks)
             listener.settimeout(LIMIT)
-            log = left.enter_context((folder.path / "log").open("wb"))
+            log = left.enter_context(private_file(folder.path / "log", "wb"))
             process = subprocess.Popen(
                 [*how.words, "--with-ft", "ulfm", *program],
                 env=os.environ | how.environment | {"TMPDIR": str(folder.path)},

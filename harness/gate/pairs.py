@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.harness.folders import private_file
 from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import Workload
@@ -107,7 +108,7 @@ class Nursery:
         self._listener.listen(8)
         self._listener.settimeout(ANSWER_SECONDS)
         self._keys = itertools.count()
-        self._errors = (self._directory / "errors").open("wb")
+        self._errors = private_file(self._directory / "errors", "wb")
         self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, arm.PRIORITY)
