@@ -12,6 +12,10 @@ from holdfast.comms.plane import Handle
 from holdfast.comms.transport import Peer
 from holdfast.store.errors import NoSuchVersion
 
+KEPT = ""
+"""The publisher of a part that stays whoever dies, as long as it has a replica: its publisher closed after publishing.
+"""
+
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
     """An open store that keeps replicas. One that is `leaving` still serves readers, but no longer counts."""
@@ -36,7 +40,9 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     """A part of a version. `digest` stands for its bytes; the manifest starts at byte `manifest_at` of the
     region.
 
-    `publisher` is the id of the holder that brought it.
+    `publisher` is the id of the store that brought it, `also` are those that brought the same bytes after it; `KEPT` in
+    place of a publisher that has closed. `accepted` from the moment that enough processes keep it: its publish may
+    have returned.
     """
 
     part: int
@@ -44,6 +50,12 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     manifest_at: int
     publisher: str
     replicas: tuple[Replica, ...]
+    also: tuple[str, ...] = ()
+    accepted: bool = False
+
+    @property
+    def publishers(self) -> tuple[str, ...]:
+        return (self.publisher, *self.also)
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):

@@ -51,8 +51,8 @@ class Publication:
     def run(self, timeout: float) -> None:
         """Return once enough processes keep the part, or it turns out to be published already.
 
-        On any error the part is withdrawn, unless it is visible by then. Raises `StoreTimeout`, `StaleEpoch`,
-        `Mismatch`.
+        On any error the part is withdrawn, unless enough processes keep it by then. Raises `StoreTimeout`,
+        `StaleEpoch`, `Mismatch`.
         """
         replica = self._keeper.keep(self._key, self._packed.memory, self._packed.nbytes)
         publisher = self._keeper.holder.id
@@ -143,7 +143,7 @@ def _find(catalog: Catalog, number: int, shard: Shard) -> str:
     """How a part that was announced stands: "safe", "waiting" for replicas, or "gone"."""
     version, known = catalog.version(number), catalog.shard(number, shard.part)
     if version is not None and known is not None and known.digest == shard.digest:
-        return "safe" if version.visible or catalog.safe(version, known) else "waiting"
+        return "safe" if version.visible or known.accepted else "waiting"
     for past in catalog.past:
         if past.number == number and shard.digest in past.digests[shard.part : shard.part + 1]:
             return "safe"

@@ -127,8 +127,11 @@ class WeightStore:
 
         `fence` is the publisher's epoch: `StaleEpoch` once a publisher of a later one has been here.
         `Mismatch`, saying what differs, if the version is there with other bytes or parts. `StoreTimeout`
-        if the replicas are not there after `timeout` seconds: the part is withdrawn then. A publisher that
-        dies before its version is visible leaves nothing behind.
+        if the replicas are not there after `timeout` seconds: the part is withdrawn then.
+
+        A published part stays when its store is closed, if the version is not visible yet too: as long as a replica of
+        it is left, no later version supersedes it and no later `fence` begins anew. A publisher that dies
+        before its version is visible leaves nothing behind: another one may bring other bytes.
         """
         self._check_usable()
         version, part, parts = _number(version, "version"), _number(part, "part"), _number(parts, "parts")

@@ -4,7 +4,8 @@ Each takes a catalogue and returns the next one (an equal one if nothing changes
 Since all of them go through the register's compare-and-set, whatever dies, the catalogue is always one that
 a transition made.
 
-After every transition `_settle` makes complete versions visible and lets superseded ones go.
+After every transition `_settle` accepts parts that enough processes keep, makes complete versions visible and lets
+superseded ones go.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from holdfast.comms.errors import Mismatch, StaleEpoch
 from holdfast.comms.plane import Handle
 from holdfast.comms.transport import Peer
-from holdfast.store.catalog import Catalog, Holder, Past, Pin, Replica, Shard, Version
+from holdfast.store.catalog import KEPT, Catalog, Holder, Past, Pin, Replica, Shard, Version
 
 REMEMBERED = 16
 """How many numbers of versions that are gone the catalogue keeps."""
@@ -45,12 +46,18 @@ def announce(
     keep: int,
     fence: int | None,
 ) -> Catalog:
-    """A publisher holds a part of a version. The same bytes again add a replica, or change nothing once
+    """A publisher holds a part of a version. The same bytes again add a publisher and a replica, or change nothing once
     visible.
 
-    Raises `StaleEpoch`, and `Mismatch` if the version is there with other parts or other bytes.
+    Raises `StaleEpoch`, and `Mismatch` if the version is there with other parts or other bytes, or the publisher's
+    store is not open any more.
     """
     check_fence(catalog, fence)
+    if catalog.holder(shard.publisher) is None:
+        raise Mismatch(
+            f"the store that publishes version {number} was closed meanwhile, or its process was taken for dead: "
+            "nothing was published; open another store"
+        )
     for past in catalog.past:
         if past.number == number and catalog.version(number) is None:
             if shard.part < len(past.digests) == parts and past.digests[shard.part] == shard.digest:
@@ -69,12 +76,17 @@ def announce(
     known = version.shard(shard.part)
     if known is not None and known.digest != shard.digest:
         state = "published" if version.visible else "being published"
-        raise Mismatch(f"version {number} part {shard.part} is {state} with other bytes: it cannot change")
+        raise Mismatch(
+            f"version {number} part {shard.part} is {state} with other bytes: it cannot change; use a new number, or a "
+            "later fence for another attempt at a version that is not complete"
+        )
     if version.visible:
         return catalog
     if known is None:
         shards = sorted((*version.shards, shard), key=lambda each: each.part)
         return _settle(replace(_with(catalog, replace(version, shards=tuple(shards))), keep=keep))
+    if KEPT not in known.publishers and shard.publisher not in known.publishers:
+        catalog = _with(catalog, _with_shard(version, replace(known, also=(*known.also, shard.publisher))))
     return replicated(catalog, number, shard.part, shard.digest, shard.replicas[0])
 
 
@@ -98,14 +110,9 @@ def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica:
 
 
 def withdraw(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
-    """A publisher gives up a part that is not visible yet."""
-    version = catalog.version(number)
-    if version is None or version.visible:
-        return catalog
-    shards = tuple(each for each in version.shards if (each.part, each.publisher) != (part, publisher))
-    if len(shards) == len(version.shards):
-        return catalog
-    return _with(catalog, replace(version, shards=shards)) if shards else _without(catalog, [number])
+    """A publisher gives up a part, unless enough processes keep it already. It goes with its last publisher."""
+    shard = catalog.shard(number, part)
+    return catalog if shard is None or shard.accepted else _without_publisher(catalog, number, part, publisher)
 
 
 # -- holders
@@ -117,11 +124,12 @@ def join(catalog: Catalog, holder: Holder) -> Catalog:
 
 
 def leave(catalog: Catalog, holder_id: str) -> Catalog:
-    """A holder is about to close: others are to take over what it keeps, and what it is publishing is
-    withdrawn.
+    """A holder is about to close: others are to take over what it keeps. What it has published stays; what it is still
+    publishing is withdrawn.
     """
+    catalog = _settle_publications(catalog, holder_id)
     holders = tuple(replace(holder, leaving=True) if holder.id == holder_id else holder for holder in catalog.holders)
-    return _drop_drafts(replace(catalog, holders=holders), {holder_id})
+    return replace(catalog, holders=holders)
 
 
 def may_depart(catalog: Catalog, holder_id: str) -> bool:
@@ -137,11 +145,14 @@ def may_depart(catalog: Catalog, holder_id: str) -> bool:
 
 def depart(catalog: Catalog, holder_id: str) -> Catalog:
     """A store is closed, and its replicas and pins with it."""
+    catalog = _settle_publications(catalog, holder_id)
     return _remove(_unpinned(catalog, lambda each: each.holder == holder_id), {holder_id})
 
 
 def bury(catalog: Catalog, dead: Collection[Peer]) -> Catalog:
-    """Processes are gone, with their replicas, their pins, and what they were publishing."""
+    """Processes are gone, with their replicas, their pins, and their parts of versions that are not visible: another
+    publisher may bring other bytes for those.
+    """
     catalog = _unpinned(catalog, lambda each: each.peer in dead)
     return _remove(catalog, {holder.id for holder in catalog.holders if holder.peer in dead})
 
@@ -282,12 +293,37 @@ def _lose(catalog: Catalog) -> Catalog:
 
 
 def _drop_drafts(catalog: Catalog, publishers: Collection[str]) -> Catalog:
-    """Take back the parts that are being published by some holders."""
+    """Take back the parts of versions that are not visible and that only these stores have published."""
     for version in catalog.versions:
         for shard in version.shards:
-            if shard.publisher in publishers:
-                catalog = withdraw(catalog, version.number, shard.part, shard.publisher)
+            for publisher in publishers:
+                catalog = _without_publisher(catalog, version.number, shard.part, publisher)
     return catalog
+
+
+def _settle_publications(catalog: Catalog, publisher: str) -> Catalog:
+    """A publisher closes: its accepted parts stay without it, the others go unless somebody else publishes them too."""
+    for version in catalog.versions:
+        for shard in version.shards:
+            if publisher not in shard.publishers:
+                continue
+            if shard.accepted:
+                kept = replace(shard, publisher=KEPT, also=())
+                catalog = _with(catalog, _with_shard(catalog.version(version.number) or version, kept))
+            else:
+                catalog = _without_publisher(catalog, version.number, shard.part, publisher)
+    return catalog
+
+
+def _without_publisher(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
+    """Take a publisher off a part of a version that is not visible; without any the part goes."""
+    version, known = catalog.version(number), catalog.shard(number, part)
+    if version is None or version.visible or known is None or publisher not in known.publishers:
+        return catalog
+    if left := tuple(each for each in known.publishers if each != publisher):
+        return _with(catalog, _with_shard(version, replace(known, publisher=left[0], also=left[1:])))
+    shards = tuple(each for each in version.shards if each.part != part)
+    return _with(catalog, replace(version, shards=shards)) if shards else _without(catalog, [number])
 
 
 def _drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handle] = ()) -> Catalog:
@@ -303,6 +339,10 @@ def _drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Hand
 
 def _settle(catalog: Catalog) -> Catalog:
     for version in catalog.versions:
+        for shard in version.shards:
+            if not shard.accepted and catalog.safe(version, shard):
+                version = _with_shard(version, replace(shard, accepted=True))
+                catalog = _with(catalog, version)
         if not version.visible and _complete(catalog, version):
             catalog = _with(catalog, replace(version, visible=True))
             number = version.number

@@ -13,7 +13,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, StaleEpoch
 from holdfast.comms.plane import Handle
 from holdfast.comms.transport import Peer
 from holdfast.store import transitions
-from holdfast.store.catalog import Catalog, Holder, Pin, Replica, Shard, Version
+from holdfast.store.catalog import KEPT, Catalog, Holder, Pin, Replica, Shard, Version
 from holdfast.store.errors import NoSuchVersion
 
 PEERS = [Peer("host", 100 + number, 7) for number in range(4)]
@@ -134,9 +134,9 @@ class Catalogue(RuleBasedStateMachine):
 
     @rule(holder=holders, number=numbers, part=parts)
     def withdraw(self, holder: Holder, number: int, part: int) -> None:
-        visible = self.catalog.visible()
+        visible, accepted = self.catalog.visible(), self.accepted()
         self.apply(lambda now: transitions.withdraw(now, number, part, holder.id))
-        assert self.catalog.visible() == visible
+        assert self.catalog.visible() == visible and self.accepted() == accepted
 
     @rule(peer=st.sampled_from(PEERS))
     def bury(self, peer: Peer) -> None:
@@ -147,17 +147,48 @@ class Catalogue(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def leave_and_depart(self, holder: Holder) -> None:
-        self.apply(lambda now: transitions.leave(now, holder.id))
+        self.leave(holder)
+        kept = self.accepted(without=holder.id)
         safe, visible = transitions.may_depart(self.catalog, holder.id), self.catalog.visible()
         others = [each for each in self.catalog.holders if each.id != holder.id and not each.leaving]
         self.apply(lambda now: transitions.depart(now, holder.id), deadly=True)
         if safe and others:
             assert self.catalog.visible() == visible
+        assert kept <= self.accepted(), "what is published outlives its closed publisher"
+        self.forget_lost()
+        assert not any(holder.id in each.publishers for version in self.catalog.versions for each in version.shards)
+
+    def accepted(self, without: str = "") -> set[tuple[int, int, bytes]]:
+        """Parts that are published, of versions all of whose parts have a replica in another store."""
+        return {
+            (version.number, each.part, each.digest)
+            for version in self.catalog.versions
+            for each in version.shards
+            if each.accepted
+            and not version.visible
+            and all(any(one.holder != without for one in other.replicas) for other in version.shards)
+        }
+
+    @rule(holder=holders)
+    def close_and_die(self, holder: Holder) -> None:
+        """What a closed store has published does not go with its process."""
+        self.leave(holder)
+        closed = self.accepted(without=holder.id)
+        closed = {each for each in closed if (known := self.catalog.shard(*each[:2])) and known.publisher == KEPT}
+        before, gone = self.catalog, {each.id for each in self.catalog.holders if each.peer == holder.peer}
+        self.apply(lambda now: transitions.bury(now, {holder.peer}), deadly=True)
+        for number, part, digest in closed:
+            version, known = before.version(number), self.catalog.shard(number, part)
+            assert version is not None
+            if all(any(one.holder not in gone for one in each.replicas) for each in version.shards):
+                assert known is not None and known.digest == digest
         self.forget_lost()
 
     @rule(holder=holders)
     def leave(self, holder: Holder) -> None:
+        accepted = self.accepted()
         self.apply(lambda now: transitions.leave(now, holder.id))
+        assert accepted <= self.accepted(), "what is published stays when its store begins to close"
 
     @rule(holder=holders, number=numbers, part=parts)
     def drop_replica(self, holder: Holder, number: int, part: int) -> None:
