@@ -16,7 +16,7 @@ ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
 .PHONY: help setup test lint types unit torch-suite demo bench peers asv-run asv-continuous asv-publish gate figures \
-        wheel constraints clean
+        docs docs-serve wheel constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -95,6 +95,12 @@ figures-growth:
 figures-gate:
 	$(BIN)/holdfast gate HEAD --calibrate 104 --markdown $(FIGURES)/gate.md
 
+docs: $(STAMP)  ## the documentation site in .site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(STAMP)  ## the documentation site on http://127.0.0.1:8000, built anew as pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 wheel: $(STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
@@ -104,5 +110,5 @@ constraints: $(STAMP)  ## write constraints.txt anew from what is installed in .
 	mv constraints.new constraints.txt
 
 clean:  ## remove what was built and cached, and .venv
-	rm -rf $(VENV) build dist report holdfast.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist report .site holdfast.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

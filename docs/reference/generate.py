@@ -1,0 +1,178 @@
+"""Fills `<!-- generated: NAME -->` in pages of the reference from the code, as mkdocs builds them."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import inspect
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.plugins import event_priority
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
+MARKER = re.compile(r"<!-- generated: ([a-z-]+) -->")
+
+
+@event_priority(100)
+def on_config(config: Any) -> Any:
+    """Let mkdocstrings see the six packages as `holdfast`, and nothing else that lies in the tree."""
+    folder = tempfile.TemporaryDirectory(prefix="holdfast-docs-")
+    atexit.register(folder.cleanup)
+    package = Path(folder.name) / "holdfast"
+    package.mkdir()
+    for name in PACKAGES:
+        (package / name).symlink_to(ROOT / name)
+    config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [folder.name]
+    return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The hook of mkdocs. Raises KeyError for a marker that names no table."""
+    return MARKER.sub(lambda match: TABLES[match[1]](), markdown)
+
+
+def environment_variables() -> set[str]:
+    """Every HOLDFAST_ name that Python code of the six packages contains."""
+    return {name for path in sources() for name in re.findall(r"\bHOLDFAST_[A-Z_]+\b", path.read_text())}
+
+
+def event_kinds() -> dict[str, set[str]]:
+    """The kinds of events that a process of a job writes, each with its fields."""
+    kinds: dict[str, set[str]] = {}
+    for path in sources("ft"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("emit", "say")
+            ):
+                first = node.args[0] if node.args else None
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    kinds.setdefault(first.value, set()).update(word.arg for word in node.keywords if word.arg)
+    return kinds
+
+
+def sources(*packages: str) -> Iterator[Path]:
+    """Every Python file of these packages (default: of all six)."""
+    for package in packages or PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def errors() -> str:
+    """A table of all error classes: what they derive from, and what they mean."""
+    from holdfast.comms import errors as comms_errors
+    from holdfast.ft.control import errors as control_errors
+    from holdfast.ft.registers import cell
+    from holdfast.store import errors as store_errors
+
+    rows = ["| error | is a | meaning |", "|---|---|---|"]
+    for module in (comms_errors, cell, control_errors, store_errors):
+        rows += [_error_row(kind) for kind in _errors_of(module)]
+    return "\n".join(rows)
+
+
+def _errors_of(module: ModuleType) -> list[type[BaseException]]:
+    return [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and issubclass(each, BaseException) and each.__module__ == module.__name__
+    ]
+
+
+def _error_row(kind: type[BaseException]) -> str:
+    bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+    said = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    return f"| `{kind.__module__.removesuffix('.errors')}.{kind.__name__}` | {bases} | {said} |"
+
+
+def metrics() -> str:
+    """A table of all metrics: name, type, labels, and help text, as a scrape returns them."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in families():
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{family.name}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+class Family:
+    """One metric: its name, type, help text and labels."""
+
+    def __init__(self, name: str, kind: str, documentation: str, labels: tuple[str, ...]) -> None:
+        self.name, self.type, self.documentation, self.labels = name, kind, documentation, labels
+
+
+def families() -> list[Family]:
+    """The metrics that `ft/metrics.py` makes, read from its source."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / "ft" / "metrics.py").read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        words = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        kind = {"gauge": "gauge", "counter": "counter", "histogram": "histogram", "Info": "info"}.get(
+            name, "counter" if name == "CounterMetricFamily" else "histogram" if name == "HistogramMetricFamily" else ""
+        )
+        if kind and len(words) >= 2:
+            full = words[0] if words[0].startswith("holdfast_") else f"holdfast_{words[0]}"
+            named = [word.value for word in node.keywords if word.arg == "labels" and isinstance(word.value, ast.List)]
+            labels = [e.value for each in named for e in each.elts if isinstance(e, ast.Constant)]
+            found.append(Family(full + "_total" * (kind == "counter"), kind, words[1], (*words[2:], *map(str, labels))))
+    return found
+
+
+def command_line() -> str:
+    """Every command of `holdfast`, with its arguments and options."""
+    import typer.main
+
+    from holdfast.harness.cli import app
+
+    return "\n".join(_command("holdfast", typer.main.get_command(app), 2))
+
+
+def _command(name: str, command: Any, level: int) -> Iterator[str]:
+    if name != "holdfast":
+        yield f"{'#' * level} {name}\n"
+        yield _usage(command.help or "")
+        yield from _parameters(command)
+    context = command.context_class(command, info_name=name)
+    for child in getattr(command, "list_commands", lambda _: [])(context):
+        yield from _command(f"{name} {child}", command.get_command(context, child), level + (name != "holdfast"))
+
+
+def _usage(text: str) -> str:
+    """Help text as Markdown: its indented lines are examples."""
+    lines = inspect.cleandoc(text).replace("\b\n", "").splitlines()
+    lines = [
+        line if line.startswith("    ") else line.replace("<", "&lt;").replace("[bold]", "**").replace("[/bold]", "**")
+        for line in lines
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(command: Any) -> Iterator[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        option = parameter.param_type_name == "option"
+        names = (
+            ", ".join(f"`{each}`" for each in (*parameter.opts, *parameter.secondary_opts))
+            if option
+            else f"`{parameter.name.upper()}`"
+        )
+        default = parameter.default
+        shown = "" if default in (None, False, ()) or callable(default) or parameter.required else f"`{default}`"
+        meaning = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
+        rows.append(f"| {names} | {shown} | {meaning} |")
+    if rows:
+        yield "| | default | |\n|---|---|---|"
+        yield "\n".join(rows) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"errors": errors, "metrics": metrics, "command-line": command_line}
