@@ -167,7 +167,7 @@ def _parameters(command: Any) -> Iterator[str]:
             else f"`{parameter.name.upper()}`"
         )
         default = parameter.default
-        shown = "" if default in (None, False, ()) or callable(default) or parameter.required else f"`{default}`"
+        shown = "" if default in (None, False, (), "") or callable(default) or parameter.required else f"`{default}`"
         meaning = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
         rows.append(f"| {names} | {shown} | {meaning} |")
     if rows:
