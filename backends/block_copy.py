@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.backends.process_memory import HUGE_PAGE
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.work import Work
@@ -176,11 +176,12 @@ class TableRegion(Region):
 
     def __init__(self, handle: Handle, tensor: torch.Tensor, strike_out: Callable[[Any], None]) -> None:
         self.handle = handle
-        self._tensor, self._strike_out, self._pid = tensor, strike_out, os.getpid()
+        self._tensor, self._strike_out = tensor, strike_out
         self._open = True
+        forks.own(self, "a region of exposed memory", ("handle",))
 
     def close(self) -> None:
-        if self._open and os.getpid() == self._pid:
+        if self._open:
             self._open = False
             self._strike_out(self)
 

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
 from holdfast.backends.patience import unless
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
-from holdfast.comms import _native
+from holdfast.comms import _native, forks
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.ops import ReduceOp
@@ -93,7 +93,13 @@ class GlooTransport(TorchGroup):
         except BaseException:
             self._forget_peers()
             raise
+        forks.begin_anew(self)
         self._watch_peers("gloo")
+
+    def begin_in_child(self) -> None:
+        """Let go of the connections: the peers would not learn from them that this process's parent has died."""
+        inodes = {os.fstat(each.fileno()).st_ino for each in self._sockets if each.fileno() >= 0}
+        forks.replace_by_nothing(number for number, inode in sockets() if inode in inodes)
 
     def _make_group(self, context: Context) -> Any:
         gloo: Any = dist.ProcessGroupGloo

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from holdfast.backends.block_copy import BlockCopyPlane, Reach, contiguous_address
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import Handle, Region
@@ -54,13 +55,13 @@ class InprocRegion(Region):
         address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
         self.handle = Handle(plane.name, address, tensor.nbytes)
         self.writing = threading.Lock()
-        self.open, self._pid = True, os.getpid()
+        self.open = True
+        forks.own(self, "a region of exposed memory", ("handle", "open"))
 
     def close(self) -> None:
-        if os.getpid() == self._pid:
-            with self.writing:
-                self.open = False
-            _regions.pop(self.number, None)
+        with self.writing:
+            self.open = False
+        _regions.pop(self.number, None)
 
 
 class InprocPlane(BlockCopyPlane):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from holdfast.backends.block_copy import BlockCopyPlane, Reach, TableRegion, contiguous_address
 from holdfast.backends.process_memory import HINT, PreparedRead, permit_peers, read_process, write_process
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
+from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
 from holdfast.comms.plane import Handle
@@ -56,24 +56,22 @@ class ShmPlane(BlockCopyPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
+        forks.begin_anew(self)
+
+    def begin_in_child(self) -> None:
+        if self._table is not None:
+            self._table.close()
+        self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._table: RegionTable | None = None
         self._regions: dict[int, ShmRegion] = {}
         self._bases: dict[tuple[int, int, int], int] = {}
         self._readers: dict[bytes, list[_Reader]] = {}
 
-    def _notice_fork(self) -> None:
-        if os.getpid() != self._pid:
-            if self._table is not None:
-                self._table.close()
-            self._begin()
-
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> ShmRegion:
         self._check_open()
-        self._notice_fork()
         memory = contiguous_address(tensor, "an exposed tensor", self.name)
         with self._lock:
             if self._table is None:
@@ -99,7 +97,6 @@ class ShmPlane(BlockCopyPlane):
             self._regions.pop(region.slot, None)
 
     def _reach(self, handle: Handle, writing: bool) -> Reach:
-        self._notice_fork()
         if not writing:
             with suppress(KeyError, IndexError):
                 return self._readers[handle.address].pop()
@@ -130,7 +127,6 @@ class ShmPlane(BlockCopyPlane):
         self._readers.setdefault(address, []).append(reader)
 
     def close(self) -> None:
-        self._notice_fork()
         if self._closed:
             return
         self._closed = True

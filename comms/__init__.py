@@ -18,6 +18,7 @@ from holdfast.comms.errors import (
     Revoked,
     StaleEpoch,
     Unsupported,
+    UsedAfterFork,
 )
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plane import Handle, MemoryPlane, Region, memory
@@ -44,6 +45,7 @@ __all__ = [
     "Send",
     "StaleEpoch",
     "Unsupported",
+    "UsedAfterFork",
     "Window",
     "Work",
     "backends",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from holdfast.comms import objects
+from holdfast.comms import forks, objects
 from holdfast.comms.arguments import Arguments
 from holdfast.comms.collectives import Collectives
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
@@ -60,6 +60,7 @@ class Communicator(Collectives):
         self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
+        forks.own(self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend"))
 
     def __repr__(self) -> str:
         over = self._executor.over

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from holdfast.comms import forks
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported
@@ -33,6 +34,14 @@ log = logging.getLogger("holdfast.comms")
 _counts: dict[tuple[str, str, int], itertools.count[int]] = {}
 _open: set[tuple[str, str, int]] = set()
 _lock = threading.Lock()
+
+
+@forks.in_child
+def _begin_child() -> None:
+    """None of its parent's ranks are connected in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    _open.clear()
 
 
 class _Offer(msgspec.Struct, frozen=True):

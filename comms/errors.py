@@ -69,6 +69,17 @@ class Mismatch(HoldfastError):
     """Ranks, threads or processes disagree about what is being done."""
 
 
+class UsedAfterFork(HoldfastError):
+    """A forked child used a thing of its parent; nothing was done. `what` is the thing, `owner` the parent's pid."""
+
+    def __init__(self, what: str, owner: int) -> None:
+        self.what, self.owner = what, owner
+        super().__init__(
+            f"{what} belongs to process {owner}, from which this one was forked; make one here, under a rank or a name "
+            "of this process's own, or start processes before it is made"
+        )
+
+
 class OpTimeout(HoldfastError, TimeoutError):
     """An operation did not complete in time.
 

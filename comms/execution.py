@@ -6,6 +6,7 @@ An `Executor` knows nothing of what an op does. It holds a communicator's order,
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -17,10 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from holdfast.comms import _native
+from holdfast.comms import _native, forks
 from holdfast.comms.agreement import Agreement
 from holdfast.comms.arguments import Arguments
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, UsedAfterFork
 from holdfast.comms.journal import About, Journal
 from holdfast.comms.liveness import stopped
 from holdfast.comms.plugins import OpEvent
@@ -64,9 +65,20 @@ class Executor:
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._last: Work = DONE
+        self._running: Work = DONE
         self._over: HoldfastError | None = None
         self._closed = False
         self._parts: weakref.WeakSet[Executor] | None = None
+        self._pid = os.getpid()
+        forks.begin_anew(self)
+
+    def begin_in_child(self) -> None:
+        """A forked child has no thread that would run what is queued."""
+        error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
+        self._running.abandon(error)
+        with contextlib.suppress(queue.Empty):
+            while (item := self._queue.get_nowait()) is not None:
+                item[0].abandon(error)
 
     def fast_path(self, check: Arguments) -> FastPath | None:
         """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
@@ -210,8 +222,8 @@ class Executor:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, task = item
-            work.run(task)
+            self._running, task = item
+            self._running.run(task)
 
     def _observed(self, body: Body, name: str, seq: int, nbytes: int) -> Body:
         def observed(deadline: float) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.comms import _native
+from holdfast.comms import _native, forks
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.tensors import packed, unpack
 
@@ -88,6 +88,7 @@ class Window:
         self._timeout = timeout
         self._calls = _native.Calls(closed_here)
         self._reach = _native.Reach(torch.empty(0, dtype=dtype), tuple(memory.sizes))
+        forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
 
     @property
     def closed(self) -> bool:

@@ -46,6 +46,12 @@ class Work:
         finally:
             self._done.set()
 
+    def abandon(self, error: BaseException) -> None:
+        """Fail with `error` unless it is done: in a forked child, without the thread that ran it."""
+        if not self._done.is_set():
+            self._error, self._done = error, threading.Event()
+            self._done.set()
+
     def __reduce__(self) -> tuple[Callable[[str], Work], tuple[str]]:
         """A work that is done can be pickled, and is done there too: functions run on ranks often end with an op."""
         if not self.done() or self._error is not None:

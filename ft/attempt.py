@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 
@@ -47,6 +48,7 @@ class Attempt:
         self.entered = False
         self.settled = False
         self._transaction = transaction
+        forks.own(self, f"the attempt at step {step}", ("step", "comm", "epoch", "rank", "total", "shards"))
 
     def __repr__(self) -> str:
         state = ", committed" * self.committed

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import About, Journal, Recorder
 
@@ -145,6 +146,7 @@ class Metrics:
         self._make(job)
         self.registry.register(self)
         self._server, self._thread = self._serve(ports(asked))
+        forks.guard_socket(self._server)
         self.url = f"http://{_HOST}:{self._server.server_port}/metrics"
         self._unsubscribe = events.subscribe(self._hear)
         events.emit("metrics", url=self.url)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft import faultpoints, joining, telemetry, voting
@@ -39,6 +40,9 @@ from holdfast.ft.view import View
 
 if TYPE_CHECKING:
     from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+
+_READABLE = ("identity", "view", "epoch", "rank", "size", "step")
+"""What a forked child can still read of its parent's session."""
 
 EVIDENT_SECONDS = 0.002
 """How long after an op failed the next epoch, or a better reason, is likely to come by itself."""
@@ -108,6 +112,7 @@ class Session(Attachments):
         self._view: View | None = None
         self._ledger = Ledger()
         self._over = False
+        forks.own(self, f"the session of job {self._settings.name!r}", _READABLE)
 
     # What a user asks -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.registry import registry
@@ -76,6 +77,7 @@ class LocalCluster:
             raise ValueError(f"timeout={timeout} and grace={grace} must be positive seconds")
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
+        forks.own(self, "the cluster")
         found = registry().backend(backend)
         if (missing := found.missing) is not None:
             raise BackendUnavailable(backend, missing.reason, missing.install_hint)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.ft.view import View
 from holdfast.harness import portable
@@ -56,6 +57,7 @@ class Job:
         links: Links | None = None,
     ) -> None:
         """Start the processes. Each calls `prepare` before its session."""
+        forks.own(self, "the job", ("processes", "directory"))
         self._settings, self._count = settings, count
         self.directory = directory
         self._contract = LocalContract.create(

@@ -29,6 +29,7 @@ from pathlib import Path
 import cloudpickle
 import msgspec
 
+from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.channel import Channel
 from holdfast.harness.folders import private_file
@@ -321,6 +322,7 @@ def shut_down() -> None:
             _shared = None
 
 
+@forks.in_child
 def _forget() -> None:
     global _shared, _shared_lock
     _shared_lock = threading.Lock()
@@ -330,4 +332,3 @@ def _forget() -> None:
 
 
 atexit.register(shut_down)
-os.register_at_fork(after_in_child=_forget)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import secrets
 import time
 import weakref
@@ -14,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from holdfast.comms import forks
 from holdfast.comms.errors import Mismatch, RegionGone
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import MemoryPlane, memory
@@ -44,6 +44,7 @@ class Lease:
     def __init__(self, version: int, release: Callable[[], None]) -> None:
         self.version = version
         self._release: Callable[[], None] | None = release
+        forks.own(self, f"a lease on version {version}", ("version",))
 
     def release(self) -> None:
         """Idempotent. Raises `RegisterAway` while the register cannot be reached; the version stays until then."""
@@ -91,7 +92,7 @@ class WeightStore:
             raise ValueError(f"replicas={replicas} and keep={keep} must be at least 1")
         if local and self._replicas > 1:
             raise ValueError(f"{self.url} is one process, which cannot keep {replicas} replicas: use sqlite://")
-        self._keep, self._timeout, self._hold, self._pid = keep, timeout, hold, os.getpid()
+        self._keep, self._timeout, self._hold = keep, timeout, hold
         self._observe: Observe = observe or _nobody
         self._manifests: dict[bytes, Manifest] = {}
         with ExitStack() as undo:
@@ -104,7 +105,12 @@ class WeightStore:
             if hold:
                 self._keeper.start()
             undo.pop_all()
-        self._ending = weakref.finalize(self, _end, self._keeper, self._book, self._plane, self._pid)
+        self._ending = weakref.finalize(self, _end, self._keeper, self._book, self._plane)
+        forks.begin_anew(self)
+        forks.own(self, f"the store {self.url}", ("url",))
+
+    def begin_in_child(self) -> None:
+        self._ending.detach()
 
     # -- publishing
 
@@ -284,7 +290,7 @@ class WeightStore:
     def close(self) -> None:
         """Hand over what only this process holds, if others are there to take it, and leave. Idempotent."""
         if self._ending.detach() is not None:
-            _end(self._keeper, self._book, self._plane, self._pid, self._timeout)
+            _end(self._keeper, self._book, self._plane, self._timeout)
 
     def __enter__(self) -> WeightStore:
         return self
@@ -301,18 +307,15 @@ class WeightStore:
         self._book.change(transition)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise Mismatch("this store was opened before a fork; open one in this process")
         if not self._ending.alive:
             raise Mismatch(f"this store ({self.url}) is closed; open another")
 
 
-def _end(keeper: Keeper, book: Book, plane: MemoryPlane, pid: int, patience: float = 0.0) -> None:
-    if os.getpid() == pid:
-        keeper.close(patience)
-        plane.close()
-        keeper.join()
-        book.close()
+def _end(keeper: Keeper, book: Book, plane: MemoryPlane, patience: float = 0.0) -> None:
+    keeper.close(patience)
+    plane.close()
+    keeper.join()
+    book.close()
 
 
 def _number(value: int, what: str) -> int:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, UsedAfterFork
 from holdfast.comms.plugins import hookimpl
 from holdfast.comms.registry import register, unregister
 from holdfast.comms.transport import Peer
@@ -181,7 +181,7 @@ def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
     def body(pipe: Connection, cell: Cell) -> None:
         try:
             cell.read()
-        except RegisterAway as error:
+        except UsedAfterFork as error:
             pipe.send(str(error))
 
     with cells(url, "view") as [cell], children() as start:

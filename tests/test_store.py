@@ -16,7 +16,7 @@ import torch
 from children import Child, children
 from torch import nn
 
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore, layout
 
@@ -362,7 +362,7 @@ def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[
     def child(pipe: Connection) -> None:
         try:
             store.latest()
-        except Mismatch as error:
+        except UsedAfterFork as error:
             pipe.send(str(error))
 
     assert "fork" in start(child).hear()

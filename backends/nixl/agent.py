@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from holdfast.backends.ucx.worker import Transports
+from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 
 _LOOKS = 200
@@ -25,26 +26,15 @@ _PATIENT_SECONDS = 0.002
 _NAP_SECONDS = 0.0001
 
 _setting = threading.Lock()
-_abandoned: list[object] = []
-"""Agents of a parent process, and transfers that were given up: they must not be destroyed."""
-
-
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
+@forks.in_child
 def _keep_all() -> None:
     """In a forked child: an agent's end would spoil memory that the parent's goes on with, even one that the parent has
     dropped and the collector has yet to find. NIXL's UCX ended the parent with a segmentation fault.
     """
-    _abandoned.extend(_agents)
-
-
-os.register_at_fork(after_in_child=_keep_all)
-
-
-def keep(thing: object) -> None:
-    """Hold on to something until this process ends."""
-    _abandoned.append(thing)
+    forks.keep(list(_agents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +185,7 @@ class Agent:
                 return
             except Exception:
                 pass
-        keep((transfer, memory))
+        forks.keep((transfer, memory))
 
     def release(self, transfer: Transfer) -> None:
         self._api.release_xfer_handle(transfer.handle)

@@ -24,9 +24,10 @@ import torch
 from holdfast.backends import region_table
 from holdfast.backends.block_copy import CheckedPlane, TableRegion, contiguous_address
 from holdfast.backends.nixl.address import Address, packed
-from holdfast.backends.nixl.agent import Agent, Registered, Transfer, keep
+from holdfast.backends.nixl.agent import Agent, Registered, Transfer
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.region_table import RegionTable, held_open, open_table, slot_address
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
 from holdfast.comms.plane import Handle
@@ -111,9 +112,15 @@ class NixlPlane(CheckedPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
+        forks.begin_anew(self)
+
+    def begin_in_child(self) -> None:
+        forks.keep((self._agent, self._ways))  # their ends would take away what is the parent's
+        if self._table is not None:
+            self._table.close()
+        self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._agent: Agent | None = None
         self._table: RegionTable | None = None
@@ -122,13 +129,6 @@ class NixlPlane(CheckedPlane):
         self._ways: dict[Handle, _Way] = {}
         self._stage_memory: torch.Tensor | None = None
         self._stage: Registered | None = None
-
-    def _notice_fork(self) -> None:
-        if os.getpid() != self._pid:
-            keep((self._agent, self._ways))  # their ends would take away what is the parent's
-            if self._table is not None:
-                self._table.close()
-            self._begin()
 
     def _started(self) -> Agent:
         """The agent, made when it is first needed. The lock is held."""
@@ -141,7 +141,6 @@ class NixlPlane(CheckedPlane):
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> NixlRegion:
         self._check_open()
-        self._notice_fork()
         address = contiguous_address(tensor, "an exposed tensor", self.name)
         with self._lock:
             agent = self._started()
@@ -183,10 +182,6 @@ class NixlPlane(CheckedPlane):
             self._regions.discard(region)
 
     # -- reading and writing
-
-    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
-        self._notice_fork()
-        super()._check(op, handle, offset, nbytes)
 
     def _in_blocks(
         self,
@@ -299,7 +294,6 @@ class NixlPlane(CheckedPlane):
     # -- the end
 
     def close(self) -> None:
-        self._notice_fork()
         if self._closed:
             return
         self._closed = True

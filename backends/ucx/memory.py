@@ -7,7 +7,6 @@ example "tcp,self", the owner's progress thread answers: see `active`.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from holdfast.backends.ucx.active_region import ActiveTable
 from holdfast.backends.ucx.lane import Lane
 from holdfast.backends.ucx.regions import Address, Table
 from holdfast.backends.ucx.worker import Transports
+from holdfast.comms import forks
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import Handle
 
@@ -45,17 +45,17 @@ class UcxPlane(CheckedPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
+        forks.begin_anew(self)
+
+    def begin_in_child(self) -> None:
+        forks.keep((self._lanes, self._table, self._regions))
+        self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._making = threading.Lock()
         self._lanes: list[Lane] = []
         self._table: Table | ActiveTable | None = None
         self._regions: set[UcxRegion] = set()
-
-    def _notice_fork(self) -> None:
-        if os.getpid() != self._pid:
-            self._begin()
 
     def _lane(self, number: int = 0) -> Lane:
         """The first has the table of what is exposed. They are made when they are first needed."""
@@ -70,7 +70,6 @@ class UcxPlane(CheckedPlane):
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> UcxRegion:
         self._check_open()
-        self._notice_fork()
         memory = contiguous_address(tensor, "an exposed tensor", self.name)
         lane = self._lane()
         with lane.lock:
@@ -99,10 +98,6 @@ class UcxPlane(CheckedPlane):
 
     # -- reading and writing
 
-    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
-        self._notice_fork()
-        super()._check(op, handle, offset, nbytes)
-
     def _in_blocks(
         self,
         handle: Handle,
@@ -123,7 +118,6 @@ class UcxPlane(CheckedPlane):
     # -- the end
 
     def close(self) -> None:
-        self._notice_fork()
         if self._closed:
             return
         self._closed = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
+from holdfast.comms import forks
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plane import MemoryPlane
@@ -19,8 +19,14 @@ from holdfast.comms.plugins import (
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context, Transport
 
-_prepared: set[int] = set()
-"""Process ids: a forked child has to load again what its parent had half loaded."""
+_prepared = False
+
+
+@forks.in_child
+def _begin_child() -> None:
+    """A forked child has to load again what its parent had half loaded."""
+    global _prepared
+    _prepared = False
 
 
 def connect(context: Context) -> Transport:
@@ -32,8 +38,9 @@ def connect(context: Context) -> Transport:
 
 def prepare() -> None:
     """Begin to load what connecting takes. A spare has the time for that now, and not when it is needed."""
-    if os.getpid() not in _prepared:
-        _prepared.add(os.getpid())
+    global _prepared
+    if not _prepared:
+        _prepared = True
         threading.Thread(target=_load, name="holdfast-ucx-start").start()
 
 

@@ -8,40 +8,48 @@ one of several is closed, as those of earlier epochs are once nobody waits for t
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.worker import Failed, Transports, Worker
+from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable
 
 _lock = threading.Lock()
-_users: dict[int, int] = {}
-"""Process id -> communicators: a forked child has none of its parent's."""
-_waiting: dict[int, Worker] = {}
+_users = 0
+"""Communicators of this process."""
+_waiting: Worker | None = None
 
 
 def take(over: Transports, failed: Failed) -> Worker:
     """A worker for one more communicator, which reports broken connections to `failed`."""
-    with _lock:
-        waiting = _waiting.pop(os.getpid(), None)
+    global _users
+    waiting = _take_waiting()
     if waiting is not None and waiting.over != over:
         waiting.close()
         waiting = None
     worker = waiting if waiting is not None else Worker(libucp.FEATURE_TAG, over, failed)
     worker.failed = failed
     with _lock:
-        _users[os.getpid()] = _users.get(os.getpid(), 0) + 1
+        _users += 1
     return worker
+
+
+def _take_waiting() -> Worker | None:
+    global _waiting
+    with _lock:
+        waiting, _waiting = _waiting, None
+    return waiting
 
 
 def make(over: Transports) -> None:
     """Have one ready. Whoever needs one and finds none makes it, and says then what is wrong."""
+    global _waiting
     with _lock:
-        if _users.get(os.getpid(), 0) and os.getpid() not in _waiting:
+        if _users and _waiting is None:
             try:
-                _waiting[os.getpid()] = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
+                _waiting = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
             except (UcxError, BackendUnavailable):
                 return
 
@@ -54,21 +62,17 @@ def rehearse() -> None:
 
 def left(over: Transports) -> None:
     """A communicator has closed its worker."""
+    global _users
     with _lock:
-        if os.getpid() not in _users:  # it was the parent's
-            return
-        _users[os.getpid()] -= 1
-        others = _users[os.getpid()]
-        idle = None if others else _waiting.pop(os.getpid(), None)
-    if idle is not None:
-        idle.close()
-    elif others:
+        _users -= 1
+    if _users:
         make(over)
+    elif (idle := _take_waiting()) is not None:
+        idle.close()
 
 
+@forks.in_child
 def _begin_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_child)
+    global _lock, _users, _waiting
+    forks.keep(_waiting)
+    _lock, _users, _waiting = threading.Lock(), 0, None

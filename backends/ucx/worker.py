@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, library
+from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable
 
 ONE_HOST = "posix,cma,self"
@@ -56,13 +57,26 @@ class Transports:
         return Transports(tls, options, local, bool(names & {"tcp", "all"}) or tls.startswith("^"))
 
 
-_in_use: dict[int, int] = {}
-"""Process id -> workers that it has: a forked child finds its parent's."""
+_in_use = 0
+"""Workers of this process."""
+_inherited = False
+"""Whether this process was forked from one that had workers."""
+
+
+@forks.in_child
+def _begin_child() -> None:
+    global _in_use, _inherited
+    _in_use, _inherited = 0, _inherited or _in_use > 0
+
+
+def _count(more: int) -> None:
+    global _in_use
+    _in_use += more
 
 
 def _check_fork(over: Transports) -> None:
     """UCX has one thread for all workers of a process, which a forked child lacks; over TCP nothing goes without it."""
-    if not over.local and any(count for pid, count in _in_use.items() if pid != os.getpid()):
+    if not over.local and _inherited:
         raise BackendUnavailable(
             "ucx",
             "this process was forked from one that was using UCX, whose threads it lacks",
@@ -92,7 +106,7 @@ class Worker:
             features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
         )
         self.handle: Any = self._ffi.NULL
-        _in_use[os.getpid()] = _in_use.get(os.getpid(), 0) + 1
+        _count(+1)
         try:
             self.handle = self._make_worker()
             self.address = self._own_address()
@@ -243,5 +257,5 @@ class Worker:
             and_then()
         if self._context:
             self._call.ucp_cleanup(self._context)
-            _in_use[os.getpid()] -= 1
+            _count(-1)
             self._context = self._ffi.NULL

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+from holdfast.comms import forks
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Connection
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped
-from holdfast.ft.control.forks import guard
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, ListenerHandshake, refusal
 from holdfast.ft.control.interface import check_interface
 
@@ -79,7 +79,7 @@ class _Wire(asyncio.Protocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_SECONDS)
         self._number = sock.fileno()
-        guard(self)
+        forks.guard_socket(self)
         if isinstance(self._handshake, DiallerHandshake):
             self.transport.write(self._handshake.hello())
 
@@ -154,7 +154,7 @@ class Listener:
         """
         check_interface(host)
         self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
-        guard(self)
+        forks.guard_socket(self)
         bound = self._server.sockets[0].getsockname()
         self.address = join_address(bound[0], bound[1])
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.comms import forks
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError
-from holdfast.ft.control.forks import guard
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, Session
 from holdfast.ft.control.messages import Cancel, Failure, Reply, Request, decode, encode
 
@@ -53,7 +53,7 @@ class RpcClient:
     ) -> None:
         self.address = address
         self._socket, self._session = _connect(address, timeout, (key, job, identity, limit))
-        guard(self)
+        forks.guard_socket(self)
         self.peer = self._session.peer
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
@@ -64,6 +64,7 @@ class RpcClient:
         self._reading = False
         self._users = 0
         self._lost: ControlError | None = None
+        forks.own(self, f"the connection to {self.peer}", ("address", "peer"))
 
     def call(self, method: str, body: bytes = b"", timeout: float = 30.0) -> bytes:
         """The answer of the server's handler.

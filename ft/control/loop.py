@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from holdfast.comms import forks
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        forks.own(self, f"the event loop {name}")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

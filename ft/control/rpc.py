@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from holdfast.comms import forks
 from holdfast.ft.control.calls import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import CallTimeout, ConnectionLost, ControlError, RemoteError
@@ -63,6 +64,7 @@ class RpcServer:
             limit=limit,
         )
         self._thread: LoopThread | None = None
+        forks.own(self, f"the server {identity}", ("address",))
 
     def start(self) -> None:
         """Listen. Raises ValueError or OSError, leaving nothing behind, for an interface that will not do."""

@@ -25,6 +25,7 @@ import etcd3gw
 import requests
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception
 
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
@@ -79,7 +80,7 @@ def parse(url: str) -> tuple[tuple[tuple[str, int], ...], str]:
 
 
 class EtcdCell(Cell):
-    """One cell in etcd. Keeps a connection open to each endpoint it has asked. Not for use across fork."""
+    """One cell in etcd. Keeps a connection open to each endpoint it has asked A forked child opens its own."""
 
     pushes = True
 
@@ -87,7 +88,7 @@ class EtcdCell(Cell):
         self._url = url
         endpoints, prefix = parse(url)
         self._key = base64.b64encode(f"holdfast/{prefix}/{name}".encode()).decode()
-        self._pid = os.getpid()
+        forks.own(self, f"register {url}")
         self._closed = threading.Event()
         self._session = requests.Session()
         self._session.trust_env = False  # no proxies: these are machines of the job
@@ -159,8 +160,6 @@ class EtcdCell(Cell):
 
     def close(self) -> None:
         self._closed.set()
-        if os.getpid() != self._pid:
-            return
         with self._streaming:
             for stream in self._streams:
                 _hang_up(stream)
@@ -230,8 +229,6 @@ class EtcdCell(Cell):
             self._closed.wait(_PAUSE)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise RegisterAway(self._url, "opened before a fork; open it again in this process")
         if self._closed.is_set():
             raise RegisterAway(self._url, "this handle is closed")
 

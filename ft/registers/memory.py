@@ -6,10 +6,10 @@ open.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
+from holdfast.comms import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 
@@ -34,7 +34,8 @@ class MemoryCell(Cell):
     local = True
 
     def __init__(self, url: str, name: str) -> None:
-        self._url, self._pid = url, os.getpid()
+        self._url = url
+        forks.own(self, f"register {url}, which is memory of one process,")
         with _opening:
             value = _values.get((url, name))
             if value is None:
@@ -49,8 +50,6 @@ class MemoryCell(Cell):
         shared = self._shared
         if shared is None:
             raise RegisterAway(self._url, "this handle is closed")
-        if os.getpid() != self._pid:
-            raise RegisterAway(self._url, "memory registers do not reach across fork; use sqlite:// between processes")
         return shared
 
     def read(self) -> tuple[int, bytes]:

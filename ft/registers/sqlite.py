@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.registers.cell import Cell, RegisterAway
 from holdfast.ft.registers.inotify import Watch
@@ -117,6 +118,7 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
     return identity
 
 
+@forks.in_child
 def _begin_child() -> None:
     """A forked child has no handle of its own yet, and no thread that could release the lock."""
     global _opening
@@ -124,11 +126,8 @@ def _begin_child() -> None:
     _open_files.clear()
 
 
-os.register_at_fork(after_in_child=_begin_child)
-
-
 class SqliteCell(Cell):
-    """One cell of the register file. Costs one connection (3 file descriptors); not for use across fork.
+    """One cell of the register file. Costs one connection (3 file descriptors); a forked child opens its own.
 
     `wait` sleeps in the kernel until somebody writes to the WAL, and so learns of a change in well under a
     millisecond. It looks every 50 ms all the same, at some 0.5% of a core, and notices within that time that
@@ -140,7 +139,6 @@ class SqliteCell(Cell):
 
     def __init__(self, url: str, name: str) -> None:
         self._url, self._name, self._path = url, name, path_of(url)
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._watching = threading.Lock()
@@ -152,6 +150,7 @@ class SqliteCell(Cell):
                 self._file = _check_file(self._path, url)
                 self._db = self._connect()
                 _open_files[self._file] += 1
+            forks.own(self, f"register {url}")
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
 
@@ -205,8 +204,6 @@ class SqliteCell(Cell):
         """A file removed or replaced under us would split the job in two registers: refuse to go on."""
         if self._closed:
             raise RegisterAway(self._url, "this handle is closed")
-        if os.getpid() != self._pid:
-            raise RegisterAway(self._url, "opened before a fork; open it again in this process")
         try:
             found = self._path.stat()
         except OSError as error:
@@ -275,7 +272,6 @@ class SqliteCell(Cell):
         with _opening, self._lock:
             if not self._closed:
                 self._closed = True
-                if os.getpid() == self._pid:
-                    self._db.close()
-                    _open_files[self._file] -= 1
+                self._db.close()
+                _open_files[self._file] -= 1
         self._close_watch()

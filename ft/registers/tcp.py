@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
+from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
@@ -71,7 +72,7 @@ class _Server:
             listener.close()
             raise
         self.port: int = listener.getsockname()[1]
-        self._pid = os.getpid()
+        forks.own(self, f"the store at port {self.port}")
         self._store = dist.TCPStore(
             host,
             self.port,
@@ -103,7 +104,7 @@ def _server_at(host: str, port: int) -> _Server | None:
     """
     with _opening:
         mine = _servers.get((host, port))
-        if mine is not None and mine._pid == os.getpid():
+        if mine is not None and forks.error_of(mine) is None:
             return mine
         for _ in range(3):  # two may find nobody at the same moment; the one that is late finds the other
             try:
@@ -182,13 +183,13 @@ class _Client:
 
 
 class TcpCell(Cell):
-    """One cell of a TCPStore. Costs two connections; a `wait` looks every 25 ms. Not for use across fork."""
+    """One cell of a TCPStore. Costs two connections; a `wait` looks every 25 ms A forked child opens its own."""
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
         self._host, self._port, prefix = parse(url)
         self._key = f"holdfast/{prefix}/{name}"
-        self._pid = os.getpid()
+        forks.own(self, f"register {url}")
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._client: _Client | None = None
@@ -206,8 +207,6 @@ class TcpCell(Cell):
 
     def _ask(self, question: Callable[[_Client], T]) -> T:
         """Ask over the connection, or a new one if the last one failed."""
-        if os.getpid() != self._pid:
-            raise RegisterAway(self._url, "opened before a fork; open it again in this process")
         with self._lock:
             if self._closed.is_set():
                 raise RegisterAway(self._url, "this handle is closed")
@@ -269,6 +268,5 @@ class TcpCell(Cell):
 
     def close(self) -> None:
         self._closed.set()
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._client = self._server = None
+        with self._lock:
+            self._client = self._server = None

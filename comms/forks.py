@@ -1,0 +1,152 @@
+"""What a forked child does with the things of its parent: it cannot use, close or destroy them.
+
+A child inherits communicators, windows, sessions and their sockets without the threads behind them. An op in the child
+would count as one of its parent's rank, and to destroy a thing would take it away from the parent. So in a child each
+thing refuses every call but those that let go of it, which do nothing, and lives until the child ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from holdfast.comms.errors import UsedAfterFork
+
+LETTING_GO = ("abort", "close", "release", "shutdown", "__exit__", "__aexit__", "__del__")
+"""The methods that do nothing in a child; and `aclose`, which is awaited."""
+
+_REFUSED = ("__enter__", "__aenter__", "__iter__", "__next__", "__aiter__", "__anext__", "__call__", "__len__")
+"""Methods that Python finds without asking `__getattribute__`."""
+
+
+Start = TypeVar("Start", bound=Callable[[], None])
+
+
+class HasSocket(Protocol):
+    """What has a socket: it says the number while that is open, and -1 otherwise."""
+
+    def fileno(self) -> int: ...
+
+
+_owned: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...], int]] = weakref.WeakKeyDictionary()
+_anew: weakref.WeakSet[Any] = weakref.WeakSet()
+_starts: list[Callable[[], None]] = []
+_sockets: weakref.WeakSet[HasSocket] = weakref.WeakSet()
+_told: dict[int, tuple[UsedAfterFork, dict[str, object]]] = {}
+"""In a child, by the id of a thing of its parent: the error, and what can still be read of it."""
+
+
+def own(thing: Any, what: str, readable: Iterable[str] = ()) -> None:
+    """`thing`, called `what` in the error, is this process's: in forked children it refuses every call.
+
+    `readable` are the attributes and properties that keep their values of the moment of the fork.
+    """
+    _owned[thing] = (what, tuple(readable), os.getpid())
+
+
+def begin_anew(thing: Any) -> None:
+    """Call `thing.begin_in_child()` in forked children, before anything else runs there."""
+    _anew.add(thing)
+
+
+def in_child(start: Start) -> Start:
+    """Call a module's function in forked children, before anything else runs there. A decorator."""
+    _starts.append(start)
+    return start
+
+
+def guard_socket(owner: HasSocket) -> None:
+    """Let go of this owner's socket in forked children: a copy would keep the connection up when its process dies."""
+    _sockets.add(owner)
+
+
+def keep(thing: object) -> None:
+    """Never destroy `thing`, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def error_of(thing: object) -> UsedAfterFork | None:
+    """Why `thing` refuses calls; None in the process that owns it."""
+    told = _told.get(id(thing))
+    return None if told is None else told[0].again()
+
+
+def _begin_child() -> None:
+    replace_by_nothing(number for owner in list(_sockets) if (number := owner.fileno()) >= 0)
+    _sockets.clear()
+    for start in _starts:
+        start()
+    for thing in list(_anew):
+        thing.begin_in_child()
+    owned = list(_owned.items())
+    _owned.clear()
+    for thing, (what, readable, pid) in owned:
+        keep(thing)
+        _told[id(thing)] = UsedAfterFork(what, pid), {name: getattr(thing, name) for name in readable}
+    for thing, _ in owned:
+        thing.__class__ = _refusing(type(thing))
+
+
+def replace_by_nothing(numbers: Iterable[int]) -> None:
+    """Let go of sockets. Their numbers stay taken: objects that a child inherited may yet close them."""
+    if numbers := list(numbers):
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for number in numbers:
+            os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+_classes: dict[type, type] = {}
+
+
+def _refusing(kind: type) -> type:
+    """The class that a thing of class `kind` has in a child."""
+    found = _classes.get(kind)
+    if found is None:
+        body: dict[str, Any] = {"__slots__": (), "__getattribute__": _read, "__setattr__": _set, "__repr__": _show}
+        body.update((name, _refusal(name)) for name in _REFUSED if hasattr(kind, name))
+        body.update((name, _let_go) for name in LETTING_GO if hasattr(kind, name))
+        for name in ("__aexit__", "aclose"):
+            if hasattr(kind, name):
+                body[name] = _let_go_soon
+        found = _classes[kind] = type(kind)(kind.__name__, (kind,), body)
+    return found
+
+
+def _read(self: object, name: str) -> object:
+    error, values = _told[id(self)]
+    if name in values:
+        return values[name]
+    if name in LETTING_GO or name == "aclose" or (name.startswith("__") and name.endswith("__")):
+        return object.__getattribute__(self, name)
+    raise error.again()
+
+
+def _set(self: object, name: str, value: object) -> None:
+    raise _told[id(self)][0].again()
+
+
+def _show(self: object) -> str:
+    return f"<{type(self).__name__} of a parent process: {_told[id(self)][0]}>"
+
+
+def _refusal(name: str) -> Callable[..., object]:
+    def refuse(self: object, *_: object) -> object:
+        raise _told[id(self)][0].again()
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _let_go(self: object, *_: object, **__: object) -> None:
+    """Nothing: the thing is the parent's."""
+
+
+async def _let_go_soon(self: object, *_: object, **__: object) -> None:
+    """Nothing: the thing is the parent's."""
