@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.comms._native import Words
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.algorithms.board import Board, layout_of
 from holdfast.comms.algorithms.direct import DirectTransport
@@ -51,7 +52,7 @@ class InprocTransport(DirectTransport):
             _windows[int(number)] = [None] * self.size
         self.broadcast(number, 0, deadline)
         parts = _windows[int(number)]
-        header = memoryview(bytearray(8 * header_words(self.size))).cast("Q")
+        header = Words(bytearray(8 * header_words(self.size)))
         header[0] = OPEN
         parts[self.rank] = _OwnPart(tensor, header, threading.Lock())
         self.barrier(deadline)
@@ -67,7 +68,7 @@ class _OwnPart:
     """A rank's part of a window; whoever holds it keeps the tensor alive."""
 
     tensor: torch.Tensor
-    header: memoryview
+    header: Words
     atomics: threading.Lock
 
     def as_part(self, rank: int) -> Part:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ctypes
 
+from holdfast.comms._native import Words
+
 give_way = ctypes.CDLL(None).sched_yield
 """Let another thread have the processor. Lets go of the GIL, which os.sched_yield does not."""
+
+
+def words_at(address: int, count: int) -> Words:
+    """The words that lie at an address, which must stay mapped as long as they are used."""
+    return Words((ctypes.c_uint64 * count).from_address(address))
 
 
 def change(address: int, itemsize: int, add: bool, first: int, second: int) -> int:

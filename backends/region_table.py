@@ -6,11 +6,13 @@ owner's memory, where a process that has ended, or runs another program by now, 
 
 A slot is four aligned 8-byte words: generation, address, nbytes, flags. A generation is never used twice
 (it counts up from a random number), is written last when a slot is filled and cleared first when it is
-struck out: who finds the same generation after a copy as before has copied from that very region.
+struck out (`Words` keep that order): who finds the same generation after a copy as before has copied from that very
+region. The kernel takes and gives back locks between the pieces of one copy, so they are read in order, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -23,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
+from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import started
 from holdfast.comms.transport import Peer
@@ -88,14 +90,14 @@ class RegionTable:
         self._owner = owner
         self._file = open(os.memfd_create(_NAME, os.MFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115, PTH123
         self._file.truncate(_SLOTS_AT + SLOTS * _SLOT_BYTES)
-        words = np.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=np.uint64)
-        self._slots = words[_SLOTS_AT // 8 :].reshape(SLOTS, _SLOT_BYTES // 8)
-        self._base = int(words.ctypes.data)
+        memory = mmap.mmap(self._file.fileno(), 0)
+        self._words = Words(memory)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._id = secrets.randbits(64)
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
-        self._file.write(_HEADER.pack(_MAGIC, owner.pid, owner.started, words.ctypes.data, self._id))
+        self._file.write(_HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id))
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -111,17 +113,17 @@ class RegionTable:
         else:
             raise Unsupported(f"more than {SLOTS} exposed regions in one process", "close some of them")
         self._generation += 1
-        row = self._slots[slot]
-        row[1], row[2], row[3] = address, nbytes, WRITABLE if writable else 0
-        row[0] = self._generation
+        words, row = self._words, _row(slot)
+        words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
+        words[row] = self._generation
         return Address(self._owner, self._file.fileno(), self._id, slot, self._generation)
 
     def invalidate(self, slot: int) -> bool:
         """From here on no block of the region's is copied whole. Says whether a writer may be in the middle
         of one.
         """
-        self._slots[slot, 0] = 0
-        return bool(self._slots[slot, 3] & WRITABLE)
+        self._words[_row(slot)] = 0
+        return bool(self._words[_row(slot) + 3] & WRITABLE)
 
     def wait_for_writers(self, slot: int) -> None:
         """Return once nobody writes to an invalidated slot's region; needs no lock. Raises `OpTimeout`."""
@@ -139,8 +141,13 @@ class RegionTable:
 
     def close(self) -> None:
         """Let the table go. What it says stays as it is: in a forked child it is still the parent's."""
-        del self._slots
+        self._words.release()
         self._file.close()
+
+
+def _row(slot: int) -> int:
+    """The first word of a slot."""
+    return (_SLOTS_AT + slot * _SLOT_BYTES) // 8
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
+from holdfast.comms._native import Words
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
 from holdfast.comms.errors import OpTimeout, PeerFailed
 from holdfast.comms.transport import Peer, Transport
@@ -91,10 +92,10 @@ def _map(held: ExitStack, pid: int, rank: int, place: tuple[int, ...], header_by
     return Part(header, address, nbytes, _lock_of(descriptor, rank))
 
 
-def _words(held: ExitStack, descriptor: int, nbytes: int) -> memoryview:
+def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
     mapped = mmap.mmap(descriptor, nbytes)
     held.callback(mapped.close)
-    words = memoryview(mapped).cast("Q")
+    words = Words(mapped)
     held.callback(words.release)
     return words
 

@@ -252,6 +252,23 @@ class Reach:
         does not fit, or the tensor is not plain, or of another dtype.
         """
 
+class Words:
+    """8-byte words in `memory` that other processes or threads change too. To read one is an acquire, to write one a
+    release: a reader that sees a word sees what its writer had written before. See native/words.h.
+    """
+
+    def __init__(self, memory: Any) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+    def release(self) -> None:
+        """Let go of the memory: from here on every access is an IndexError."""
+
+def fence() -> None:
+    """Put all that this thread has read and written before all that follows: between writing one word and reading
+    another, which acquires and releases leave open.
+    """
+
 def kind(dtype: str, op: str, /) -> int:
     """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""
 

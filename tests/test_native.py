@@ -271,3 +271,27 @@ def test_who_rests_does_not_give_way() -> None:
     waits.join(10.0)
     assert not waits.is_alive()
     board.release()
+
+
+def test_words_hold_64_bits_and_stay_within_their_memory() -> None:
+    memory = bytearray(24)
+    words = _native.Words(memory)
+    words[1] = (1 << 64) - 1
+    assert (len(words), words[0], words[1], memory[8:16]) == (3, 0, (1 << 64) - 1, b"\xff" * 8)
+    for index in (3, 1 << 40, -4):
+        with pytest.raises(IndexError):
+            words[index]
+        with pytest.raises(IndexError):
+            words[index] = 1
+    for value in (1 << 64, -1):
+        with pytest.raises(OverflowError):
+            words[0] = value
+    words.release()
+    memory.extend(b"free")
+    with pytest.raises(IndexError, match="released"):
+        words[0]
+
+
+def test_words_are_refused_where_they_are_not_aligned() -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        _native.Words(memoryview(bytearray(32))[1:])

@@ -596,8 +596,7 @@ def test_a_writer_that_is_stopped_in_a_block_finds_no_memory_in_use(tmp_path: Pa
         memory = shared._memory
         comm.barrier()
         if comm.rank == 1:
-            part = memory._parts[0]  # type: ignore[attr-defined]
-            part.words[memory._busy] = 1  # type: ignore[attr-defined]
+            memory._words[0][memory._busy] = 1  # type: ignore[attr-defined]
             comm.barrier()
             comm.barrier()
             shared.close()

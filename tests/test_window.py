@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -40,6 +41,30 @@ def windowed(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["shm", "ucx", "mpi"])
 def windowed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def test_signals_of_several_threads_all_count() -> None:
+    count, threads = 2000, 4
+
+    def body(comm: Communicator) -> int:
+        with comm.window(torch.zeros(1)) as window:
+            comm.barrier()
+            if comm.rank == 0:
+                senders = [
+                    threading.Thread(target=lambda: [window.signal(1) for _ in range(count)]) for _ in range(threads)
+                ]
+                for sender in senders:
+                    sender.start()
+                for sender in senders:
+                    sender.join()
+            else:
+                for _ in range(count * threads):
+                    window.wait_signal(0, timeout=10.0)
+            comm.barrier()
+        return count * threads
+
+    with LocalCluster(2, "shm") as cluster:
+        cluster.run(body)
 
 
 def test_a_window_whose_process_was_killed_is_gone(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ a network that does so in hardware.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from holdfast.backends.local_cpu import words_at
 from holdfast.backends.ucx.leftovers import sweep
 from holdfast.backends.ucx.onesided import OneSided, exchange
 from holdfast.backends.ucx.regions import Mapping
@@ -31,12 +33,12 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part, as this rank reaches it. `words` is its header if that is mapped here."""
+    """A rank's part, as this rank reaches it. `mapped` is where its header is mapped here, or 0."""
 
     endpoint: Any
     header: int
     header_key: Any
-    words: Any
+    mapped: int
     memory: int
     key: Any
     nbytes: int
@@ -50,12 +52,11 @@ class MappedWindow(UcxWindow[OneSided, Part]):
         self._side.sweep()
         self._plain = self._worker.plain
         self._memory: Mapping | None = None
-        words = 3 * self._size + 1
+        words = self._header_words = 3 * self._size + 1
         with self._side.lock:
             self._header = Mapping(self._worker, 8 * words, None)
-        ffi = self._worker.lib.ffi
-        self._mine = ffi.cast("uint64_t *", self._header.address)
-        ffi.memmove(self._mine, bytes(8 * words), 8 * words)
+        ctypes.memset(self._header.address, 0, 8 * words)
+        self._mine = words_at(self._header.address, words)
 
     def _open(self, transport: Transport, deadline: float) -> None:
         tensor = self._tensor
@@ -79,12 +80,12 @@ class MappedWindow(UcxWindow[OneSided, Part]):
         with side.lock:
             header_key = side.unpack(rank, card.header_key)
             key = side.unpack(rank, card.key) if card.key else None
-            words = self._mapped(header_key, card.header)
-        return Part(side.endpoints[rank], card.header, header_key, words, card.memory, key, card.nbytes)
+            mapped = self._mapped(header_key, card.header)
+        return Part(side.endpoints[rank], card.header, header_key, mapped, card.memory, key, card.nbytes)
 
-    def _mapped(self, key: Any, header: int) -> Any:
-        """A rank's header, mapped into this process; None if it cannot be."""
-        return None
+    def _mapped(self, key: Any, header: int) -> int:
+        """The address at which a rank's header is mapped into this process; 0 if it cannot be."""
+        return 0
 
     def _let_go(self) -> None:
         with self._side.lock:

@@ -1,21 +1,20 @@
 """Windows over shared memory (`posix,cma,self`): the kernel copies between the tensors, and headers are mapped by all.
 
 A target that computes, sleeps or was stopped holds nobody up. A writer sets its word in the target's header, then looks
-whether the window is open; its owner closes the window, then looks at the words: one of them sees the other (taking a
-lock in between is a full barrier on x86). So `close` knows whether anybody is in the middle of a block, and leaves the
-memory to a writer that was stopped there.
+whether the window is open; its owner closes the window, then looks at the words. Each has a full fence in between, so
+one of them sees the other: `close` knows whether anybody is in the middle of a block, and leaves the memory to a writer
+that was stopped there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from typing import Any
 
 import torch
 
-from holdfast.backends.local_cpu import give_way
+from holdfast.backends.local_cpu import give_way, words_at
 from holdfast.backends.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx._near import BLOCK, CLOSED, Near, NearPart
@@ -25,6 +24,7 @@ from holdfast.backends.ucx.onesided import OneSided
 from holdfast.backends.ucx.regions import writer_lives, writer_token
 from holdfast.backends.ucx.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS
 from holdfast.backends.ucx.worker import Worker
+from holdfast.comms._native import Words, fence
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.liveness import this_process
 from holdfast.comms.tensors import span
@@ -40,7 +40,6 @@ class NearWindow(MappedWindow):
 
     def __init__(self, side: OneSided, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
         self._lock_word, self._busy = 2 * side.size, 2 * side.size + 1 + side.rank
-        self._fence = threading.Lock()
         self._token = writer_token(this_process())
         ffi = side.worker.lib.ffi
         self._reply = ffi.new("uint64_t[2]")
@@ -49,18 +48,21 @@ class NearWindow(MappedWindow):
         if tensor.nbytes >= BLOCK:
             put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, _MOVING_SECONDS)
         self._near: list[NearPart] = []
+        self._words: list[Words] = []
+        """The headers of all ranks."""
         super().__init__(side, transport, tensor, deadline)
 
-    def _mapped(self, key: Any, header: int) -> Any:
+    def _mapped(self, key: Any, header: int) -> int:
         ffi = self._worker.lib.ffi
         pointer = ffi.new("uintptr_t *")
         self._worker.lib.check(self._call.ucp_rkey_ptr(key, header, pointer), "mapping the header of a window")
-        return ffi.cast("uint64_t *", int(pointer[0]))
+        return int(pointer[0])
 
     def _open(self, transport: Transport, deadline: float) -> None:
         super()._open(transport, deadline)
         near = _near_calls(self._worker)
         for rank, part in enumerate(self._parts):
+            self._words.append(words_at(part.mapped, self._header_words))
             self._near.append(
                 NearPart(
                     near,
@@ -68,7 +70,7 @@ class NearWindow(MappedWindow):
                     memory=part.memory,
                     key=self._at(part.key),
                     closed=self._header.address + 16 * rank,
-                    busy=self._at(part.words) + 8 * self._busy,
+                    busy=part.mapped + 8 * self._busy,
                 )
             )
 
@@ -91,7 +93,7 @@ class NearWindow(MappedWindow):
                     try:
                         self._finish_put(request, rank, deadline)
                     finally:
-                        self._parts[rank].words[self._busy] = 0
+                        self._words[rank][self._busy] = 0
             start += BLOCK
             if start < nbytes and time.monotonic() > deadline:
                 raise OpTimeout("put", 0, 0.0, (rank,))
@@ -119,8 +121,7 @@ class NearWindow(MappedWindow):
 
     def _enter(self, rank: int) -> None:
         """Between saying that this rank writes, and writing: is the window open? See the module."""
-        with self._fence:
-            pass
+        fence()
         if self._mine[2 * rank]:
             raise closed_there(rank)
 
@@ -145,7 +146,8 @@ class NearWindow(MappedWindow):
         element = kind()
         here, size = ctypes.addressof(element), dtype.itemsize
         with self._side.lock:
-            part.words[self._busy] = 1
+            words = self._words[rank]
+            words[self._busy] = 1
             try:
                 self._take_lock(rank, part, deadline)
                 try:
@@ -157,9 +159,9 @@ class NearWindow(MappedWindow):
                         if request := self._near[rank].put_entered(here, size, offset):
                             self._finish_put(request, rank, deadline)
                 finally:
-                    part.words[self._lock_word] = 0
+                    words[self._lock_word] = 0
             finally:
-                part.words[self._busy] = 0
+                words[self._busy] = 0
         self._live(rank)
         return old
 
@@ -195,12 +197,11 @@ class NearWindow(MappedWindow):
             self._live(target)
 
     def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
-        part.words[word] = value
+        self._words[rank][word] = value
 
     def _writers(self) -> list[Peer]:
         """The processes that may be in the middle of a block of this rank's memory."""
-        with self._fence:
-            pass
+        fence()
         busy = [rank for rank in range(self._size) if self._mine[self._lock_word + 1 + rank]]
         peers = [self._side.peers[rank] for rank in busy if rank != self._rank]
         return [peer for peer in peers if writer_lives(writer_token(peer))]

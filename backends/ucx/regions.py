@@ -7,6 +7,7 @@ directly. A reader that finds the generation after its copy has copied from that
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from holdfast.backends.local_cpu import words_at
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Worker
+from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
 from holdfast.comms.liveness import started
 from holdfast.comms.transport import Peer
@@ -121,9 +124,8 @@ class Table:
         self._worker, self._owner = worker, owner
         self._exposed: dict[int, Mapping] = {}
         self._mapping = Mapping(worker, ROWS * ROW_BYTES, None)
-        ffi = worker.lib.ffi
-        self._words = ffi.cast("uint64_t *", self._mapping.address)
-        ffi.memmove(self._words, bytes(ROWS * ROW_BYTES), ROWS * ROW_BYTES)
+        ctypes.memset(self._mapping.address, 0, ROWS * ROW_BYTES)
+        self._words = words_at(self._mapping.address, ROWS * ROW_BYTES // 8)
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
@@ -155,12 +157,13 @@ class Table:
     def invalidate(self, address: Address) -> None:
         """From here on nothing that was read or written is taken for good."""
         self._words[self._index(address)] = 0
+        fence()  # a writer enters before it looks at the generation: one of the two sees the other
 
     def wait_for_writer(self, address: Address) -> None:
         """Return once nobody writes to an invalidated region. Raises `OpTimeout`."""
         began = time.monotonic()
         index = self._index(address) + 1
-        while token := int(self._words[index]):
+        while token := self._words[index]:
             if not writer_lives(token):
                 self._words[index] = 0
                 return

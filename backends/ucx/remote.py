@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.backends.local_cpu import give_way
+from holdfast.backends.local_cpu import give_way, words_at
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.regions import Address, writer_lives, writer_token
+from holdfast.backends.ucx.regions import ROW_BYTES, Address, writer_lives, writer_token
 from holdfast.backends.ucx.worker import Worker
+from holdfast.comms._native import fence
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
 
@@ -154,8 +155,8 @@ class RemoteRegion:
         self._table_key = owner.unpack(address.table_key)
         pointer = ffi.new("uintptr_t *")
         self.direct = self._call.ucp_rkey_ptr(self._table_key, address.row, pointer) == libucp.OK
-        self._generation = ffi.cast("uint64_t *", int(pointer[0])) if self.direct else ffi.NULL
-        self._writer = self._generation + 1 if self.direct else ffi.NULL
+        self._row = words_at(int(pointer[0]), ROW_BYTES // 8) if self.direct else None
+        """The generation and the writer, if they are mapped here."""
         self._words, self._words_at = owner.words, owner.words_at
         self._atomic = libucp.atomic_parameters(owner.worker.lib, 8, self._words)
 
@@ -175,7 +176,7 @@ class RemoteRegion:
     def _verify(self) -> None:
         """Raise `RegionGone` unless the generation that is mapped, or was got, is the region's."""
         self.owner.check()
-        if int(self._generation[0] if self.direct else self._words[2]) != self.address.generation:
+        if (int(self._words[2]) if self._row is None else self._row[0]) != self.address.generation:
             raise RegionGone(f"process {self.owner.pid} closed the region; what was read of it must not be used")
 
     # -- reading
@@ -219,6 +220,7 @@ class RemoteRegion:
         self._enter(token, deadline)
         try:
             if self.direct:
+                fence()
                 self._verify()
                 if nbytes:
                     self.owner.wait(self._put(source, offset, nbytes), deadline, "memory write")
@@ -256,8 +258,8 @@ class RemoteRegion:
 
     def _leave(self, token: int, deadline: float) -> None:
         """Be the row's writer no longer; from afar, get the generation after that."""
-        if self.direct:
-            self._writer[0] = 0
+        if self._row is not None:
+            self._row[1] = 0
         else:
             self._compare_and_swap(token, 0, deadline)
 

@@ -1,7 +1,8 @@
 """The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
 
-Each rank has a row that it alone writes (but for two words, named below), so aligned eight-byte loads and stores are
-enough for all but the bell, which is counted up.
+Each rank has a row that it alone writes (but for the bell and the TAKEN words of its channels), so aligned eight-byte
+loads and stores are enough for all but the bell, which is counted up. They are acquiring and releasing ones
+(`_native.Words`, and the same in `native/board.h`): a rank that reads a word sees what its writer wrote before.
 
 A row, in 8-byte words, hot words on cache lines of their own:
 
@@ -145,7 +146,7 @@ class Board:
         self._journal = journal
         self.rank, self.size, self.epoch = rank, size, epoch
         self.bytes = memoryview(memory).cast("B")
-        self.words, self.numbers = self.bytes.cast("Q"), self.bytes.cast("q")
+        self.words, self.numbers = _native.Words(memory), self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.rows = [r * layout.row_words for r in range(size)]
         self._mine = self.rows[rank]

@@ -3,6 +3,20 @@
 A sender fills a free entry with (tag, size, address), and the payload itself when it is small; the receiver takes the
 oldest entry with the tag it wants, reads the payload, and marks the entry taken. Small sends return at once; larger
 ones when the receiver has read. Sends and receives of a batch progress together, so their order cannot deadlock.
+
+Order. A sender numbers its messages to a rank and fills whichever entry is free, so a receiver that scans the entries
+may pass an empty one, which is then filled with message 1, and find message 2 in the next. Therefore a receiver that
+has found a message of its tag scans all entries a second time, and takes the oldest of that scan:
+
+- SENT is written last, with release, and read with acquire. So once the first scan has read message n's SENT, all
+  that the sender wrote before is visible, in particular the SENT of every message before n.
+- An entry is filled again only after this receiver has taken what it held. So no message before n can disappear
+  between the scans, and the second scan reads every one that is waiting, with its tag, size and payload.
+- TAKEN is written with release after the payload was read, and read with acquire before an entry is filled. So no
+  payload is overwritten while it is read.
+
+These are all orderings that the argument needs; `_native.Words` has them on every processor (x86 needs no instruction
+for them, aarch64 does). tests/test_channels.py runs this code through every order of loads that they allow.
 """
 
 from __future__ import annotations
@@ -107,30 +121,39 @@ class Channels:
         """Receive the oldest waiting message of the tag; False if there is none yet."""
         tensor, src, tag = message
         board, words = self._board, self._board.words
-        oldest, found = 0, -1
-        for slot in range(CHANNEL_ENTRIES):
-            entry = board.entry(src, board.rank, slot)
-            number = words[entry + SENT]
-            waiting = number != words[entry + TAKEN] & ~_REFUSED
-            if waiting and words[entry + TAG] == tag & _TAG_BITS and (found < 0 or number < oldest):
-                oldest, found = number, entry
-        if found < 0:
+        found = self._scan(src, tag, whole=False) and self._scan(src, tag)
+        if found is None:
             return False
-        nbytes = words[found + NBYTES]
+        number, entry = found
+        nbytes = words[entry + NBYTES]
         if nbytes != tensor.nbytes:
-            words[found + TAKEN] = oldest | _REFUSED
+            words[entry + TAKEN] = number | _REFUSED
             board.native.ring(src)
             raise Mismatch(
                 f"rank {src} sent {nbytes} bytes under tag {tag}, rank {board.rank} receives {tensor.nbytes}; "
                 "both sides must pass the same shape and dtype"
             )
         if nbytes > INLINE_BYTES:
-            self._read_memory(src, words[found + ADDRESS], tensor.data_ptr(), nbytes)
+            self._read_memory(src, words[entry + ADDRESS], tensor.data_ptr(), nbytes)
         elif nbytes:
-            ctypes.memmove(tensor.data_ptr(), board.base + 8 * (found + 8), nbytes)
-        words[found + TAKEN] = oldest
+            ctypes.memmove(tensor.data_ptr(), board.base + 8 * (entry + 8), nbytes)
+        words[entry + TAKEN] = number
         board.native.ring(src)
         return True
+
+    def _scan(self, src: int, tag: int, whole: bool = True) -> tuple[int, int] | None:
+        """The number and entry of the oldest message of the tag that this scan comes upon, or of the first."""
+        board, words = self._board, self._board.words
+        oldest: tuple[int, int] | None = None
+        for slot in range(CHANNEL_ENTRIES):
+            entry = board.entry(src, board.rank, slot)
+            number = words[entry + SENT]
+            waiting = number != words[entry + TAKEN] & ~_REFUSED
+            if waiting and words[entry + TAG] == tag & _TAG_BITS and (oldest is None or number < oldest[0]):
+                oldest = number, entry
+                if not whole:
+                    break
+        return oldest
 
     def _was_taken(self, dst: int, entry: int, number: int) -> bool:
         taken = self._board.words[entry + TAKEN]

@@ -2,11 +2,16 @@
 
 The header of each rank is written by that rank alone: its state, and how often it has signalled each other rank. An
 atomic update holds the target's lock, which the backend supplies; it must end with its holder's process.
+
+Headers are `Words`, whose order is what a window promises: a signal is written after all puts before it, and read
+before all gets after it; a window is looked at again after a get has read it, and is said to be closed before its
+owner writes to the memory again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comms._native import copy
+from holdfast.comms._native import Words, copy
 from holdfast.comms.errors import OpTimeout, RegionGone
 from holdfast.comms.tensors import span
 from holdfast.comms.window import WindowMemory, closed_here, closed_there
@@ -34,7 +39,7 @@ def header_words(size: int) -> int:
 class Part:
     """One rank's part: its header words, its memory, and its lock for atomic updates (given a deadline)."""
 
-    header: memoryview
+    header: Words
     address: int
     nbytes: int
     lock: Callable[[float], AbstractContextManager[None]]
@@ -55,6 +60,7 @@ class MappedWindow(WindowMemory):
         self._rank, self._parts = rank, list(parts)
         self._dead, self._check, self._release = dead, check, release
         self._waited = [0] * len(parts)
+        self._signalling = threading.Lock()
         self._closed = False
 
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
@@ -90,7 +96,8 @@ class MappedWindow(WindowMemory):
 
     def signal(self, rank: int, deadline: float) -> None:
         self._live(rank)
-        self._parts[self._rank].header[1 + rank] += 1
+        with self._signalling:
+            self._parts[self._rank].header[1 + rank] += 1
 
     def wait_signal(self, rank: int, deadline: float) -> None:
         header, at = self._parts[rank].header, 1 + self._rank

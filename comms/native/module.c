@@ -15,6 +15,7 @@
 #include "order.h"
 #include "request_call.h"
 #include "window.h"
+#include "words.h"
 
 /* -- without a board */
 
@@ -145,6 +146,7 @@ static PyObject *span_(PyObject *module, PyObject *tensor) { return span_of_tens
 
 static PyMethodDef module_methods[] = {
     {"kind", kind, METH_VARARGS, NULL},
+    PLAIN("fence", fence),
     FAST("combine", combine_),
     FAST("copy", copy_),
     FAST("pieces", pieces),
@@ -178,7 +180,8 @@ static int module_exec(PyObject *module) {
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
                    add_type(module, "RequestCall", &request_call_spec, NULL) ||
                    add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||
-                   add_type(module, "Calls", &calls_spec, NULL) || add_type(module, "Reach", &reach_spec, NULL)
+                   add_type(module, "Calls", &calls_spec, NULL) || add_type(module, "Reach", &reach_spec, NULL) ||
+                   add_type(module, "Words", &words_spec, NULL)
                ? -1
                : 0;
 }

@@ -1,7 +1,8 @@
 """Reads flight recordings: of the living, of the dead, and of nobody: what is not one is refused, never half believed.
 
 A living process writes while we read. Three copies in a row settle what is whole: an entry counts if its last number
-is in the first copy, all of it in the second, and its first number in the third. x86 keeps the order of the stores.
+is in the first copy, all of it in the second, and its first number in the third. That takes x86's order of stores; on
+other processors an entry that is being written may be shown wrongly, which no decision rests on.
 """
 
 from __future__ import annotations
