@@ -7,12 +7,11 @@ it, and may be stopped.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.comms import _native
 from holdfast.comms.plugins import Available, Unavailable
 
 _PR_SET_PTRACER = 0x59616D61
@@ -22,10 +21,6 @@ HINT = (
     "allow it (CAP_SYS_PTRACE, `sysctl kernel.yama.ptrace_scope=0`, or a container profile that permits "
     "process_vm_readv), and run all processes of the job as one user"
 )
-
-
-class _Iovec(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,60 +43,23 @@ def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> None:
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(min(_AT_ONCE, end - begin)), _MADV_COLLAPSE)
 
 
-def read_process(pid: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Copy each (local address, remote address, nbytes) from process `pid`, in order; returns the bytes
-    copied.
+MOST_BYTES = 0x7FFFF000
+"""What the kernel moves in one system call; more takes several."""
 
-    Fewer bytes than asked for: the next one is not mapped over there. Raises OSError if none could be
-    copied: ESRCH for a process that is gone, EPERM if the system forbids it, EFAULT for memory that is not
-    there.
+
+def read_process(pid: int, *pieces: int, most: int = MOST_BYTES) -> int:
+    """Copy pieces (local address, remote address, nbytes; flat) from process `pid`, in order; the bytes copied.
+
+    Fewer bytes than asked for: the next one is not mapped over there. Raises OSError if none could be copied: ESRCH for
+    a process that is gone, EPERM if the system forbids it, EFAULT for memory that is not there. `most` is what one
+    system call is asked for.
     """
-    return _move(_libc.process_vm_readv, pid, pieces)
+    return _native.copy_process(pid, False, most, *pieces)
 
 
-def write_process(pid: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Copy each (local address, remote address, nbytes) to process `pid`; else like `read_process`."""
-    return _move(_libc.process_vm_writev, pid, pieces)
-
-
-def _move(call: ctypes._NamedFuncPointer, pid: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    count = len(pieces)
-    local, remote = (_Iovec * count)(), (_Iovec * count)()
-    for position, (here, there, nbytes) in enumerate(pieces):
-        local[position] = _Iovec(here, nbytes)
-        remote[position] = _Iovec(there, nbytes)
-    copied: int = call(pid, local, ctypes.c_ulong(count), remote, ctypes.c_ulong(count), ctypes.c_ulong(0))
-    if copied < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return copied
-
-
-class PreparedRead:
-    """A read of a fixed number of pieces from one process, prepared once and run often. Not for two threads at once."""
-
-    def __init__(self, pid: int, count: int) -> None:
-        self.local, self.remote = (_Iovec * count)(), (_Iovec * count)()
-        number, none = ctypes.c_ulong(count), ctypes.c_ulong(0)
-        self._arguments = (pid, self.local, number, self.remote, number, none)
-
-    def set(self, position: int, here: int, there: int, nbytes: int) -> None:
-        """What piece `position` is: local address, remote address, bytes."""
-        local, remote = self.local[position], self.remote[position]
-        local.address, local.nbytes = here, nbytes
-        remote.address, remote.nbytes = there, nbytes
-
-    def run(self) -> int:
-        """As `read_process`."""
-        copied: int = _libc.process_vm_readv(*self._arguments)
-        if copied < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        return copied
-
-
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_writev.restype = ctypes.c_ssize_t
+def write_process(pid: int, *pieces: int, most: int = MOST_BYTES) -> int:
+    """Copy pieces (local address, remote address, nbytes; flat) to process `pid`; else like `read_process`."""
+    return _native.copy_process(pid, True, most, *pieces)
 
 
 def permit_peers() -> None:
@@ -115,7 +73,7 @@ def probe() -> Available | Unavailable:
         return Unavailable("this system has no process_vm_readv", "use Linux")
     word, copy = ctypes.c_uint64(0x686F6C64), ctypes.c_uint64(0)
     try:
-        read_process(os.getpid(), [(ctypes.addressof(copy), ctypes.addressof(word), 8)])
+        read_process(os.getpid(), ctypes.addressof(copy), ctypes.addressof(word), 8)
     except OSError as error:
         return Unavailable(f"process_vm_readv fails: {error.strerror}", HINT)
     try:
@@ -132,25 +90,3 @@ def _may_trace_anybody() -> bool:
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> 19 & 1)
     return False
-
-
-class PeerMemory:
-    """The memory of one other process, for a caller that copies from it often: nothing is allocated per copy.
-
-    Not to be used from two threads at once.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._local, self._remote = _Iovec(), _Iovec()
-        one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-        self._arguments = (pid, ctypes.byref(self._local), one, ctypes.byref(self._remote), one, none)
-
-    def read(self, address: int, into: int, nbytes: int) -> None:
-        """Copy `nbytes` from `address` over there to `into` here. Raises OSError, as `read_process` does."""
-        local, remote = self._local, self._remote
-        local.address, local.nbytes = into, nbytes
-        remote.address, remote.nbytes = address, nbytes
-        copied = _libc.process_vm_readv(*self._arguments)
-        if copied != nbytes:
-            number = ctypes.get_errno() if copied < 0 else errno.EFAULT
-            raise OSError(number, os.strerror(number))

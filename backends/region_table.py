@@ -28,6 +28,7 @@ import msgspec
 
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.file_io import read_at
 from holdfast.comms.liveness import started
 from holdfast.comms.transport import Peer
 
@@ -169,7 +170,7 @@ def open_table(address: Address) -> Iterator[tuple[int, int]]:
     except OSError as error:
         raise RegionGone(f"process {owner.pid} is gone, or closed its regions: {error.strerror}") from error
     try:
-        header = os.pread(descriptor, _HEADER.size, 0)
+        header = read_at(descriptor, _HEADER.size, 0)
         magic, pid, start, base, table = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or (pid, start, table) != (owner.pid, owner.started, address.table):
             raise RegionGone(f"the table of process {owner.pid} that this region was in is gone")

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from holdfast.backends.process_memory import PeerMemory, permit_peers
+from holdfast.backends.process_memory import permit_peers, read_process
 from holdfast.backends.process_memory import probe as probe_copies
 from holdfast.backends.shm_ground import Ground, Place, place_of
 from holdfast.backends.shm_window import make_window
@@ -69,18 +69,16 @@ class ShmTransport(DirectTransport):
         if context.previous is not None:
             self._board.rest(FIRST_PHASES)
         self._processes = context.peers
-        self._memories: dict[int, PeerMemory] = {}
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
-        memory = self._memories.get(rank)
-        if memory is None:
-            memory = self._memories[rank] = PeerMemory(self._processes[rank].pid)
         try:
-            memory.read(address, into, nbytes)
+            copied = read_process(self._processes[rank].pid, into, address, nbytes)
         except ProcessLookupError:
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
             raise PeerFailed((rank,), f"its memory cannot be read: {error}") from error
+        if copied != nbytes:
+            raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
         return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)

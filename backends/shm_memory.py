@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 import torch
 
 from holdfast.backends.block_copy import BlockCopyPlane, Reach, TableRegion, contiguous_address
-from holdfast.backends.process_memory import HINT, PreparedRead, permit_peers, read_process, write_process
+from holdfast.backends.process_memory import HINT, permit_peers, read_process, write_process
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
 from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
@@ -154,19 +154,15 @@ class _Reader(Reach):
         row = slot_address(base, address.slot)
         self._words = _Words()
         seen = ctypes.addressof(self._words)
-        look = PreparedRead(self._pid, 1)
-        look.set(0, seen, row, 32)
-        _run(look.run, self._pid, 32)
+        _run(read_process, self._pid, seen, row, 32)
         self._check()
         _, self._memory, self.nbytes, self.flags = self._words
         self._words[1] = self._generation
-        self._copy = PreparedRead(self._pid, 3)
-        self._copy.set(0, seen, row, 8)
-        self._copy.set(2, seen + 8, row, 8)
+        self._before, self._after = (seen, row, 8), (seen + 8, row, 8)
+        """The generation, copied ahead of a block and behind it."""
 
     def pull(self, address: int, offset: int, nbytes: int) -> None:
-        self._copy.set(1, address, self._memory + offset, nbytes)
-        _run(self._copy.run, self._pid, nbytes + 16)
+        _run(read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
         self._check()
         if self._words[1] != self._generation:
             raise RegionGone(_closed(self._pid))
@@ -204,16 +200,14 @@ class _Writer(Reach):
     def push(self, address: int, offset: int, nbytes: int) -> None:
         with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
             self._look()
-            pieces = [(address, self._memory + offset, nbytes)]
-            _run(functools.partial(write_process, self._pid, pieces), self._pid, nbytes)
+            _run(write_process, self._pid, address, self._memory + offset, nbytes)
         self._look()
 
     def release(self, unharmed: bool) -> None:
         self._open.close()
 
     def _look(self) -> None:
-        pieces = [(ctypes.addressof(self._words), self._row, 32)]
-        _run(functools.partial(read_process, self._pid, pieces), self._pid, 32)
+        _run(read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
         if self._words[0] != self._generation:
             raise RegionGone(_closed(self._pid))
 
@@ -222,15 +216,15 @@ def _closed(pid: int) -> str:
     return f"process {pid} closed the region; what was read of it must not be used"
 
 
-def _run(copy: Callable[[], int], pid: int, expected: int) -> None:
-    """Copy `expected` bytes from or to process `pid`, or say in our own words why not."""
+def _run(copy: Callable[..., int], pid: int, *pieces: int) -> None:
+    """Copy pieces from or to process `pid`, or say in our own words why not."""
     try:
-        copied = copy()
+        copied = copy(pid, *pieces)
     except OSError as error:
         if error.errno == errno.ESRCH:
             raise RegionGone(f"process {pid}, which exposed this region, is gone") from error
         if error.errno != errno.EFAULT:
             raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", HINT) from error
         copied = 0
-    if copied != expected:
+    if copied != sum(pieces[2::3]):
         raise RegionGone(f"process {pid} has no such memory any more")

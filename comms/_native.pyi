@@ -278,6 +278,11 @@ def combine(kind: int, out: int, a: int, b: int, count: int, /) -> None:
 def copy(into: int, from_: int, nbytes: int, /) -> None:
     """Copy between two addresses of this process; nothing where they are one."""
 
+def copy_process(pid: int, writes: bool, most: int, /, *pieces: int) -> int:
+    """Copy (address here, address there, nbytes) of each of up to 8 pieces from process `pid`, or to it, in order and
+    at most `most` bytes a system call. Returns the bytes that were moved; OSError if none could be.
+    """
+
 def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[int, ...]:
     """Memory in `count` pieces: (address, nbytes) of each, flat. Piece `but` is said to be empty."""
 

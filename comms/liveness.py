@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.file_io import read_all
 from holdfast.comms.transport import Peer
 
 HOST = "HOLDFAST_HOST"
@@ -63,7 +64,7 @@ def stat(pid: int) -> list[bytes]:
     except OSError:
         return []
     try:
-        text = os.read(fd, 4096)
+        text = read_all(fd)
     except OSError:  # it went while we looked
         return []
     finally:

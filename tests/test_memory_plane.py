@@ -582,10 +582,10 @@ def test_where_the_system_forbids_it_the_error_says_what_to_do(
     assert isinstance(process_memory.probe(), Available)
     handle = start(_owner).hear()
 
-    def forbidden(self: process_memory.PreparedRead) -> int:
+    def forbidden(pid: int, *pieces: int) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(process_memory.PreparedRead, "run", forbidden)
+    monkeypatch.setattr(shm_memory, "read_process", forbidden)
     with shm_memory.open_plane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
         plane.read(handle, torch.zeros(8)).wait()
 

@@ -13,6 +13,7 @@
 #include "exact.h"
 #include "group_call.h"
 #include "order.h"
+#include "process_copy.h"
 #include "request_call.h"
 #include "window.h"
 #include "words.h"
@@ -149,6 +150,7 @@ static PyMethodDef module_methods[] = {
     PLAIN("fence", fence),
     FAST("combine", combine_),
     FAST("copy", copy_),
+    FAST("copy_process", copy_process),
     FAST("pieces", pieces),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
     {"know_tensors", know_tensors, METH_O, NULL},

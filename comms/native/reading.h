@@ -5,10 +5,8 @@
 #ifndef HOLDFAST_READING_H
 #define HOLDFAST_READING_H
 
-#include <errno.h>
-#include <sys/uio.h>
-
 #include "board.h"
+#include "process_copy.h"
 
 /* Where `rank` says that its piece for `to` lies in a staged op; for itself: what is for all. */
 static inline word *place_of(const board *b, int rank, int to) {
@@ -18,8 +16,9 @@ static inline word *place_of(const board *b, int rank, int to) {
 /* Whether the kernel can copy from where this lies (it cannot from what a device has mapped). */
 static inline int is_readable(const board *b, span part) {
     char into;
+    int failed;
     struct iovec here = {&into, 1}, there = {part.at, 1};
-    return !part.nbytes || syscall(SYS_process_vm_readv, b->pids[b->rank], &here, 1, &there, 1, 0) == 1;
+    return !part.nbytes || copy_pieces(b->pids[b->rank], 0, &here, &there, 1, MOST_AT_ONCE, &failed) == 1;
 }
 
 /* 0, or an error number: ESRCH, EFAULT, EPERM. */
@@ -28,9 +27,10 @@ static inline int read_from(const board *b, int rank, void *into, uint64_t addre
         copy_bytes(into, (const void *)(uintptr_t)address, nbytes);
         return 0;
     }
+    int failed;
     struct iovec here = {into, nbytes}, there = {(void *)(uintptr_t)address, nbytes};
-    long got = syscall(SYS_process_vm_readv, b->pids[rank], &here, 1, &there, 1, 0);
-    return got == (long)nbytes ? 0 : got < 0 ? errno : EFAULT;
+    copy_pieces(b->pids[rank], 0, &here, &there, 1, MOST_AT_ONCE, &failed);
+    return failed;
 }
 
 #endif

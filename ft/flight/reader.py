@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.comms.file_io import read_at
 from holdfast.comms.transport import Peer
 from holdfast.ft.flight import layout
 from holdfast.ft.flight.recorder import SUFFIX
@@ -60,7 +61,7 @@ def _copies(path: Path) -> tuple[bytes, bytes, bytes]:
             raise BadRecording(path, "is not a regular file")
         if not layout.TEXTS_AT < found.st_size <= MAX_BYTES:
             raise BadRecording(path, f"has {found.st_size} bytes, which no recording has")
-        copies = [os.pread(fd, found.st_size, 0) for _ in range(3)]
+        copies = [read_at(fd, found.st_size, 0) for _ in range(3)]
     except OSError as error:
         raise BadRecording(path, f"cannot be read: {error.strerror}") from error
     finally:

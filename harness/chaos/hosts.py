@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.file_io import write_all
 from holdfast.harness.netns import Entry, Network
 
 INTERFACE = "eth0"
@@ -28,7 +29,7 @@ class Claim:
                 fd = os.open(self.folder / f"host-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileExistsError:
                 continue
-            os.write(fd, str(os.getpid()).encode())
+            write_all(fd, str(os.getpid()).encode())
             os.close(fd)
             entry()
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
