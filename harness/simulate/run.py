@@ -15,6 +15,8 @@ from holdfast.harness.simulate.world import World
 
 ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000
+MOST_PENDING = 1000
+"""For each rank, pending events from which on messages multiply without end: what happens next shows nothing more."""
 BY_THE_CLOCK = (Deadlines, Progress)
 """Checkers that are not asked: faults last as long as a schedule says, and `Completion` bounds all that comes after.
 """
@@ -86,9 +88,10 @@ def simulate(
     judges = Judges(Bounds(), also)
     world = World(schedule, judges.observe, trace)
     struck = schedule.ends()
+    most_pending = MOST_PENDING * (schedule.layout.ranks + schedule.layout.spares)
 
     def over() -> bool:
-        if judges.violation is not None or world.events > LIMIT_EVENTS:
+        if judges.violation is not None or world.events > LIMIT_EVENTS or world.pending > most_pending:
             return True
         return world.now > struck and world.register.view is not None and judges.all_ended()
 

@@ -175,6 +175,11 @@ class World:
             return
         act(*args)
 
+    @property
+    def pending(self) -> int:
+        """How many events are still to come."""
+        return len(self._queue)
+
     def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen up to time `until`, or until `stop()` after something has happened."""
         queue, pop = self._queue, heapq.heappop
