@@ -47,6 +47,9 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.transport"}
 
 LONGEST = 500
 
+NAMESPACE = Path("harness/namespace")
+"""What lies in `holdfast` itself, and in no subpackage of it."""
+
 
 def modules() -> list[Path]:
     """Every Python file of the six packages, relative to the root."""
@@ -148,11 +151,16 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent, f"without a docstring: {', '.join(silent)}"
 
 
+def installed_path(path: Path) -> str:
+    """Where a file of the tree lies in an installation."""
+    return f"holdfast/{path.name if path.parent == NAMESPACE else path}"
+
+
 def test_every_folder_is_declared_as_a_package() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {str(path.parent) for path in modules()}
-    assert set(setup["packages"]) == {f"holdfast.{folder.replace('/', '.')}" for folder in folders}
-    assert setup["package-dir"] == {f"holdfast.{folder.replace('/', '.')}": folder for folder in folders}
+    folders = {installed_path(path).rpartition("/")[0].replace("/", "."): str(path.parent) for path in modules()}
+    assert set(setup["packages"]) == set(folders)
+    assert setup["package-dir"] == folders
 
 
 def test_constraints_pin_every_dependency() -> None:
@@ -212,7 +220,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"holdfast/{path}" for path in modules()} <= names
+    assert {installed_path(path) for path in modules()} <= names
     assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
     kinds = ("*.j2", "*.toml")
     data = {
@@ -258,6 +266,11 @@ def test_the_installed_wheel_lists_its_backends(installed: Path, tmp_path: Path)
     listed = run_command(installed, "backends", cwd=tmp_path)
     assert all(name in listed for name in ("inproc", "shm", "gloo"))
     assert "broken" not in listed
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_is_a_module_to_run(installed: Path, tmp_path: Path) -> None:
+    assert run_command(installed.parent / "python", "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
 
 
 @pytest.mark.slow
