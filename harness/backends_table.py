@@ -10,6 +10,7 @@ from rich.text import Text
 from holdfast.comms.plugins import Available, Capabilities, DetectorInfo, Unavailable
 from holdfast.comms.registry import Backend, registry
 from holdfast.ft.registers import schemes
+from holdfast.harness.console import FoldingTable
 
 
 def describe() -> dict[str, Any]:
@@ -86,9 +87,9 @@ FLAGS = {
 
 def table(described: dict[str, Any]) -> Table:
     """The table for people, of what `describe` gave."""
-    result = Table(title="backends", title_justify="left", show_lines=True)
-    result.add_column("name", style="bold", no_wrap=True)
-    result.add_column("here", no_wrap=True)
+    result = FoldingTable(title="backends", title_justify="left", show_lines=True)
+    result.add_column("name", style="bold")
+    result.add_column("here")
     result.add_column("what it is, or what is missing", ratio=2)
     result.add_column("reduces", justify="right")
     result.add_column("can", ratio=1)
@@ -102,9 +103,9 @@ def table(described: dict[str, Any]) -> Table:
 
 def detectors_table(described: dict[str, Any]) -> Table:
     """The table of failure detectors for people."""
-    result = Table(title="failure detectors", title_justify="left")
+    result = FoldingTable(title="failure detectors", title_justify="left")
     for column in ("name", "here", "what it tells by", "its word is"):
-        result.add_column(column, style="bold" if column == "name" else "", no_wrap=column in ("name", "here"))
+        result.add_column(column, style="bold" if column == "name" else "")
     for name, detector in described["detectors"].items():
         here = Text("yes", "green") if detector["available"] else Text("no", "red")
         result.add_row(name, here, _about(detector), detector["evidence"])
@@ -113,8 +114,8 @@ def detectors_table(described: dict[str, Any]) -> Table:
 
 def registers_table(described: dict[str, Any]) -> Table:
     """The table of registers for people."""
-    result = Table(title="registers", title_justify="left")
-    result.add_column("URL", style="bold", no_wrap=True)
+    result = FoldingTable(title="registers", title_justify="left")
+    result.add_column("URL", style="bold")
     result.add_column("what it is")
     for scheme, description in described["registers"].items():
         result.add_row(f"{scheme}://", description)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +12,16 @@ import typer
 from holdfast.harness.bench.cli import app as bench_app
 from holdfast.harness.blame.command import blame
 from holdfast.harness.chaos.command import app as chaos_app
+from holdfast.harness.command_line import CommandGroup, signals_end_in_order
 from holdfast.harness.conformance.command import conformance
 from holdfast.harness.demo.command import demo
 from holdfast.harness.gate.command import gate
 from holdfast.harness.simulate.command import simulate
 from holdfast.harness.top.command import top
 from holdfast.harness.tune_command import tune
+from holdfast.harness.visible import replace_unencodable
 
-app = typer.Typer(
+app = CommandGroup(
     name="holdfast",
     help="Communications that hold when ranks die.",
     epilog="Start with: holdfast backends, then holdfast demo. Each command has examples: holdfast COMMAND --help.",
@@ -69,16 +71,15 @@ def backends(
     A plugin that does not load is listed as broken, with the reason, and harms no other.
     """
     from holdfast.harness.backends_table import describe, detectors_table, registers_table, table
+    from holdfast.harness.console import console, print_json
 
     described = describe()
     if json:
-        typer.echo(json_module.dumps(described, indent=2))
+        print_json(described)
         return
-    from rich.console import Console
-
-    console = Console()
+    out = console()
     for each in (table(described), detectors_table(described), registers_table(described)):
-        console.print(each)
+        out.print(each)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -137,7 +138,10 @@ def run(
 
 def main() -> None:
     """The entry point."""
-    app(prog_name="holdfast")
+    for stream in (sys.stdout, sys.stderr):
+        replace_unencodable(stream)
+    with signals_end_in_order():
+        app(prog_name="holdfast")
 
 
 if __name__ == "__main__":

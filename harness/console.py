@@ -6,12 +6,13 @@ that the stream cannot encode. Consoles and tables from here do none of that; st
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -20,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.harness.visible import visible
+from holdfast.harness.visible import replace_unencodable, visible
 
 PIPED_WIDTH = 140
 """Columns of output that goes to no terminal."""
@@ -28,6 +29,9 @@ PIPED_WIDTH = 140
 
 class _PlainConsole(Console):
     """A console to which a string is text, without markup, emoji codes or control characters."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for the guard of the commands; rich ends with 1, which is a verdict
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
@@ -39,13 +43,6 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     replace_unencodable(stream)
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
     return _PlainConsole(stderr=stderr, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
-
-
-def replace_unencodable(*streams: TextIO) -> None:
-    """Let streams print a question mark for what their encoding lacks, where they would raise UnicodeEncodeError."""
-    for stream in streams:
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            stream.reconfigure(errors="replace")
 
 
 def print_json(thing: Any) -> None:
@@ -64,6 +61,28 @@ def panel(text: str, *, title: str, style: str) -> Panel:
     return Panel(Text(visible(text)), title=Text(visible(title)), style=style)
 
 
+@contextmanager
+def working(out: Console, text: str, *, every: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Show what a long command is doing: give what is called with each new text to show.
+
+    On a terminal it is one line that changes, elsewhere a line each, not more often than `every` seconds.
+    """
+    if out.is_terminal:
+        with out.status(styled(text, "")) as status:
+            yield lambda said: status.update(styled(said, ""))
+        return
+    shown = -every
+
+    def show(said: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= every:
+            shown = time.monotonic()
+            out.print(said, soft_wrap=True)
+
+    show(text)
+    yield show
+
+
 class FoldingTable(Table):
     """A table that loses nothing on a narrow terminal.
 
@@ -74,14 +93,21 @@ class FoldingTable(Table):
         super().add_column(*arguments, **{**options, "overflow": "fold", "no_wrap": False})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=10_000)
         for column in self.columns:
-            column.overflow, column.no_wrap = "fold", False
-        # Measured without the limit of the terminal, the minimum is the width of the longest words side by side.
-        needed = Measurement.get(console, options.update(max_width=10_000), self).minimum
-        if needed <= options.max_width:
-            yield from super().__rich_console__(console, options)
-        else:
+            column.overflow, column.no_wrap, column.width = "fold", False, None
+        words = [max(_width(console, wide, cell).minimum for cell in (c.header, *c.cells)) for c in self.columns]
+        lines = [max(_width(console, wide, cell).maximum for cell in (c.header, *c.cells)) for c in self.columns]
+        frame = Measurement.get(console, wide, self).minimum - sum(words)
+        room = options.max_width - frame - sum(words)
+        if room < 0:
             yield from self._records(console)
+            return
+        wanted = sum(lines) - sum(words)
+        if wanted > room:  # rich would narrow the widest columns first, below their longest words
+            for column, word, line in zip(self.columns, words, lines, strict=True):
+                column.width = word + room * (line - word) // wanted
+        yield from super().__rich_console__(console, options)
 
     def _records(self, console: Console) -> Iterator[Text]:
         if self.title:
@@ -94,6 +120,11 @@ class FoldingTable(Table):
             yield Text()
         if self.caption:
             yield _text_of(self.caption, console)
+
+
+def _width(console: Console, options: ConsoleOptions, cell: object) -> Measurement:
+    """How wide the longest word of a cell is, and its longest line."""
+    return Measurement.get(console, options, _text_of(cell, console))
 
 
 def _text_of(cell: object, console: Console) -> Text:

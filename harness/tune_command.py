@@ -71,10 +71,9 @@ def tune(
 def _print(links: dict[str, Any], json: bool) -> None:
     from holdfast.comms.algorithms import tuning
     from holdfast.harness import tune as tuner
+    from holdfast.harness.console import console, print_json, styled
 
     if json:
-        import msgspec
-
         described = {
             name: {
                 "latency": link.latency,
@@ -85,19 +84,18 @@ def _print(links: dict[str, Any], json: bool) -> None:
             }
             for name, (link, measured) in links.items()
         }
-        typer.echo(msgspec.json.encode({"file": str(tuning.path()), "links": described}).decode())
+        print_json({"file": str(tuning.path()), "links": described})
         return
-    from rich.console import Console
-
-    console = Console()
-    console.print(f"kept in {tuning.path()}")
+    out = console()
+    out.print(f"kept in {tuning.path()}")
     for name, (link, measured) in links.items():
         origin = f"measured {measured.measured}, fits to {measured.worst_error:.0%}" if measured else "default"
-        console.print(f"\n[bold]{name}[/]: {link.latency * 1e6:.1f} us, {link.bandwidth / 1e9:.2f} GB/s ({origin})")
+        out.print()
+        out.print(styled(name, "bold") + f": {link.latency * 1e6:.1f} us, {link.bandwidth / 1e9:.2f} GB/s ({origin})")
         chosen = tuner.choices(link, SHOWN_RANKS, SHOWN_SIZES)
         for start in range(0, len(chosen), len(SHOWN_SIZES)):
             row = chosen[start : start + len(SHOWN_SIZES)]
-            console.print(f"  {row[0].op:<11}{row[0].ranks:>3} ranks: {_in_words(row)}", highlight=False)
+            out.print(f"  {row[0].op:<11}{row[0].ranks:>3} ranks: {_in_words(row)}")
 
 
 def _in_words(row: Sequence[Choice]) -> str:

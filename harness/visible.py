@@ -1,4 +1,4 @@
-"""Control characters in others' text, made visible: what a terminal would obey is shown instead.
+"""Text of others on our streams: control characters are shown, not obeyed; what cannot be encoded is replaced.
 
 A rank, a commit's subject or a file name may hold escape sequences that move the cursor, rewrite what was printed
 before, or set the title of the window. Only colours may pass, and only to a terminal.
@@ -6,7 +6,9 @@ before, or set the title of the window. Only colours may pass, and only to a ter
 
 from __future__ import annotations
 
+import io
 import re
+from typing import TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """All but tab and newline; with the C1 controls, which some terminals obey, and the marks that reorder text."""
@@ -29,6 +31,12 @@ def visible_but_colours(text: str) -> str:
         pieces += [visible(text[end : found.start()]), visible(found[0]) if hides else found[0]]
         end = found.end()
     return "".join([*pieces, visible(text[end:])])
+
+
+def replace_unencodable(stream: TextIO) -> None:
+    """Let `stream` print a question mark for what its encoding lacks, where it would raise UnicodeEncodeError."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
 
 
 def _written_out(found: re.Match[str]) -> str:

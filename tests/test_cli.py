@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -18,7 +19,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli import app
+from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand
 from holdfast.harness.launch import Plan, launch, python_command
+from holdfast.harness.outputs import check_file
+from holdfast.harness.processes import StartFailed
 
 COMMANDS = typer.main.get_group(app)
 COMMAND = Path(sys.executable).parent / "holdfast"
@@ -104,6 +108,114 @@ def test_a_trace_that_cannot_be_written_is_said_in_a_line(tmp_path: Path) -> Non
     done = said("blame", tmp_path, "--perfetto", tmp_path / "no" / "trace.json")
     assert done.exit_code == 1
     assert done.stderr.startswith("holdfast blame: the trace cannot be written")
+
+
+@pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
+def test_each_command_is_guarded(command: tuple[str, ...]) -> None:
+    found: Any = COMMANDS
+    for name in command:
+        found = found.commands[name]
+    assert isinstance(found, GuardedCommand)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("a fault of ours"), INTERNAL_ERROR),
+        (OSError(28, "No space left on device"), INTERNAL_ERROR),
+        (StartFailed("the zygote died"), CANNOT_BEGIN),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_command_did_not_expect_ends_with_no_verdict(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("holdfast.harness.bench.imports.measure", fail)
+    done = said("bench", "imports")
+    assert done.exit_code == status
+    assert str(error) in done.stderr
+    assert ("Traceback" in done.stderr) == (status == INTERNAL_ERROR)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gate", "--markdown", "/dev/null/comment.md"),
+        ("bench", "copy", "--report", "/dev/null/report"),
+        ("bench", "copy", "--plot", "/dev/null/plot.png"),
+        ("chaos", "run", "kill-rank", "--report", "/dev/null/report"),
+        ("chaos", "compare", "before", "after", "--report", "/dev/null/report"),
+        ("demo", "--report", "/dev/null/report"),
+        ("simulate", "--figures", "/dev/null/figures"),
+        ("simulate", "--shrink", "--out", "/dev/null/failing.json"),
+        ("simulate", "--trace", "/dev/null/trace"),
+    ],
+    ids=" ".join,
+)
+def test_outputs_are_tried_before_anything_is_measured(arguments: tuple[str, ...]) -> None:
+    done = said(*arguments)
+    assert done.exit_code == CANNOT_BEGIN
+    assert "/dev/null" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "install"),
+    [
+        (("chaos", "run", "kill-rank"), "jinja2", "holdfast[report]"),
+        (("bench", "copy", "--report", "report"), "jinja2", "holdfast[report]"),
+        (("simulate", "--figures", "figures"), "matplotlib", "holdfast[report]"),
+        (("demo",), "transformers", "holdfast[rl]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_optional_modules_are_tried_before_anything_is_measured(
+    arguments: tuple[str, ...], module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == module else find(name, *more))
+    monkeypatch.chdir(tmp_path)
+    done = said(*arguments)
+    assert done.exit_code == CANNOT_BEGIN
+    assert module in done.stderr
+    assert install in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trying_an_output_leaves_nothing_behind_and_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("kept")
+    for name in ("old", "new"):
+        check_file(tmp_path / name, "--out")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_a_reader_that_has_gone_is_no_verdict(options: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert done.returncode == BROKEN_PIPE
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "arguments", [("chaos", "run", "kill-rank", "--minutes"), ("gate", "--effect"), ("bench", "copy", "--seconds")]
+)
+def test_a_number_that_is_none_is_refused(arguments: tuple[str, ...], number: str) -> None:
+    done = said(*arguments, number)
+    assert done.exit_code == CANNOT_BEGIN
+    assert arguments[-1] in done.stderr
+
+
+def test_the_command_is_a_module_to_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stdout == "holdfast 0.1.0\n", done.stderr
 
 
 def test_an_unknown_command_is_refused() -> None:

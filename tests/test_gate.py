@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from typer.testing import CliRunner
+from waiting import eventually
 
 from holdfast.comms import reproducible
 from holdfast.harness.cli import app
@@ -121,6 +125,49 @@ def test_what_is_no_side_is_refused(repository: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
         chosen(["nosuch"])
+
+
+def test_two_folders_need_no_repository_and_no_git(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build(str(repository), tmp_path, tmp_path / "built").title.endswith("as it is")
+    with pytest.raises(NoSuchSide, match="git is not installed: name two folders"):
+        build("HEAD", repository, tmp_path / "commit")
+
+
+def test_a_commit_outside_of_any_repository_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchSide, match=r"main is no folder with a pyproject\.toml, and no commit can be looked for"):
+        build("main", tmp_path, tmp_path / "built")
+
+
+def test_a_shallow_clone_says_that_older_commits_are_missing(repository: Path, tmp_path: Path) -> None:
+    shallow = tmp_path / "shallow"
+    clone = ["git", "clone", "-q", "--depth", "1", f"file://{repository}", str(shallow)]
+    subprocess.run(clone, check=True, timeout=30)
+    with pytest.raises(NoSuchSide, match="the clone is shallow: git fetch --unshallow"):
+        build("HEAD~1", shallow, tmp_path / "built")
+
+
+def test_a_subfolder_stands_for_the_tree_that_it_is_in(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository / "comms")
+    for name in (".", "HEAD"):
+        side = build(name, Path(), tmp_path / f"built {name}")
+        assert (side.root / "constraints.txt").is_file()
+
+
+def test_sigterm_ends_it_with_nothing_left_behind(repository: Path, tmp_path: Path) -> None:
+    own = tmp_path / "temporary"
+    own.mkdir()
+    (repository / "setup.py").write_text("import time; time.sleep(60)\n")  # it is being compiled when the signal comes
+    command = [sys.executable, "-m", "holdfast.harness.cli", "gate", str(repository), str(repository)]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(own)}, stderr=subprocess.DEVNULL)
+    eventually(lambda: any(own.glob("holdfast-gate-*/base/tree/setup.py")), 60.0)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(own.iterdir()) == []
 
 
 def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,19 @@ from typing import Annotated
 import typer
 
 from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
+from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup
 
-app = typer.Typer(
+app = CommandGroup(
     name="bench",
     help="Measure our backends, beside other libraries in the same run, with every result checked.",
     no_args_is_help=True,
 )
 
 
-def _failed(command: str, error: Exception) -> typer.Exit:
-    """Say why it could not be measured."""
+def _failed(command: str, error: Exception, status: int = 1) -> typer.Exit:
+    """Say why it could not be measured. `status` is another than 1 where that is a verdict."""
     typer.echo(f"holdfast bench {command}: {error}", err=True)
-    return typer.Exit(1)
+    return typer.Exit(status)
 
 
 def _contestants(
@@ -61,12 +62,18 @@ def _bench(
     against: Path | None,
 ) -> None:
     from holdfast.harness.bench import compare, page, show
-    from holdfast.harness.bench.rounds import Plan, run
+    from holdfast.harness.bench.rounds import Plan, expected_seconds, run
+    from holdfast.harness.console import console, styled, working
+    from holdfast.harness.outputs import check_file, check_folder, check_modules, writing
 
     try:
         then = compare.load(against) if against is not None else None
         if plot is not None:
             show.check_plot(plot)
+            check_file(plot, "--plot")
+        if report is not None:
+            check_modules("report", "--report", "jinja2")
+            check_folder(report, "--report", "report.html", "bench.json")
         drawn = plot is not None or report is not None
         everyone, ours = _contestants(ops[0], backends, peers, only, bound or drawn)
         if dtype not in DTYPES:
@@ -89,32 +96,34 @@ def _bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    notes = show.console(stderr=True)
-    with notes.status("starting") as status:
-        bench = run(plan, lambda text: status.update(text))
+    notes, out = console(stderr=True), console()
+    begin = f"{plan.command}: about {expected_seconds(plan):.0f} s"
+    with working(notes, begin) as progress:
+        bench = run(plan, progress)
     if json:
         typer.echo(bench.json())
     else:
-        show.show(bench, show.console())
+        show.show(bench, out)
     compared = compare.compare(bench, then) if then is not None else ()
     if then is not None and not json:
-        show.show_compared(compared, compare.differing(bench, then), show.console())
-    if plot is not None:
-        try:
-            show.plot(bench, plot)
-            notes.print(f"plot: {plot}")
-        except ValueError as error:
-            notes.print(f"no plot: {error}")
-    if report is not None:
-        notes.print(f"report: {page.write(bench, report, compared)}")
+        show.show_compared(compared, compare.differing(bench, then), out)
     broken = [failure for failure in bench.failures if failure.contestant in ours]
     left_out = [name for name in bench.skipped if name in ours]
     if bench.wrong or broken or left_out:
         notes.print(
-            f"[bold red]not all is well[/]: {bench.wrong} wrong elements, {len(broken)} failures and "
+            styled("not all is well", "bold red") + f": {bench.wrong} wrong elements, {len(broken)} failures and "
             f"{len(left_out)} of our own backends left out"
         )
-        raise typer.Exit(1)
+    with writing("holdfast bench"):
+        if plot is not None:
+            try:
+                show.plot(bench, plot)
+                notes.print(f"plot: {plot}")
+            except ValueError as error:
+                notes.print(f"no plot: {error}")
+        if report is not None:
+            notes.print(f"report: {page.write(bench, report, compared)}")
+    raise typer.Exit(1 if bench.wrong or broken or left_out else 0)
 
 
 def _command(ops: tuple[str, ...]) -> Callable[..., None]:
@@ -199,13 +208,12 @@ def imports(
 
         holdfast bench imports --processes 31
     """
-    import msgspec
-
     from holdfast.harness.bench.imports import measure
+    from holdfast.harness.console import print_json
 
     cost = measure(processes)
     if json:
-        typer.echo(msgspec.json.encode(cost).decode())
+        print_json(cost)
     else:
         typer.echo(
             f"import holdfast.comms after torch: {cost.extra:.1f} ms (median of {cost.processes} processes, "
@@ -247,12 +255,11 @@ def recovery(
 
         holdfast bench recovery -n 4 --kills 30 --bound --peers
     """
-    import msgspec
-
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench import recovery_peer, show
     from holdfast.harness.bench.mpi_programs import OPENMPI, missing
     from holdfast.harness.bench.recovery import run
+    from holdfast.harness.console import console, print_json, working
 
     if peers and (reason := missing(OPENMPI)) is not None:
         raise typer.BadParameter(f"--peers: {reason}")
@@ -265,9 +272,9 @@ def recovery(
         nbytes = parse_size(size)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    notes = show.console(stderr=True)
+    notes, out = console(stderr=True), console()
     try:
-        with notes.status("starting") as status:
+        with working(notes, f"{kills} kills of ranks over {backend}, about a second each", every=2.0) as progress:
             bench = run(
                 backend,
                 ranks,
@@ -275,24 +282,24 @@ def recovery(
                 spares,
                 nbytes,
                 seed,
-                lambda text: status.update(text),
+                progress,
                 together=together,
                 proposer=proposer,
                 stopped=stopped,
                 bound=bound,
             )
-            peer = recovery_peer.run(ranks, kills, nbytes, seed, lambda text: status.update(text)) if peers else None
+            peer = recovery_peer.run(ranks, kills, nbytes, seed, progress) if peers else None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
         raise _failed("recovery", error) from error
     if json:
-        typer.echo(msgspec.json.encode({"holdfast": bench, "peer": peer} if peers else bench).decode())
+        print_json({"holdfast": bench, "peer": peer} if peers else bench)
         return
-    show.show_recovery(bench, show.console())
+    show.show_recovery(bench, out)
     if peer is not None:
         spread = peer.total
-        show.console().print(
+        out.print(
             f"{peer.library}, {peer.ranks} ranks, {len(peer.kills)} kills: median {spread.median:.2f} ms, "
             f"p90 {spread.p90:.2f}, p99 {spread.p99:.2f}, max {spread.max:.2f}; {peer.hung} jobs "
             f"did not come back; others used {peer.others:.2f} CPUs"
@@ -315,12 +322,12 @@ def evictions(
         holdfast bench evictions --minutes 1 -n 4
 
     Ranks hold their interpreter, compute in several threads, and take and touch memory, each for up to two and a half
-    times the suspect time, on too few cores. Exit status: 0 only if nobody was evicted.
+    times the suspect time, on too few cores. Exit status: 0 only if nobody was evicted; 1 if somebody was;
+    2 if that could not be measured.
     """
-    import json as json_module
-
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench.evictions import measure
+    from holdfast.harness.console import print_json
 
     typer.echo(f"{ranks} ranks work on {cores} cores for {minutes:g} minutes", err=True)
     try:
@@ -328,9 +335,9 @@ def evictions(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
-        raise _failed("evictions", error) from error
+        raise _failed("evictions", error, CANNOT_BEGIN) from error
     if json:
-        typer.echo(json_module.dumps(found.plain(), indent=2))
+        print_json(found.plain())
     else:
         slow = ", ".join(f"{name} {count}" for name, count in sorted(found.hogs.items()))
         typer.echo(
@@ -358,10 +365,9 @@ def overhead(
 
         holdfast bench overhead --backend gloo --rounds 20
     """
-    import msgspec
-
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench.overhead import run, table
+    from holdfast.harness.console import print_json
 
     try:
         nbytes = parse_size(size)
@@ -371,7 +377,10 @@ def overhead(
         cost = run(backend, ranks, nbytes, rounds, work, lambda text: typer.echo(text, err=True))
     except HoldfastError as error:
         raise _failed("overhead", error) from error
-    typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))
+    if json:
+        print_json(cost)
+    else:
+        typer.echo(table(cost))
 
 
 @app.command("layer")
@@ -390,10 +399,9 @@ def layer(
 
         holdfast bench layer mpi --sizes 8 --rounds 200
     """
-    import msgspec
-
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench.layer import run, table
+    from holdfast.harness.console import print_json
 
     try:
         parsed = parse_sizes(sizes)
@@ -403,4 +411,7 @@ def layer(
         cost = run(backend, parsed, ranks, rounds, lambda text: typer.echo(text, err=True))
     except HoldfastError as error:
         raise _failed("layer", error) from error
-    typer.echo(msgspec.json.encode(cost).decode() if json else table(cost))
+    if json:
+        print_json(cost)
+    else:
+        typer.echo(table(cost))

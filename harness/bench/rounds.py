@@ -205,6 +205,12 @@ def _start(plan: Plan, ranks: int, arena: Arena, skipped: dict[str, str]) -> lis
     return groups
 
 
+def expected_seconds(plan: Plan) -> float:
+    """About how long the plan takes: what is timed, and as much again for starting, warming up and checking."""
+    measured = sum(1 if OPERATIONS[name].layout in SIZELESS else len(plan.sizes) for name in plan.operations)
+    return 2 * plan.seconds * measured * len(plan.contestants) * len(plan.ranks)
+
+
 def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
     """Run the whole plan.
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.harness.bench.contestants import MEMCPY
 from holdfast.harness.bench.definitions import OPERATIONS, show_size
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench, Ratio, Row
+from holdfast.harness.console import FoldingTable, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,26 +35,20 @@ def show_time(microseconds: float) -> str:
     return f"{microseconds:.3g} us"
 
 
-def console(stderr: bool = False) -> Console:
-    """A console that is wide enough for the tables where there is no terminal to fit into."""
-    plain = Console(stderr=stderr)
-    return plain if plain.is_terminal else Console(stderr=stderr, width=140)
-
-
 def _short(contestant: str) -> str:
     return contestant.removeprefix(HOLDFAST)
 
 
-def _wrong(count: int | None) -> str:
+def _wrong(count: int | None) -> Text:
     if count is None:
-        return "?"
-    return f"[bold red]{count}[/]" if count else "0"
+        return Text("?")
+    return styled(count, "bold red" if count else "")
 
 
 def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
-    table = Table(
+    table = FoldingTable(
         title=f"{op}, {ranks} ranks" + (", inputs written anew before each op" if fresh else ""),
         title_justify="left",
         caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
@@ -60,11 +56,11 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
         caption_justify="left",
     )
     for name in ("size", "library"):
-        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name == "size" else "left")
     for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for name in ours:
-        table.add_column(f"{_short(name)} speed-up", justify="right", no_wrap=True)
+        table.add_column(f"{_short(name)} speed-up", justify="right")
     before = None
     for row in sorted(rows, key=lambda row: row.nbytes):
         if before not in (None, row.nbytes):
@@ -89,13 +85,13 @@ def show(bench: Bench, out: Console) -> None:
     """Print the whole bench."""
     here = bench.machine
     out.print(
-        f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}; "
-        f"[{'yellow' if here.others > QUIET else 'default'}]other processes used {here.others:.2f} CPUs meanwhile[/]"
+        Text(f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}; ")
+        + styled(f"other processes used {here.others:.2f} CPUs meanwhile", "yellow" if here.others > QUIET else "")
     )
     for name, detail in bench.contestants.items():
         out.print(f"  {name}: {detail}")
     for name, reason in bench.skipped.items():
-        out.print(f"  [yellow]{name} left out[/]: {reason}")
+        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows):
         chosen = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
         ratios = {(r.nbytes, r.ours, r.peer): r for r in bench.ratios if (r.op, r.ranks) == (op, ranks)}
@@ -103,7 +99,7 @@ def show(bench: Bench, out: Console) -> None:
         out.print(_table(op, ranks, chosen, ratios, bench.fresh))
     for failure in bench.failures:
         out.print(
-            f"[bold red]failed[/]: {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
+            styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
             f"{show_size(failure.nbytes)}: {failure.reason}"
         )
 
@@ -111,15 +107,15 @@ def show(bench: Bench, out: Console) -> None:
 def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: Console) -> None:
     """Print this run beside the stored one."""
     for words in differing:
-        out.print(f"[yellow]another machine[/]: {words}")
-    table = Table(
+        out.print(styled("another machine", "yellow") + f": {words}")
+    table = FoldingTable(
         title="beside the stored run",
         title_justify="left",
         caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",
         caption_justify="left",
     )
     for name in ("op", "ranks", "size", "library", "then", "now", "then / now", ""):
-        table.add_column(name, justify="left" if name in ("op", "library", "") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("op", "library", "") else "right")
     styles = {"slower": "bold red", "faster": "green"}
     for each in compared:
         table.add_row(
@@ -141,7 +137,7 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
     spares = f", {bench.spares} spares" if bench.spares else ", no spares"
     signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
     proposer = " and then of the proposer" if bench.proposer else ""
-    table = Table(
+    table = FoldingTable(
         title=f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
         f"{len(bench.kills)} {kills}",
         title_justify="left",
@@ -201,7 +197,7 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError if no picture can be written to `path`: before anything is measured."""
+    """Raises ValueError if no picture of the kind of `path` can be made: before anything is measured."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -209,8 +205,6 @@ def check_plot(path: Path) -> None:
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"{path} does not say what to write: end it with .png or .svg ({', '.join(sorted(known))})")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
 
 
 def plot(bench: Bench, path: Path) -> None:

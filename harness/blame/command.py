@@ -55,6 +55,7 @@ def blame(
     from holdfast.harness.blame.analyse import analyse
     from holdfast.harness.blame.evidence import gather
     from holdfast.harness.blame.jobs import locate
+    from holdfast.harness.console import console, print_json
 
     try:
         evidence = gather(locate(job).logs, time.monotonic())
@@ -62,6 +63,12 @@ def blame(
         typer.echo(f"holdfast blame: {error}", err=True)
         raise typer.Exit(1) from error
     found = analyse(evidence)
+    if json:
+        print_json({"suspects": found[:limit], "not_read": evidence.bad})
+    else:
+        from holdfast.harness.blame.show import render
+
+        console().print(render(evidence, found, limit))
     if perfetto is not None:
         from holdfast.harness.blame.perfetto import trace
 
@@ -70,30 +77,18 @@ def blame(
         except OSError as error:
             typer.echo(f"holdfast blame: the trace cannot be written: {error}", err=True)
             raise typer.Exit(1) from error
-    if json:
-        import msgspec
-
-        suspects = msgspec.to_builtins(found[:limit])
-        typer.echo(json_module.dumps({"suspects": suspects, "not_read": evidence.bad}, indent=2))
-        return
-    from rich.console import Console
-
-    from holdfast.harness.blame.show import render
-
-    Console().print(render(evidence, found, limit))
-    if not evidence.recordings:
+    if not evidence.recordings and not json:
         typer.echo("holdfast blame: no recording could be read; was HOLDFAST_LOG_DIR set in the job?", err=True)
         raise typer.Exit(1)
 
 
 def _score(generated: int, injected: int, json: bool) -> None:
     from holdfast.harness.blame.score.run import run
+    from holdfast.harness.console import print_json
 
     result = run(generated, injected, lambda text: typer.echo(text, err=True))
     if json:
-        import msgspec
-
-        typer.echo(json_module.dumps(msgspec.to_builtins(result), indent=2))
+        print_json(result)
     else:
         typer.echo(result.table())
     if not result.passed:

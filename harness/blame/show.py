@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.harness.blame.evidence import Evidence
 from holdfast.harness.blame.finding import MEANING, Finding
+from holdfast.harness.console import FoldingTable
 
 _COLOURS = {"crash": "bold red", "hang": "red", "cut": "magenta", "mismatch": "yellow", "slow": "cyan", "stuck": "dim"}
 
@@ -17,10 +17,10 @@ def render(evidence: Evidence, findings: list[Finding], limit: int) -> Renderabl
     """The surest `limit` suspects."""
     lines: list[RenderableType] = []
     if findings:
-        table = Table(expand=True, show_lines=len(findings) > 1)
-        table.add_column("suspect", no_wrap=True)
-        table.add_column("what", no_wrap=True)
-        table.add_column("sure", justify="right", no_wrap=True)
+        table = FoldingTable(expand=True, show_lines=len(findings) > 1)
+        table.add_column("suspect")
+        table.add_column("what")
+        table.add_column("sure", justify="right")
         table.add_column("evidence", ratio=1)
         for finding in findings[:limit]:
             link = f"rank {finding.rank} → {finding.to}" if finding.to is not None else f"rank {finding.rank}"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.harness.command_line import CommandGroup
+
 if TYPE_CHECKING:
     from holdfast.harness.chaos.record import ChaosReport, ChaosRun
 
-WIDTH = 120
-"""Columns of output that goes to no terminal."""
-
-app = typer.Typer(
+app = CommandGroup(
     help="Break a job on real processes, and judge how it recovers.",
     epilog="Start with: holdfast chaos list, then holdfast chaos run kill-rank. How to write one: docs/chaos.md.",
     no_args_is_help=True,
@@ -38,10 +36,11 @@ def list_scenarios(json: Json = False) -> None:
     from holdfast.harness.chaos import library
     from holdfast.harness.chaos.fault_type import fault_types
     from holdfast.harness.chaos.show import listing
+    from holdfast.harness.console import console, print_json
 
     scenarios = [library.find(name) for name in library.names()]
     if json:
-        _print_json(
+        print_json(
             {
                 "scenarios": [
                     {
@@ -62,8 +61,9 @@ def list_scenarios(json: Json = False) -> None:
             }
         )
         return
+    out = console()
     for table in listing(scenarios, fault_types()):
-        _console().print(table)
+        out.print(table)
 
 
 @app.command()
@@ -88,7 +88,7 @@ def show(
     except (BadScenario, ValueError) as error:
         typer.echo(f"holdfast chaos: {error}", err=True)
         raise typer.Exit(2) from error
-    typer.echo(path.read_text().rstrip())
+    typer.echo(path.read_text(encoding="utf-8-sig").rstrip())
     typer.echo(f"\n# With --seed {seed}:")
     for each in planned:
         lasts = "" if each.lasts is None else f", for {each.lasts:g} s"
@@ -125,15 +125,15 @@ def run(
     Each is run twice: without faults, for the final state and the speed, and with the faults that the seed gives. The
     folder gets report.html (one file, works offline) and run.json.
 
-    Exit status: 0 only if every run came out as its scenario expects; 1 if not; 2 if one could not be run; 130 if
-    interrupted. A run that fails prints the command that repeats it.
+    Exit status: 0 only if every run came out as its scenario expects; 1 if not; 2 if one could not be run; 74 if the
+    report could not be written; 130 if interrupted. A run that fails prints the command that repeats it.
     """
     from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.console import print_json
+    from holdfast.harness.outputs import check_folder, check_modules, writing
 
-    try:
-        report.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {report}: {error}", param_hint="--report") from error
+    check_modules("report", "the report", "jinja2")
+    check_folder(report, "--report", "report.html", "run.json")
     try:
         made, refused = _run(scenarios, seed, minutes, compare, quiet=json)
     except (HoldfastError, ValueError, OSError) as error:
@@ -146,11 +146,13 @@ def run(
         typer.echo(f"holdfast chaos: {line}", err=True)
     if not made.runs:
         raise typer.Exit(2)
-    _write(made, report)
     if json:
-        _print_json(_summary(made))
+        print_json(_summary(made))
     else:
-        _tell(made, report)
+        _tell(made)
+    with writing("holdfast chaos"):
+        _write(made, report)
+    typer.echo(f"report: {report / 'report.html'}", err=json)
     raise typer.Exit(2 if refused else 0 if made.passed else 1)
 
 
@@ -171,12 +173,15 @@ def compare(
 
     Exit status: 0 if both have a scenario in common, whatever became of it.
     """
-    import msgspec
-
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.chaos.compare import compared, load_report
     from holdfast.harness.chaos.show import comparison
+    from holdfast.harness.console import console, print_json
+    from holdfast.harness.outputs import check_folder, check_modules, writing
 
+    if report is not None:
+        check_modules("report", "--report", "jinja2")
+    check_folder(report, "--report", "compare.html")
     try:
         reports = load_report(before), load_report(after)
     except (HoldfastError, OSError) as error:
@@ -188,18 +193,18 @@ def compare(
         typer.echo(f"holdfast chaos: no scenario is in both: {', '.join(old)} and {', '.join(new)}", err=True)
         raise typer.Exit(2)
     rows = {name: compared(old[name], new[name]) for name in both}
+    if json:
+        print_json(rows)
+    else:
+        out = console()
+        for name in both:
+            out.print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
     if report is not None:
         from holdfast.harness.report.chaos import write_comparison
 
-        report.mkdir(parents=True, exist_ok=True)
-        write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
-    if json:
-        _print_json(msgspec.to_builtins(rows))
-        return
-    for name in both:
-        _console().print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
-    if report is not None:
-        typer.echo(f"report: {report / 'compare.html'}")
+        with writing("holdfast chaos"):
+            write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
+        typer.echo(f"report: {report / 'compare.html'}", err=json)
 
 
 def _label(path: Path) -> str:
@@ -217,19 +222,20 @@ def _run(
     from holdfast.harness.chaos.record import ChaosReport
     from holdfast.harness.chaos.show import machine, progress
     from holdfast.harness.chaos.theatre import Theatre
+    from holdfast.harness.console import console
 
     loaded = [(name, library.find(name)) for name in names]
     runs: list[ChaosRun] = []
     refused: list[str] = []
-    with progress(_console(), quiet=quiet) as bar:
+    with progress(console(stderr=True), console(quiet=quiet)) as bar:
         theatre = Theatre(bar.step)
         for name, scenario in loaded:
-            bar.begin(scenario.title)
+            bar.begin(scenario, compare)
             try:
                 made = theatre.perform(
                     scenario,
                     seed,
-                    source=library.path_of(name).read_text(),
+                    source=library.path_of(name).read_text(encoding="utf-8-sig"),
                     minutes=minutes,
                     compare=compare,
                     repeat=_repeat(name, seed, minutes, compare),
@@ -259,12 +265,13 @@ def _write(made: ChaosReport, folder: Path) -> None:
     write_report(made, folder / "report.html")
 
 
-def _tell(made: ChaosReport, folder: Path) -> None:
+def _tell(made: ChaosReport) -> None:
     from holdfast.harness.chaos.show import results
+    from holdfast.harness.console import console
 
+    out = console()
     for thing in results(made):
-        _console().print(thing)
-    typer.echo(f"report: {folder / 'report.html'}")
+        out.print(thing)
     for each in made.runs:
         if not each.passed:
             typer.echo(f"repeat: {each.repeat}")
@@ -280,15 +287,3 @@ def _summary(made: ChaosReport) -> dict[str, Any]:
         plain = msgspec.to_builtins(each)
         runs.append({**{k: v for k, v in plain.items() if k not in pictures}, "goodput": each.goodput})
     return {"passed": made.passed, "version": made.version, "machine": made.machine, "runs": runs}
-
-
-def _print_json(thing: Any) -> None:
-    import msgspec
-
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(thing)).decode() + "\n")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +19,7 @@ from holdfast.harness.chaos.compare import Row
 from holdfast.harness.chaos.fault_type import FaultType
 from holdfast.harness.chaos.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario import Scenario
+from holdfast.harness.console import FoldingTable, panel, styled
 from holdfast.harness.report.svg import duration
 
 _LINE_SECONDS = 10.0
@@ -34,14 +34,15 @@ def machine() -> str:
 
 def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]]) -> Iterator[RenderableType]:
     """The tables of `holdfast chaos list`."""
-    table = Table("scenario", "workload", "backend", "faults", "what it is", title="scenarios", title_justify="left")
+    columns = ("scenario", "workload", "backend", "faults", "what it is")
+    table = FoldingTable(*columns, title="scenarios", title_justify="left")
     for each in scenarios:
         faults = ", ".join(dict.fromkeys(fault.type for fault in each.faults))
         kind = type(each.workload).__struct_config__.tag
         backend = each.job.backend if each.workload.family == "session" else ""
         table.add_row(each.name, str(kind), backend, faults, each.title)
     yield table
-    faults_table = Table(
+    faults_table = FoldingTable(
         "fault", "what it is", "keys besides type, at and lasts", title="fault types", title_justify="left"
     )
     for name, kind_ in sorted(kinds.items()):
@@ -50,18 +51,24 @@ def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]])
 
 
 class Bar:
-    """How a run gets on: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+    """How a run gets on: on a terminal a bar, elsewhere a line for each phase and every few seconds.
 
-    def __init__(self, console: Console, progress: Progress | None, quiet: bool) -> None:
-        self._console, self._progress, self._quiet = console, progress, quiet
-        self._title, self._phase, self._next = "", "", 0.0
+    `notes` is where lines and bar go, `console` where what came out goes.
+    """
+
+    def __init__(self, notes: Console, console: Console, progress: Progress | None) -> None:
+        self._notes, self._console, self._progress = notes, console, progress
+        self._phase, self._began, self._next = "", 0.0, 0.0
+        self._last = (0, 0)
         self._task: Any = None
 
-    def begin(self, title: str) -> None:
+    def begin(self, scenario: Scenario, compare: bool) -> None:
         """A scenario begins."""
-        self._title, self._phase = title, ""
-        if not self._quiet:
-            self._console.print(Text(title, "bold"))
+        self._phase = ""
+        self._console.print(styled(scenario.title, "bold"))
+        if self._progress is None:
+            runs = "two runs" if compare else "one run"
+            self._notes.print(f"  {scenario.name}: {runs} of at most {scenario.limit:.0f} s, most take a few seconds")
 
     def step(self, phase: str, done: int, total: int) -> None:
         """So many steps of a phase are committed."""
@@ -70,50 +77,60 @@ class Bar:
                 self._drop()
                 self._task = self._progress.add_task(phase, total=total or None)
             self._progress.update(self._task, completed=done, total=total or None)
-        elif not self._quiet and (phase != self._phase or time.monotonic() >= self._next):
+        elif phase != self._phase:
+            self._end_phase()
+            self._began = time.monotonic()
+            self._next = self._began + _LINE_SECONDS
+            self._notes.print(f"  {phase}: begins, {total} steps" if total else f"  {phase}: begins")
+        elif time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
-            self._console.print(f"  {phase}: {done}/{total} steps")
-        self._phase = phase
+            self._notes.print(f"  {phase}: {done}/{total} steps")
+        self._phase, self._last = phase, (done, total)
 
     def end(self, run: ChaosRun) -> None:
         """A scenario is over."""
         self._drop()
-        if not self._quiet:
-            style, word = ("green", "as expected") if run.passed else ("bold red", "NOT as expected")
-            self._console.print(Text(f"  {word}, {run.seconds:.1f} s", style))
+        style, word = ("green", "as expected") if run.passed else ("bold red", "NOT as expected")
+        self._console.print(styled(f"  {word}, {run.seconds:.1f} s", style))
 
     def fail(self, why: str) -> None:
         """A scenario could not be run."""
         self._drop()
-        if not self._quiet:
-            self._console.print(Text(f"  could not be run: {why.splitlines()[0]}", "bold red"))
+        self._console.print(styled(f"  could not be run: {why.splitlines()[0]}", "bold red"))
+
+    def _end_phase(self) -> None:
+        if self._phase and self._progress is None:
+            done, _ = self._last
+            self._notes.print(f"  {self._phase}: {done} steps in {time.monotonic() - self._began:.1f} s")
 
     def _drop(self) -> None:
+        self._end_phase()
+        self._phase = ""
         if self._progress is not None and self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
 
 
 @contextmanager
-def progress(console: Console, *, quiet: bool) -> Iterator[Bar]:
+def progress(notes: Console, console: Console) -> Iterator[Bar]:
     """Show how runs get on, while the `with` block lasts."""
-    if quiet or not console.is_terminal:
-        yield Bar(console, None, quiet)
+    if not notes.is_terminal:
+        yield Bar(notes, console, None)
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as shown:
-        yield Bar(console, shown, quiet)
+    with Progress(*columns, console=notes, transient=True) as shown:
+        yield Bar(notes, console, shown)
 
 
 def results(report: ChaosReport) -> Iterator[RenderableType]:
     """The table of all runs, and of each that failed why."""
-    table = Table(
+    table = FoldingTable(
         "", "scenario", "faults", "detected", "rebuilt", "resumed", "goodput", "violations", title_justify="left"
     )
     for run in report.runs:
@@ -129,12 +146,12 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
     yield table
     for run in report.runs:
         if not run.passed:
-            yield Panel(Text("\n".join(run.failures)), title=f"{run.name}: not as expected", style="bold red")
+            yield panel("\n".join(run.failures), title=f"{run.name}: not as expected", style="bold red")
 
 
 def comparison(title: str, names: tuple[str, str], rows: Sequence[Row]) -> Table:
     """Two runs side by side."""
-    table = Table("", *names, "change", "", title=title, title_justify="left")
+    table = FoldingTable("", *names, "change", "", title=title, title_justify="left")
     styles = {"better": "green", "worse": "red", "equal": "dim", "": ""}
     for row in rows:
         table.add_row(row.name, row.before, row.after, row.change, Text(row.judgement, styles[row.judgement]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,6 +30,7 @@ def conformance(
     Exit status: 0 only if every check passed that applies; 2 if none could run.
     """
     from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.console import print_json
 
     try:
         from holdfast.harness.conformance.run import run
@@ -51,5 +51,5 @@ def conformance(
         raise typer.Exit(2)
     if json:
         document = {"backend": backend, "ranks": ranks, "passed": passed, "checks": [asdict(o) for o in outcomes]}
-        typer.echo(json_module.dumps(document, indent=2))
+        print_json(document)
     raise typer.Exit(0 if passed else 1)

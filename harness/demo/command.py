@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 DEFAULT_REPORT = Path("report")
-WIDTH = 120
-"""Columns of output that goes to no terminal."""
 
 
 def demo(
@@ -48,15 +44,11 @@ def demo(
     """
     began = time.monotonic()
     from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.outputs import check_folder, check_modules
 
-    for module, extra in (("transformers", "rl"), ("jinja2", "report")):
-        if find_spec(module) is None:
-            typer.echo(f"holdfast demo: {module} is not installed; pip install 'holdfast[{extra}]'", err=True)
-            raise typer.Exit(2)
-    try:
-        report.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {report}: {error}", param_hint="--report") from error
+    check_modules("rl", "the demo", "transformers")
+    check_modules("report", "the report", "jinja2")
+    check_folder(report, "--report", "report.html", "run.json")
     try:
         status = _demo(began, steps, seed, backend, faults, json, report, verify)
     except (HoldfastError, ValueError) as error:
@@ -72,14 +64,15 @@ def _demo(
     began: float, steps: int | None, seed: int, backend: str, faults: bool, json: bool, report: Path, verify: bool
 ) -> int:
     import msgspec
-    from rich.console import Console
 
+    from holdfast.harness.console import console, print_json
     from holdfast.harness.demo.display import Silent, display_for
     from holdfast.harness.demo.plan import Plan, check_backend
     from holdfast.harness.demo.record import DemoRun
     from holdfast.harness.demo.run import Performance, Stage
     from holdfast.harness.demo.summary import as_object, show
     from holdfast.harness.demo.verdict import verified
+    from holdfast.harness.outputs import writing
     from holdfast.harness.report import write
     from holdfast.harness.report.demo import report_of
     from holdfast.rl.recipe import Recipe
@@ -87,23 +80,24 @@ def _demo(
     check_backend(backend)
     recipe = Recipe(seed=seed) if steps is None else Recipe(seed=seed, steps=steps)
     plan = Plan(recipe=recipe, backend=backend)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    out = console()
 
     def perform(plan: Plan, since: float) -> DemoRun:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
             stage = Stage.prepare(plan, Path(directory), since)
-            return Performance(plan, stage, Silent() if json else display_for(console, plan)).run()
+            return Performance(plan, stage, Silent() if json else display_for(out, plan)).run()
 
     run = perform(plan.with_faults() if faults else plan, began)
     if verify:
         if not json:
-            console.print("Again, without faults, to compare the final weights:")
+            out.print("Again, without faults, to compare the final weights:")
         run = verified(run, perform(plan, time.monotonic()))
-    (report / "run.json").write_bytes(msgspec.json.encode(run))
-    write(report_of(run), report / "report.html")
     if json:
-        sys.stdout.write(msgspec.json.encode(as_object(run)).decode() + "\n")
+        print_json(as_object(run))
     else:
-        show(run, console)
-        console.print(f"report: {report / 'report.html'}")
+        show(run, out)
+    with writing("holdfast demo"):
+        (report / "run.json").write_bytes(msgspec.json.encode(run))
+        write(report_of(run), report / "report.html")
+    typer.echo(f"report: {report / 'report.html'}", err=json)
     return 0 if run.outcome.passed else 1

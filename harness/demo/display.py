@@ -101,7 +101,7 @@ class LivePanel:
         figures.add_row(*(Text(value, "bold") for _, value in shown))
         figures.add_row(*(Text(name, "dim") for name, _ in shown))
         notes = [note_line(note) for note in recorder.notes[-SHOWN_NOTES:]]
-        title = f"holdfast demo · {self._plan.backend} · {time.monotonic() - recorder.began:.0f} s"
+        title = Text(f"holdfast demo · {self._plan.backend} · {time.monotonic() - recorder.began:.0f} s")
         return Panel(Group(figures, Bar(total, 0, done, color="green"), Text(), *notes), title=title)
 
 

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.harness.console import FoldingTable, panel, styled
 from holdfast.harness.demo.record import Blow, DemoRun
 
 TITLES = {"trainer": "trainer rank killed", "generator": "generator killed", "holder": "weight holder killed"}
@@ -64,19 +65,20 @@ def mean_reward(run: DemoRun, *, last: bool, window: int = 25) -> float:
 
 def _figures(run: DemoRun) -> Table:
     outcome = run.outcome
-    table = Table(show_header=False, box=None, padding=(0, 2))
+    table = FoldingTable(show_header=False, box=None, padding=(0, 2))
     table.add_row(
         "held-out exact match",
-        f"[bold]{outcome.before:.1%} -> {outcome.after:.1%}[/bold] by reinforcement "
+        styled(f"{outcome.before:.1%} -> {outcome.after:.1%}", "bold") + f" by reinforcement "
         f"({outcome.untrained:.1%} with random weights, before {run.recipe.warmup_steps} supervised steps)",
     )
     table.add_row("training reward", f"{mean_reward(run, last=False):.3f} -> {mean_reward(run, last=True):.3f}")
-    table.add_row("committed steps", f"{len(run.steps)}; lost: [bold]{outcome.steps_lost}[/bold]")
-    table.add_row("weights versions", f"{run.recipe.steps + 1}; lost: [bold]{outcome.versions_lost}[/bold]")
+    table.add_row("committed steps", Text(f"{len(run.steps)}; lost: ") + styled(outcome.steps_lost, "bold"))
+    table.add_row("weights versions", Text(f"{run.recipe.steps + 1}; lost: ") + styled(outcome.versions_lost, "bold"))
     looked = sum(finding.looked for finding in run.findings)
     violations = sum(len(finding.violations) for finding in run.findings)
     table.add_row(
-        "invariants", f"{len(run.findings)} checked over {looked} events; violations: [bold]{violations}[/bold]"
+        "invariants",
+        Text(f"{len(run.findings)} checked over {looked} events; violations: ") + styled(violations, "bold"),
     )
     table.add_row(
         "speed",
@@ -91,7 +93,7 @@ def _figures(run: DemoRun) -> Table:
 
 
 def _recoveries(run: DemoRun) -> Table:
-    table = Table("fault", "where", "detected", "rebuilt or replaced", "made good")
+    table = FoldingTable("fault", "where", "detected", "rebuilt or replaced", "made good")
     for blow in run.blows:
         table.add_row(f"{TITLES[blow.victim]} ({blow.process})", f"step {blow.step}, {blow.where}", *_stages(blow))
     return table
@@ -106,8 +108,8 @@ def _stages(blow: Blow) -> list[str]:
 
 def _verdict(run: DemoRun) -> Panel:
     if not run.outcome.passed:
-        return Panel(Text("\n".join(run.outcome.failures)), title="failed", style="bold red")
+        return panel("\n".join(run.outcome.failures), title="failed", style="bold red")
     lost = "nothing was lost, every invariant held"
     if run.outcome.too_short:
-        return Panel(f"{lost}; too short a run to judge whether it has learned", title="passed", style="green")
-    return Panel(f"it learned, {lost}", title="passed", style="bold green")
+        return panel(f"{lost}; too short a run to judge whether it has learned", title="passed", style="green")
+    return panel(f"it learned, {lost}", title="passed", style="bold green")

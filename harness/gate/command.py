@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,50 +42,52 @@ def gate(
 
     Exit status: 1 if a workload is slower (with --calibrate: if the error
     rates are not kept), 2 if a side cannot be had, HEAD fails in a
-    workload that BASE runs, or nothing could be compared.
+    workload that BASE runs, or nothing could be compared; 74 if the file
+    of --markdown could not be written after all.
     """
-    import msgspec
-
-    from holdfast.harness.bench import show as bench_show
+    from holdfast.harness.console import console, print_json, working
     from holdfast.harness.gate import show
     from holdfast.harness.gate.calibrate import calibrate as calibrate_gate
     from holdfast.harness.gate.decide import Rule
     from holdfast.harness.gate.gate import run
     from holdfast.harness.gate.pairs import SideFailed
+    from holdfast.harness.outputs import check_file, writing
 
+    check_file(markdown, "--markdown")
     rule = Rule(effect=effect, most=most)
-    notes = bench_show.console(stderr=True)
-    out = bench_show.console()
+    notes, out = console(stderr=True), console()
     try:
-        with notes.status("building") as status, _built(base, base if calibrate else head, repository) as sides:
+        with (
+            working(notes, "building both sides; then a few minutes of pairs") as progress,
+            _built(base, base if calibrate else head, repository) as sides,
+        ):
             if calibrate:
-                calibration = calibrate_gate(
-                    sides, rule, calibrate, only or (), effect, lambda text: status.update(text)
-                )
-                ended, document = int(not calibration.good), msgspec.json.encode(calibration)
+                calibration = calibrate_gate(sides, rule, calibrate, only or (), effect, progress)
+                ended = int(not calibration.good)
             else:
-                report = run(sides, rule, only or (), lambda text: status.update(text))
-                ended, document = report.status, msgspec.json.encode(report)
+                report = run(sides, rule, only or (), progress)
+                ended = report.status
     except (ValueError, SideFailed) as error:
-        notes.print(f"holdfast gate: {error}", markup=False)
+        notes.print(f"holdfast gate: {error}")
         raise typer.Exit(2) from error
     if json:
-        typer.echo(msgspec.json.format(document, indent=2).decode())
+        print_json(calibration if calibrate else report)
     elif calibrate:
         show.show_calibration(calibration, out)
     else:
         show.show(report, out)
     if markdown is not None:
         table = show.calibration_markdown(calibration) if calibrate else show.markdown(report)
-        markdown.write_text(table + "\n", encoding="utf-8")
+        with writing("holdfast gate"):
+            markdown.write_text(table + "\n", encoding="utf-8")
     raise typer.Exit(ended)
 
 
 @contextlib.contextmanager
 def _built(base: str, head: str, repository: Path) -> Iterator[tuple[Side, Side]]:
     """Both sides, in a folder that is removed with the block."""
-    from holdfast.harness.gate.sides import build, repository_of
+    from holdfast.harness.folders import HeldFolder
+    from holdfast.harness.gate.sides import build
 
-    root = repository_of(repository)
-    with tempfile.TemporaryDirectory(prefix="holdfast-gate-") as folder:
-        yield build(base, root, Path(folder) / "base"), build(head, root, Path(folder) / "head")
+    with HeldFolder("holdfast-gate-") as folder:
+        yield build(base, repository, folder.path / "base"), build(head, repository, folder.path / "head")

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.harness.folders import private_file
+from holdfast.harness.folders import HeldFolder, private_file
 from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import Workload
@@ -101,7 +100,8 @@ class Nursery:
     """Starts pairs: one program that has torch imported, from which all processes are forked. A context manager."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-gate-"))
+        self._folder = HeldFolder("holdfast-gate-")
+        self._directory = self._folder.path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address = str(self._directory / "socket")
         self._listener.bind(address)
@@ -184,7 +184,7 @@ class Nursery:
             os.setpriority(os.PRIO_PROCESS, 0, self._priority)
         self._errors.close()
         self._listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
 
 def slices(turns: Mapping[str, Turn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from holdfast.harness.bench.show import show_time
+from holdfast.harness.console import FoldingTable, styled
 from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Finding, GateReport
@@ -38,10 +39,11 @@ def promise(rule: Rule) -> str:
 
 def show(report: GateReport, out: Console) -> None:
     """Print the report."""
-    out.print(f"base: {report.base}\nhead: {report.head}", highlight=False)
+    out.print(f"base: {report.base}\nhead: {report.head}")
     if report.pins:
-        out.print(f"[yellow]pinned versions differ[/], both sides ran with what is installed: {', '.join(report.pins)}")
-    table = Table(
+        differ = styled("pinned versions differ", "yellow")
+        out.print(differ + f", both sides ran with what is installed: {', '.join(report.pins)}")
+    table = FoldingTable(
         title=f"CPU time an op, {report.seconds:.0f} s; other processes used {report.others:.2f} CPUs meanwhile",
         title_justify="left",
         caption=promise(report.rule),
@@ -52,12 +54,12 @@ def show(report: GateReport, out: Console) -> None:
     for each in report.findings:
         verdict = each.verdict if not each.why else f"{each.verdict}: {each.why}"
         table.add_row(
-            f"{each.workload}\n[dim]{each.what}[/]",
+            Text.assemble(each.workload, "\n", styled(each.what, "dim")),
             show_time(each.base_us),
             show_time(each.head_us),
             _change(each),
             str(each.clusters),
-            f"[{_STYLE.get(each.verdict, 'yellow')}]{verdict}[/]",
+            styled(verdict, _STYLE.get(each.verdict, "yellow")),
         )
     out.print(table)
 
@@ -100,7 +102,7 @@ def markdown(report: GateReport) -> str:
 
 def show_calibration(found: Calibration, out: Console) -> None:
     """Print how often the gate was right."""
-    table = Table(
+    table = FoldingTable(
         title=(
             f"{found.commit}, both sides: {found.trials} trials of {found.workloads} workloads, {found.seconds:.0f} s; "
             f"other processes used {found.others:.2f} CPUs meanwhile"

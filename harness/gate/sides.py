@@ -19,6 +19,7 @@ SOURCES = (
     "backends", "comms", "ft", "harness", "rl", "store", "pyproject.toml", "setup.py", "LICENSE", "README.md", *PINS
 )  # fmt: skip
 BUILD_SECONDS = 300.0
+GIT_SECONDS = 60.0
 
 
 class NoSuchSide(ValueError):
@@ -36,14 +37,25 @@ class Side:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(repository), *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=GIT_SECONDS,
+        )
+    except FileNotFoundError:
+        raise NoSuchSide("git is not installed: name two folders, or install it to compare commits") from None
+    except subprocess.TimeoutExpired:
+        raise NoSuchSide(f"git {arguments[0]} did not end within {GIT_SECONDS:g} s") from None
     if done.returncode:
         raise NoSuchSide(f"git {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
 
 
 def build(name: str, repository: Path, folder: Path) -> Side:
-    """Make `name`, a commit or a folder, importable under `folder`, which is new.
+    """Make `name`, a commit of the repository around `repository` or a folder, importable under `folder`, which is new.
 
     The files are copied, so that they may change meanwhile; what is in C is compiled, what is in Python turned into
     bytecode; and the packages are mapped as an installation does. Raises `NoSuchSide`.
@@ -51,25 +63,47 @@ def build(name: str, repository: Path, folder: Path) -> Side:
     folder.mkdir()
     root = folder / "tree"
     root.mkdir()
-    if (Path(name) / "pyproject.toml").is_file():
-        title = f"{name} as it is"
-        _copy(Path(name), root)
-    else:
-        try:
-            commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
-        except NoSuchSide as error:
-            why = f"{name} is neither a commit of {repository} nor a folder with a pyproject.toml"
-            raise NoSuchSide(why) from error
-        title = _git(repository, "log", "-1", "--format=%h %s", commit)
-        _extract(repository, commit, root)
-    if not (root / "comms" / "__init__.py").is_file():
-        raise NoSuchSide(f"there is no comms/__init__.py in {name}")
-    _compile(root, title)
+    try:
+        if (tree := _tree_around(name)) is not None:
+            title = f"{name} as it is"
+            _copy(tree, root)
+        else:
+            title = _check_out(name, repository, root)
+        if not (root / "comms" / "__init__.py").is_file():
+            raise NoSuchSide(f"there is no comms/__init__.py in {name}")
+        _compile(root, title)
+    except (OSError, tarfile.TarError, subprocess.TimeoutExpired) as error:
+        raise NoSuchSide(f"{name} cannot be made ready: {error}") from error
     site = folder / "site"
     site.mkdir()
     (site / "holdfast").symlink_to(root)
     _publish_entry_points(root, site)
     return Side(name, title, site, root)
+
+
+def _tree_around(name: str) -> Path | None:
+    """The tree that the folder `name` is, or is in: the nearest with a pyproject.toml. None if it is no such folder.
+
+    A plain word may be a branch as well: it is a folder only if that has the file itself.
+    """
+    folder = Path(name).absolute()
+    is_path = name in (".", "..") or "/" in name
+    around = (folder, *folder.parents) if is_path and folder.is_dir() else (folder,)
+    return next((each for each in around if (each / "pyproject.toml").is_file()), None)
+
+
+def _check_out(name: str, repository: Path, root: Path) -> str:
+    """The files of a commit, under `root`; its title. Raises `NoSuchSide`."""
+    top = repository_of(repository, name)
+    try:
+        commit = _git(top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except NoSuchSide as error:
+        why = f"{name} is neither a commit of {top} nor a folder with a pyproject.toml"
+        if _git(top, "rev-parse", "--is-shallow-repository") == "true":
+            why += "; the clone is shallow: git fetch --unshallow brings the older commits"
+        raise NoSuchSide(why) from error
+    _extract(top, commit, root)
+    return _git(top, "log", "-1", "--format=%h %s", commit)
 
 
 def _copy(source: Path, root: Path) -> None:
@@ -88,7 +122,8 @@ def _compile(root: Path, title: str) -> None:
             [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=root,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=BUILD_SECONDS,
         )
         if done.returncode:
@@ -141,9 +176,13 @@ def _pins(root: Path) -> set[str]:
     return lines
 
 
-def repository_of(folder: Path) -> Path:
-    """The repository that `folder` is in. Raises `NoSuchSide`."""
-    return Path(_git(folder, "rev-parse", "--show-toplevel"))
+def repository_of(folder: Path, name: str) -> Path:
+    """The repository that `folder` is in, to look for the commit `name`. Raises `NoSuchSide`."""
+    try:
+        return Path(_git(folder, "rev-parse", "--show-toplevel"))
+    except NoSuchSide as error:
+        why = f"{name} is no folder with a pyproject.toml, and no commit can be looked for: {error}"
+        raise NoSuchSide(why) from error
 
 
 def free_cpu(seconds: float = 0.03) -> int:

@@ -55,12 +55,20 @@ def simulate(
     Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
     """
     from holdfast.comms.errors import HoldfastError
+    from holdfast.harness.outputs import check_file, check_folder, check_modules
     from holdfast.harness.simulate import show
 
+    check_file(trace, "--trace")
+    if shrink:
+        check_file(out, "--out")
+        check_file(out.with_suffix(".txt"), "--out")
+    if figures is not None:
+        check_modules("report", "--figures", "matplotlib")
+    check_folder(figures, "--figures", "simulate.json")
     try:
         with ExitStack() as stack:
             if trace is not None:
-                lines = stack.enter_context(trace.open("w"))
+                lines = stack.enter_context(trace.open("w", encoding="utf-8"))
                 write = lines.write
             else:
                 write = None

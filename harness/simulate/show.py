@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from holdfast.harness.console import FoldingTable, console, print_json, styled
 from holdfast.harness.invariants import CHECKERS
+from holdfast.harness.outputs import writing
 from holdfast.harness.simulate import growth
 from holdfast.harness.simulate.draw import draw
 from holdfast.harness.simulate.museum import EXHIBITS, Exhibit
@@ -27,21 +29,16 @@ from holdfast.harness.simulate.trace import TraceWriter
 
 SMALL = 64
 STEPS = 40
-WIDTH = 130
 
 
-def _console(json: bool) -> Console:
-    """Where people read: nothing is shown there if JSON is wanted."""
-    return Console(highlight=False, quiet=json, width=None if sys.stdout.isatty() else WIDTH)
-
-
-def _progress(json: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=json or not sys.stderr.isatty())
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def exhibit_called(name: str) -> Exhibit:
@@ -63,7 +60,7 @@ def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json:
 def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
     """Run the schedules of so many seeds, up to the first that breaks something."""
     outcomes: list[Outcome] = []
-    with _progress(json) as bar:
+    with _progress() as bar:
         task = bar.add_task("swarm", total=seeds, note="")
         for number in range(seed, seed + seeds - 1):
             outcomes.append(simulate(draw(number), trace))
@@ -87,12 +84,14 @@ def _finish(
 
         schedule = make_smaller(schedule, fails)
         outcome, story = _told(schedule, None)
-        save(schedule, out)
-        out.with_suffix(".txt").write_text(story)
     if json:
-        _print_json({"outcomes": [*before, outcome], "schedule": schedule})
+        print_json({"outcomes": [*before, outcome], "schedule": schedule})
     else:
         _show_outcomes([*before, outcome], schedule, story, out if shrink else None)
+    if outcome.violation is not None and shrink:
+        with writing("holdfast simulate"):
+            save(schedule, out)
+            out.with_suffix(".txt").write_text(story, encoding="utf-8")
     return 0 if outcome.violation is None else 1
 
 
@@ -103,9 +102,8 @@ def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[Outcome, str]:
 
 
 def _show_outcomes(outcomes: list[Outcome], schedule: Schedule, story: str, written: Path | None) -> None:
-    console = _console(False)
-    last = outcomes[-1]
-    table = Table(title=f"{len(outcomes)} simulations, seeds {outcomes[0].seed} to {last.seed}")
+    out, last = console(), outcomes[-1]
+    table = FoldingTable(title=f"{len(outcomes)} simulations, seeds {outcomes[0].seed} to {last.seed}")
     for name in ("events", "simulated", "epochs", "steps", "faults", "invariants", "broken", "trace of the last"):
         table.add_column(name, justify="right")
     table.add_row(
@@ -118,13 +116,13 @@ def _show_outcomes(outcomes: list[Outcome], schedule: Schedule, story: str, writ
         str(sum(outcome.violation is not None for outcome in outcomes)),
         last.trace,
     )
-    console.print(table)
+    out.print(table)
     if last.violation is None and len(outcomes) > 1:
         return
-    console.print(story, markup=False)
+    out.print(story)
     if last.violation is not None:
-        again = f"--schedule {written}" if written is not None else f"--seed {schedule.seed} --shrink"
-        console.print(f"again: holdfast simulate {again}", markup=False)
+        again = ["--schedule", str(written)] if written is not None else ["--seed", str(schedule.seed), "--shrink"]
+        out.print(f"again: {shlex.join(['holdfast', 'simulate', *again])}", soft_wrap=True)
 
 
 # Many ranks -------------------------------------------------------------------------------------------------------
@@ -135,21 +133,21 @@ def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | 
     if name != "swarm" and ranks <= SMALL:
         return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
     schedule = make_scenario(name, ranks, hosts, seed)
-    with _progress(json) as bar:
+    with _progress() as bar:
         task = bar.add_task(name, total=1.0, note="setting up")
         result = measure(
             schedule, trace, lambda share, events: bar.update(task, completed=share, note=f"{events:,} events")
         )
     if json:
-        _print_json(result)
+        print_json(result)
     else:
         _show_scales(name, [result])
     return 0 if result.violation is None else 1
 
 
 def _show_scales(name: str, scales: Iterable[Scale]) -> None:
-    console = _console(False)
-    table = Table(title=f"{name}: {SCENARIOS[name][0]}", caption="protocol results in simulated time")
+    out = console()
+    table = FoldingTable(title=f"{name}: {SCENARIOS[name][0]}", caption="protocol results in simulated time")
     for column in ("ranks", "lost", "epochs", "first evidence", "agreed", "all installed", "hops", "messages a rank"):
         table.add_column(column, justify="right")
     table.add_column("KiB a rank", justify="right")
@@ -166,29 +164,29 @@ def _show_scales(name: str, scales: Iterable[Scale]) -> None:
             f"{scale.setup + scale.cpu:.1f} s CPU, {scale.memory:.2f} GiB",
         )
         if scale.violation is not None:
-            console.print(f"[red]BROKEN[/red] {scale.violation.invariant}: {scale.violation.message}")
-    console.print(table)
+            out.print(styled("BROKEN", "red") + f" {scale.violation.invariant}: {scale.violation.message}")
+    out.print(table)
     for scale in scales:
-        console.print(f"trace {scale.trace}, {scale.events:,} events, seed {scale.seed}")
+        out.print(f"trace {scale.trace}, {scale.events:,} events, seed {scale.seed}")
 
 
 def figures(directory: Path, seed: int, json: bool) -> int:
     """Measure growth and false alarms, and draw them."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with _progress(json) as bar:
+    with _progress() as bar:
         task = bar.add_task("figures", total=1.0, note="")
         result = growth.study(seed, lambda share, note: bar.update(task, completed=share, note=note))
-    (directory / "simulate.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    growth.draw(result, directory)
     if json:
-        _print_json(result)
+        print_json(result)
     else:
-        console = _console(False)
+        out = console()
         _show_scales("host-loss", result.host_loss)
         _show_scales("crash", result.crash)
         for line in growth.sentences(result):
-            console.print(line)
-        console.print(f"plots: {directory}")
+            out.print(line)
+    with writing("holdfast simulate"):
+        (directory / "simulate.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        growth.draw(result, directory)
+    typer.echo(f"plots: {directory}", err=json)
     return 0
 
 
@@ -198,21 +196,21 @@ def figures(directory: Path, seed: int, json: bool) -> int:
 def tour(seeds: int, first: int, json: bool) -> int:
     """Look for every bug of the museum."""
     sightings: list[Sighting] = []
-    with _progress(json) as bar:
+    with _progress() as bar:
         task = bar.add_task("museum", total=len(EXHIBITS), note="")
         for exhibit in EXHIBITS:
             bar.update(task, note=exhibit.name)
             sightings.append(visit(exhibit, seeds, first=first))
             bar.update(task, advance=1)
     if json:
-        _print_json(sightings)
+        print_json(sightings)
     else:
         _show_sightings(sightings)
     return 0 if all(sighting.found and sighting.real for sighting in sightings) else 1
 
 
 def _show_sightings(sightings: list[Sighting]) -> None:
-    table = Table(title=f"{sum(s.found for s in sightings)} of {len(sightings)} bugs found")
+    table = FoldingTable(title=f"{sum(s.found for s in sightings)} of {len(sightings)} bugs found")
     for column in ("bug", "known from", "found by"):
         table.add_column(column)
     for column in ("seeds", "events", "shrunk", "clean without"):
@@ -221,15 +219,15 @@ def _show_sightings(sightings: list[Sighting]) -> None:
         table.add_row(
             seen.name,
             seen.origin,
-            seen.checker or "[red]not found[/red]",
+            styled(seen.checker or "not found", "" if seen.checker else "red"),
             str(seen.seeds),
             str(seen.events),
             str(seen.shrunk),
             "yes" if seen.real else "no",
         )
-    console = _console(False)
-    console.print(table)
+    out = console()
+    out.print(table)
     found = sorted(seen.seeds for seen in sightings if seen.found)
     if found:
         largest = max(seen.shrunk for seen in sightings)
-        console.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {largest} events")
+        out.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {largest} events")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import time
 from typing import Annotated
 
@@ -36,6 +35,7 @@ def top(
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.blame.jobs import locate
+    from holdfast.harness.console import console, print_json
     from holdfast.harness.top.state import Watcher
 
     try:
@@ -44,23 +44,20 @@ def top(
         typer.echo(f"holdfast top: {error}", err=True)
         raise typer.Exit(1) from error
     if json:
-        import msgspec
-
-        typer.echo(json_module.dumps(msgspec.to_builtins(watcher.look()), indent=2))
+        print_json(watcher.look())
         return
-    from rich.console import Console
     from rich.live import Live
 
     from holdfast.harness.top.screen import render
 
-    console = Console()
+    out = console()
     if once:
-        console.print(render(watcher.look()))
+        out.print(render(watcher.look()))
         return
     try:
-        with Live(render(watcher.look()), console=console, screen=True, auto_refresh=False) as live:
+        with Live(render(watcher.look()), console=out, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
                 live.update(render(watcher.look()), refresh=True)
     except KeyboardInterrupt:
-        console.print(render(watcher.look()))
+        out.print(render(watcher.look()))

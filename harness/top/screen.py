@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.harness.console import FoldingTable
 from holdfast.harness.top.state import Fault, JobState, Row
 
 _STATES = {
@@ -34,19 +35,21 @@ def render(job: JobState) -> RenderableType:
         (str(job.step) if job.step >= 0 else "-", "bold"),
         (f"  {job.steps_per_second:.1f} steps/s", "bold") if job.steps_per_second else "",
     )
-    return Panel(Group(head, Text(), _table(job.rows), Text(), _fault(job)), title="holdfast top", title_align="left")
+    return Panel(
+        Group(head, Text(), _table(job.rows), Text(), _fault(job)), title=Text("holdfast top"), title_align="left"
+    )
 
 
 def _table(rows: tuple[Row, ...]) -> Table:
-    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True, max_width=24, overflow="ellipsis")
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("steps/s", justify="right", no_wrap=True)
-    table.add_column("op", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("for", justify="right", no_wrap=True)
-    table.add_column("waits for", no_wrap=True)
+    table = FoldingTable(box=None, expand=True, pad_edge=False, header_style="dim")
+    table.add_column("rank", justify="right")
+    table.add_column("pid", justify="right")
+    table.add_column("state", max_width=24)
+    table.add_column("step", justify="right")
+    table.add_column("steps/s", justify="right")
+    table.add_column("op", ratio=1)
+    table.add_column("for", justify="right")
+    table.add_column("waits for")
     for row in rows:
         long = row.inside and row.seconds >= LONG and row.state == "running"
         table.add_row(

@@ -1,0 +1,109 @@
+"""What all commands of `holdfast` share: the guard around each of them, and how they end.
+
+An exit status below 64 is a command's own word: a verdict, or that it could not begin. A command that breaks, is ended
+by a signal or cannot write says so by a status from 64 on, so that a script never takes a fault of ours for a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+CANNOT_BEGIN = 2
+"""Bad options, or something that is needed is not there."""
+
+INTERNAL_ERROR = 70
+"""EX_SOFTWARE: a fault of holdfast."""
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+class GuardedCommand(TyperCommand):
+    """A command whose numbers are finite, and that never ends with a traceback and the status of a verdict."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.get_params(ctx):
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and not math.isfinite(value) and value != parameter.get_default(ctx):
+                raise typer.BadParameter(f"{value} is not a number to work with", ctx=ctx, param_hint=parameter.opts[0])
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        with guarded(ctx.command_path):
+            return super().invoke(ctx)
+
+
+class CommandGroup(typer.Typer):
+    """Commands that are all guarded."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        return super().command(name, **{"cls": GuardedCommand, **options})
+
+
+@contextmanager
+def guarded(command: str) -> Iterator[None]:
+    """Turn what a command did not expect into a message and a status that is no verdict."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        if _is_ours(error):
+            typer.echo(f"{command}: {error}", err=True)
+            raise typer.Exit(CANNOT_BEGIN) from error
+        if isinstance(error, BrokenPipeError) and stdout_is_closed():
+            raise typer.Exit(BROKEN_PIPE) from error
+        traceback.print_exc()
+        typer.echo(f"{command}: this is a fault of holdfast, and no verdict; please report it", err=True)
+        raise typer.Exit(INTERNAL_ERROR) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is a `HoldfastError`. Its module brings torch with it: nothing is one before that is loaded."""
+    errors = sys.modules.get("holdfast.comms.errors")
+    return errors is not None and isinstance(error, errors.HoldfastError)
+
+
+def stdout_is_closed() -> bool:
+    """Whether the reader of stdout has gone. What is not written yet is then dropped, without another error."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:
+        return False
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    if not any(event & select.POLLERR for _, event in poller.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True
+
+
+@contextmanager
+def signals_end_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave every `with` and `finally` behind, and end the process with 128 + their number."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
