@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -15,6 +15,7 @@ import xxhash
 from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import MemoryPlane
+from holdfast.comms.shared_tensors import aliases, check_agreement, overlaps_itself, sharing
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
 from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of, lies_in_order
@@ -132,6 +133,44 @@ def check_fit(parts: Sequence[Manifest], wanted: Mapping[str, torch.Tensor], str
             raise Mismatch(f"{name!r} of `into` is an expanded tensor, whose elements share memory; clone it")
 
 
+def fill_shared(parts: Sequence[tuple[PartReader, Manifest]], wanted: Mapping[str, torch.Tensor]) -> set[str]:
+    """Fill the wanted tensors that share memory, from a copy; returns their names. Of tied tensors that get the same
+    bytes one is left for `fill`.
+
+    Raises `Mismatch`, before any tensor is changed, if two get different bytes in one place.
+    """
+    groups = sharing(wanted)
+    sums = _sums_of_large(manifest for _, manifest in parts) if groups else {}
+    ready: list[tuple[str, torch.Tensor]] = []
+    filled: set[str] = set()
+    for group in groups:
+        distinct = {(aliases(wanted[name]), sums.get(name, name)): name for name in reversed(group)}
+        filled.update(set(group) - set(distinct.values()))
+        if len(distinct) == 1 and not overlaps_itself(wanted[group[0]]):
+            continue
+        targets = {name: wanted[name] for name in distinct.values()}
+        sources = {name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for name, each in targets.items()}
+        for reader, manifest in parts:
+            fill(reader, manifest, sources)
+        check_agreement(targets, sources, "`into`")
+        ready += sources.items()
+        filled.update(targets)
+    for name, source in ready:
+        _place(source, wanted[name])
+    return filled
+
+
+def _sums_of_large(manifests: Iterable[Manifest]) -> dict[str, tuple[int, ...]]:
+    """The checksums of the pieces of each large tensor: equal for tensors of equal bytes."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for manifest in manifests:
+        for piece, known in zip(manifest.pieces(), manifest.checksums, strict=True):
+            entry = manifest.entries[piece.entries[0]]
+            if entry.nbytes >= LARGE_BYTES:
+                found[entry.name].append(known)
+    return {name: tuple(sums) for name, sums in found.items()}
+
+
 def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read the wanted tensors of a part, all of which fit. Nothing else of the part is read, but for
     neighbours of small tensors.
@@ -150,7 +189,7 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
             start = piece.offset - first.offset
             reader.piece(piece, expected, data[start : start + piece.nbytes])
             if start + piece.nbytes == first.nbytes and first.offset in staged:
-                _place(staged.pop(first.offset), first, wanted[first.name])
+                _place(_as_in(first, staged.pop(first.offset)), wanted[first.name])
             continue
         if staging.nbytes < piece.nbytes:
             staging = torch.empty(piece.nbytes, dtype=torch.uint8)
@@ -158,12 +197,20 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
         reader.piece(piece, expected, data)
         for entry in entries:
             start = entry.offset - piece.offset
-            _place(data[start : start + entry.nbytes], entry, wanted[entry.name])
+            _place(_as_in(entry, data[start : start + entry.nbytes]), wanted[entry.name])
 
 
-def _place(data: torch.Tensor, entry: Entry, into: torch.Tensor) -> None:
-    if lies_in_order(into):
-        ctypes.memmove(into.data_ptr(), data.data_ptr(), entry.nbytes)
-        torch.autograd.graph.increment_version(into)
-    else:
-        into.copy_(data.view(entry.torch_dtype).view(entry.shape))
+def _as_in(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+    """The bytes of an entry as the tensor that they are."""
+    return data.view(entry.torch_dtype).view(entry.shape)
+
+
+def _place(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a contiguous tensor on the CPU into one of the same shape and dtype that lies anyhow."""
+    with torch.inference_mode(into.is_inference()):
+        if lies_in_order(into):
+            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
+            if not into.is_inference():
+                torch.autograd.graph.increment_version(into)
+        else:
+            into.copy_(source)

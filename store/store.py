@@ -24,7 +24,7 @@ from holdfast.store.errors import StoreTimeout
 from holdfast.store.keeper import Keeper, Observe
 from holdfast.store.layout import Manifest, flatten, pack
 from holdfast.store.publisher import Publication, Terms
-from holdfast.store.reader import PartReader, check_fit, fill
+from holdfast.store.reader import PartReader, check_fit, fill, fill_shared
 
 CACHED_MANIFESTS = 8
 PAUSE_SECONDS = 0.05
@@ -171,7 +171,8 @@ class WeightStore:
     ) -> int:
         """Fill the tensors of `into` with those of a version; returns the version's number.
 
-        Names, shapes and dtypes must agree (`Mismatch`, before anything is changed); with `strict=False`
+        Names, shapes and dtypes must agree, and tensors that share memory (tied weights, views of one buffer) must get
+        the same bytes there (`Mismatch`, before anything is changed); with `strict=False`
         the version may have more tensors than `into`. Bytes come straight from the memory of holders, each
         piece verified; if a holder dies or has wrong bytes the next one is read. "latest" moves on to a
         newer version if the one being read is let go meanwhile. After an error other than `Mismatch` and
@@ -212,8 +213,11 @@ class WeightStore:
         manifests = [self._manifest(reader) for reader in readers]
         check_fit(manifests, wanted, strict)
         with torch.no_grad():
-            for reader, manifest in zip(readers, manifests, strict=True):
-                fill(reader, manifest, wanted)
+            parts = list(zip(readers, manifests, strict=True))
+            filled = fill_shared(parts, wanted)
+            left = {name: tensor for name, tensor in wanted.items() if name not in filled}
+            for reader, manifest in parts:
+                fill(reader, manifest, left)
 
     def _manifest(self, reader: PartReader) -> Manifest:
         known = self._manifests.get(reader.shard.digest)

@@ -1,0 +1,153 @@
+"""Tensors that share memory, filled by name: what ends in them is what each was to get, or nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.comms.errors import Mismatch
+from holdfast.comms.shared_tensors import extent, overlaps_itself, sharing
+from holdfast.store import WeightStore
+
+Tensor = torch.Tensor
+BASE, MEMORY = 64, 1024
+"""Bytes in which views begin, and that they all lie in."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightStore]:
+    with WeightStore(f"memory://{tmp_path_factory.mktemp('store')}") as opened:
+        yield opened
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    """A view of the first bytes of some memory: (dtype, shape, strides, offset), of which elements may coincide."""
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]))
+    elements = BASE // dtype.itemsize
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    strides = [draw(st.integers(1, 6)) for _ in shape]
+    reach = sum(max(size - 1, 0) * stride for size, stride in zip(shape, strides, strict=True))
+    offset = draw(st.integers(0, max(elements - 1 - reach, 0)))
+    memory = torch.zeros(MEMORY, dtype=torch.uint8).view(dtype)
+    return memory.as_strided(shape, strides, offset)
+
+
+def over(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8).numpy())
+
+
+version = iter(range(1 << 30))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(views(), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**31))
+def test_each_of_several_views_of_one_base_gets_what_it_was_to_get_or_nothing_changes(
+    store: WeightStore, kinds: list[Tensor], agreeing: bool, seed: int
+) -> None:
+    """`agreeing`: the version was published from views of one base too, so equal bytes go to equal places."""
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
+    state = {}
+    for number, kind in enumerate(kinds):
+        own = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
+        state[f"view {number}"] = over(content if agreeing else own, kind).clone()
+    number = next(version)
+    store.publish(number, state)
+    memory = torch.full((MEMORY,), 7, dtype=torch.uint8)
+    into = {name: over(memory, kind) for name, kind in zip(state, kinds, strict=True)}
+    try:
+        store.get(number, into)
+    except Mismatch as error:
+        assert "share memory" in str(error) and not agreeing
+        assert bool((memory == 7).all())
+    else:
+        assert [name for name in state if bits(into[name]) != bits(state[name])] == []
+
+
+@given(st.lists(views(), min_size=1, max_size=4))
+def test_tensors_that_are_not_said_to_share_memory_have_no_byte_in_common(kinds: list[Tensor]) -> None:
+    memory = torch.zeros(MEMORY, dtype=torch.uint8)
+    into = {str(number): over(memory, kind) for number, kind in enumerate(kinds)}
+    together = {name for group in sharing(into) for name in group}
+    alone = [each for name, each in into.items() if name not in together and each.numel()]
+    for each in alone:
+        first, last = extent(each)
+        assert memory.data_ptr() <= first < last <= memory.data_ptr() + memory.nbytes
+        assert not overlaps_itself(each)
+    taken = [place for each in alone for place in places(each)]
+    assert len(taken) == len(set(taken))
+
+
+def places(tensor: Tensor) -> list[int]:
+    """The address of every byte of a tensor."""
+    addresses = [tensor.data_ptr()]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = [at + step * stride * tensor.itemsize for at in addresses for step in range(size)]
+    return [at + byte for at in addresses for byte in range(tensor.itemsize)]
+
+
+@pytest.mark.parametrize("size", [10, 300_000], ids=["small", "large"])
+def test_tied_weights_are_filled_if_the_version_has_them_alike(store: WeightStore, size: int) -> None:
+    tied = torch.zeros(size)
+    into = {"embedding": tied, "head": tied, "other": torch.zeros(3)}
+    alike, apart = next(version), next(version)
+    store.publish(alike, {"embedding": torch.ones(size), "head": torch.ones(size), "other": torch.ones(3)})
+    store.publish(apart, {"embedding": torch.ones(size), "head": torch.full((size,), 2.0), "other": torch.ones(3)})
+    with pytest.raises(Mismatch, match=r"'embedding' and 'head' of `into` share memory.*clone one of them"):
+        store.get(apart, into)
+    assert all(float(each.sum()) == 0 for each in into.values())
+    store.get(alike, into)
+    assert all(bool((each == 1).all()) for each in into.values())
+
+
+def test_a_tied_model_is_filled_from_a_tied_one_and_not_from_one_that_is_not(store: WeightStore) -> None:
+    class Model(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(900, 100), nn.Linear(100, 900, bias=False)
+            if tied:
+                self.head.weight = self.embedding.weight
+
+    trained, other, reader = Model(True), Model(False), Model(True)
+    same, different = next(version), next(version)
+    store.publish(same, trained.state_dict())
+    store.publish(different, other.state_dict())
+    before = reader.head.weight.detach().clone()
+    with pytest.raises(Mismatch, match="share memory"):
+        store.get(different, reader.state_dict())
+    assert torch.equal(reader.head.weight, before)
+    store.get(same, reader.state_dict())
+    assert torch.equal(reader.head.weight, trained.embedding.weight)
+
+
+def test_views_that_interleave_without_a_common_byte_are_filled(store: WeightStore) -> None:
+    state = {"left": torch.randn(500, 300), "right": torch.randn(500, 400), "conjugate": torch.randn(5, 2).cfloat()}
+    base, pairs = torch.zeros(500, 700), torch.zeros(5, 2, dtype=torch.complex64)
+    number = next(version)
+    store.publish(number, state)
+    store.get(number, {"left": base[:, :300], "right": base[:, 300:], "conjugate": pairs.conj()})
+    assert torch.equal(base, torch.cat([state["left"], state["right"]], 1))
+    assert torch.equal(pairs.conj(), state["conjugate"])
+
+
+def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> None:
+    whole = torch.randn(9, dtype=torch.complex64)
+    number, wrong = next(version), next(version)
+    store.publish(number, {"whole": whole, "negated": -whole.imag.clone()})
+    store.publish(wrong, {"whole": whole, "negated": whole.imag.clone()})
+    into = torch.zeros(9, dtype=torch.complex64)
+    targets = {"whole": into, "negated": into.conj().imag}
+    with pytest.raises(Mismatch, match="share memory"):
+        store.get(wrong, targets)
+    store.get(number, targets)
+    assert torch.equal(into, whole)
