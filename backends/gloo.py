@@ -430,6 +430,7 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=Capabilities(
                 reduces={"cpu": names(arithmetic.REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
+                tcp="always",
             ),
             probe=probe,
             connect=connect,

@@ -72,7 +72,9 @@ class Capabilities:
     `launcher` names the program that must start the ranks together ("mpirun"); "" if anybody may start them.
     `passive_target` says what a rank whose memory others reach must do for it, by windows or the memory plane: "none"
     (it may compute, sleep or be stopped), "thread" (a thread of the backend's answers for it: it may compute or sleep,
-    but not be stopped), or "" where there is neither.
+    but not be stopped), or "" where there is neither. `tcp` says when all bytes between processes of one host go over
+    TCP, where a proxy can delay, cut or corrupt them: "always", "" (not), or the environment variable that asks for it
+    with the value "tcp,self" ("UCX_TLS").
     """
 
     reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Capabilities:
     native_shrink: bool = False
     native_grow: bool = False
     launcher: str = ""
+    tcp: str = ""
 
     def widens(self, device: str) -> frozenset[str]:
         """The dtypes that are reduced as float32, and rounded back, for a backend that does not reduce them itself."""

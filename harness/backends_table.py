@@ -68,6 +68,7 @@ def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
         "reduces": {device: sorted(dtypes) for device, dtypes in sorted(capabilities.reduces.items())},
         "moves": {device: sorted(dtypes) for device, dtypes in sorted(capabilities.moves.items())},
         "passive_target": capabilities.passive_target,
+        "tcp": capabilities.tcp,
         **{name: getattr(capabilities, name) for name in FLAGS},
     }
 

@@ -222,12 +222,15 @@ class Job:
 
         Raises `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
-        if self._links is None or self._settings.backend == "shm":
+        from holdfast.harness.chaos.links.breakable import unbreakable
+        from holdfast.harness.chaos.links.policy import Policy, Rule
+
+        why = unbreakable(self._settings.backend, self._settings.environ)
+        if self._links is None or why is not None:
             raise Unsupported(
-                "cutting the network between processes of one host",
+                f"cutting the network between processes of one host{f' ({why})' * (why is not None)}",
                 "use LocalCluster(..., 'gloo', links=True); or kill(rank) for a death, pause(rank) for silence",
             )
-        from holdfast.harness.chaos.links.policy import Policy, Rule
 
         sides = [frozenset(self.pid(rank) for rank in group) for group in groups]
         named = frozenset(pid for side in sides for pid in side)

@@ -250,6 +250,37 @@ def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
     assert second.stages[1].seconds == pytest.approx(0.004)
 
 
+# -- a workload of one's own that fails
+
+FAILS = """
+def train(session, **arguments):
+    raise ValueError("no such luck")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (FAILS, ["ValueError: no such luck", "train.py:3"]),
+        ("import no_such_module\n", ["No module named 'no_such_module'"]),
+        ("def train(:\n", ["SyntaxError"]),
+        ("def other(session): pass\n", ["has no attribute 'train'"]),
+    ],
+    ids=["raises", "import", "syntax", "name"],
+)
+def test_a_workload_that_fails_without_a_fault_is_said_in_a_line(source: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    scenario = tmp_path / "mine.toml"
+    scenario.write_text(
+        'title = "[mine]"\nlimit = 20.0\n[workload]\nkind = "python"\ntarget = "train.py:train"\n[job]\nranks = 1\n'
+    )
+    done = CliRunner().invoke(app, ["chaos", "run", str(scenario), "--report", str(tmp_path / "report")])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert all(each in done.stderr.splitlines()[-1] for each in words), done.stderr
+    assert "[mine]" in done.stdout
+
+
 # -- the checkers of workloads
 
 

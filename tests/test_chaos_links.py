@@ -201,6 +201,14 @@ def test_corruption_and_resets_are_counted(pair: Pair) -> None:
     assert any(each.reset for each in pair.links.traffic())
 
 
+@given(st.integers(0, 9), st.booleans())
+def test_the_end_of_a_stream_is_not_corrupted(size: int, headers: bool) -> None:
+    piece, way = bytearray(size), Direction(1, 2, control=False)
+    way.spoil(Policy(corrupt=1.0, headers=headers), piece, random.Random(0))
+    assert len(piece) == size
+    assert (way.corrupted, any(piece)) == ((1, True) if size and headers else (0, False))
+
+
 UNPRIVILEGED = """
 import ctypes, os, socket
 from holdfast.harness.chaos.links import seccomp

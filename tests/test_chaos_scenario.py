@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,14 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins import hookimpl
 from holdfast.comms.registry import plugin_manager
 from holdfast.harness import chaos
 from holdfast.harness.chaos import library
+from holdfast.harness.chaos.command import _ids
 from holdfast.harness.chaos.fault_type import fault_types
+from holdfast.harness.chaos.links.breakable import unbreakable
 from holdfast.harness.chaos.locate import line_of
 from holdfast.harness.chaos.planning import encoded, schedule
-from holdfast.harness.chaos.scenario import BadScenario, Scenario, parse
+from holdfast.harness.chaos.scenario import BadScenario, Scenario, load, parse
+from holdfast.harness.chaos.workload import Python
+from holdfast.harness.job import Job
 
 SMALLEST = """
 title = "nothing happens"
@@ -115,6 +121,12 @@ def test_the_folder_in_the_root_is_the_library() -> None:
         (("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
         (("[job]", "[jobs]"), 8, "unknown key 'jobs'; allowed are title"),
         (("ranks = 3", "ranks = "), 9, "not TOML"),
+        (("lasts = 0.5", "lasts = nan"), 20, "fault[1].lasts: nan is not a number to work with"),
+        (("[0.2, 0.8]", "[0.2, inf]"), 19, "inf is not a number to work with"),
+        (("ranks = 3", "ranks = 3\ntimeouts = { suspect = inf }"), 10, "job.timeouts.suspect: inf"),
+        (("ranks = 3", "ranks = 3\ntimeouts.suspect = 0.01"), 10, "must be at least twice heartbeat"),
+        (("ranks = 3", "ranks = 3\nmin_size = 5"), 10, "min_size = 5: the job has 3 ranks only"),
+        (("ranks = 3", "ranks = 3\n[expect]\nrebuilds = [3, 1]"), 11, "rebuilds = [3, 1]: write [least, most]"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line_and_what_is_allowed(
@@ -125,6 +137,72 @@ def test_what_is_wrong_is_refused_with_its_line_and_what_is_allowed(
     assert caught.value.line == line, str(caught.value)
     assert words in str(caught.value)
     assert str(caught.value).startswith(f"mine.toml:{line}: ")
+
+
+def test_a_number_of_the_users_own_arguments_may_be_anything() -> None:
+    text = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train:train"\narguments = { limit = inf }\n'
+    assert parsed(text).workload.arguments == {"limit": float("inf")}  # type: ignore[union-attr]
+
+
+def test_a_byte_order_mark_and_other_line_ends_are_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + BROKEN.replace("\n", "\r\n").encode())
+    assert load(path).title == "a kill"
+
+
+def test_what_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(BROKEN.encode().replace(b"a kill", b"caf\xe9"))
+    with pytest.raises(BadScenario, match=r"a\.toml:2: not UTF-8"):
+        load(path)
+
+
+OWN = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train.py:train"\n'
+
+
+def test_a_target_counts_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.toml").write_text(OWN)
+    with pytest.raises(BadScenario, match=r"mine\.toml:4: target = 'train\.py:train': there is no file"):
+        load(tmp_path / "mine.toml")
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    workload = load(Path("../mine.toml")).workload
+    assert isinstance(workload, Python)
+    assert Path(workload.target.rpartition(":")[0]).resolve() == tmp_path / "train.py"
+
+
+def test_a_random_step_of_an_unknown_number_says_what_to_set(tmp_path: Path) -> None:
+    scenario = parsed(OWN.replace("train.py", "train") + '[[fault]]\ntype = "kill"\nwho = 0\nat.random = [0.2, 0.8]\n')
+    with pytest.raises(ValueError, match=r"say so by `steps` in \[workload\], or steps="):
+        schedule(scenario, 0)
+
+
+def test_two_files_of_one_name_are_two_runs() -> None:
+    paths = [Path("/a/kill.toml"), Path("/b/kill.toml"), Path("/b/kill.toml"), Path("/b/cut.toml")]
+    assert _ids(["kill", "kill", "kill", "cut"], paths) == ["a-kill", "b-kill", "b-kill-3", "cut"]
+
+
+LINKED = SMALLEST + '[job]\nbackend = "{}"\nlinks = true\n[[fault]]\ntype = "partition"\ngroups = [[0]]\nat.step = 3\n'
+
+
+@pytest.mark.parametrize("backend", ["ucx", "mpi", "ucx,gloo", "inproc"])
+def test_links_that_do_not_go_over_tcp_are_not_broken_in_part(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    with pytest.raises(BadScenario, match=f"the {backend[:3]}.* backend has no links to break"):
+        parsed(LINKED.format(backend))
+    job: Any = SimpleNamespace(_links=object(), _settings=SimpleNamespace(backend=backend, environ={}))
+    with pytest.raises(Unsupported, match="has no links to break"):
+        Job.partition(job, [0], [1])
+
+
+@pytest.mark.parametrize(
+    ("tls", "breakable"), [("tcp,self", True), ("tcp", True), ("self,posix,tcp", False), ("all", False)]
+)
+def test_ucx_has_links_where_it_uses_tcp_alone(tls: str, breakable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert (unbreakable("ucx", {"UCX_TLS": tls}) is None) == breakable
+    assert unbreakable("ucx", {}, many_hosts=True) is None
 
 
 def test_faults_of_links_need_links() -> None:

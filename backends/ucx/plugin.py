@@ -84,6 +84,7 @@ def holdfast_backends() -> list[BackendInfo]:
                 atomics=True,
                 memory_plane=True,
                 passive_target="thread",
+                tcp="UCX_TLS",
             ),
             probe=probe,
             connect=connect,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,7 +80,7 @@ def show(
     """
     from holdfast.harness.chaos import library
     from holdfast.harness.chaos.planning import schedule
-    from holdfast.harness.chaos.scenario import BadScenario
+    from holdfast.harness.chaos.scenario import BadScenario, text_of
 
     try:
         path = library.path_of(scenario)
@@ -88,7 +89,7 @@ def show(
     except (BadScenario, ValueError) as error:
         typer.echo(f"holdfast chaos: {error}", err=True)
         raise typer.Exit(2) from error
-    typer.echo(path.read_text(encoding="utf-8-sig").rstrip())
+    typer.echo(text_of(path).rstrip())
     typer.echo(f"\n# With --seed {seed}:")
     for each in planned:
         lasts = "" if each.lasts is None else f", for {each.lasts:g} s"
@@ -217,25 +218,29 @@ def _run(
     """The runs, and why others could not be run. Raises `BadScenario` before anything is run."""
     from importlib.metadata import version
 
+    import msgspec
+
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.chaos import library
     from holdfast.harness.chaos.record import ChaosReport
+    from holdfast.harness.chaos.scenario import text_of
     from holdfast.harness.chaos.show import machine, progress
     from holdfast.harness.chaos.theatre import Theatre
     from holdfast.harness.console import console
 
     loaded = [(name, library.find(name)) for name in names]
+    ids = _ids([scenario.name for _, scenario in loaded], [library.path_of(name) for name in names])
     runs: list[ChaosRun] = []
     refused: list[str] = []
     with progress(console(stderr=True), console(quiet=quiet)) as bar:
         theatre = Theatre(bar.step)
-        for name, scenario in loaded:
+        for (name, scenario), own in zip(loaded, ids, strict=True):
             bar.begin(scenario, compare)
             try:
                 made = theatre.perform(
                     scenario,
                     seed,
-                    source=library.path_of(name).read_text(encoding="utf-8-sig"),
+                    source=text_of(library.path_of(name)),
                     minutes=minutes,
                     compare=compare,
                     repeat=_repeat(name, seed, minutes, compare),
@@ -245,8 +250,18 @@ def _run(
                 bar.fail(str(error))
                 continue
             bar.end(made.run)
-            runs.append(made.run)
+            runs.append(msgspec.structs.replace(made.run, name=own))
     return ChaosReport(version=version("holdfast"), machine=machine(), runs=tuple(runs)), refused
+
+
+def _ids(names: list[str], paths: list[Path]) -> list[str]:
+    """What the runs are called in one report: by their scenarios, and by the folders of those of one name as well."""
+    found: list[str] = []
+    for name, path in zip(names, paths, strict=True):
+        folder = re.sub(r"[^a-z0-9-]+", "-", path.resolve().parent.name.lower()).strip("-")
+        own = name if names.count(name) == 1 else f"{folder}-{name}".strip("-")
+        found.append(own if own not in found else f"{own}-{len(found) + 1}")
+    return found
 
 
 def _repeat(name: str, seed: int, minutes: float | None, compare: bool) -> str:

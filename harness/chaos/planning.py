@@ -91,7 +91,9 @@ def encoded(planned: tuple[Planned, ...]) -> bytes:
 def _trigger(at: At, dice: random.Random, total: int | None) -> Trigger:
     if at.random is not None:
         if total is None:
-            raise ValueError("a random step needs a workload whose steps are known")
+            raise ValueError(
+                "a random step needs to know how many steps there are: say so by `steps` in [workload], or steps="
+            )
         low, high = (round(share * (total - 1)) for share in at.random)
         return Trigger(step=dice.randint(low, max(low, high)))
     if at.point is not None:

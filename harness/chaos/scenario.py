@@ -5,16 +5,19 @@ A scenario that is refused says where: the line, what is wrong with it and what 
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.locate import line_of, path_of
 from holdfast.harness.chaos.workload import Workload
@@ -38,6 +41,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class Patience(_Strict, frozen=True, kw_only=True):
     """`ft.Timeouts`, in seconds; shorter than the defaults, for runs of seconds."""
+
+    def __post_init__(self) -> None:
+        Timeouts(**msgspec.structs.asdict(self))
 
     heartbeat: Positive = 0.1
     suspect: Positive = 0.5
@@ -73,6 +79,8 @@ class JobSpec(_Strict, frozen=True, kw_only=True):
     register_nodes: Literal[1, 3] = 1
 
     def __post_init__(self) -> None:
+        if self.min_size > self.ranks:
+            raise ValueError(f"min_size = {self.min_size}: the job has {self.ranks} ranks only")
         if self.register_nodes != 1 and self.register != "etcd":
             raise ValueError(f'register_nodes = {self.register_nodes}: only register = "etcd" has more nodes than one')
         if self.register != "sqlite" and self.hosts == "namespaces":
@@ -148,6 +156,8 @@ class Expect(_Strict, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.verdict == "broken") != bool(self.broken):
             raise ValueError('verdict = "broken" comes with the names of the invariants in `broken`, and only then')
+        if self.rebuilds is not None and not 0 <= self.rebuilds[0] <= self.rebuilds[1]:
+            raise ValueError(f"rebuilds = {list(self.rebuilds)}: write [least, most]")
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +198,9 @@ def parse(text: str, name: str, source: str) -> Scenario:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
+    for path, value in _floats(raw):
+        if not math.isfinite(value) and path[:2] != ("workload", "arguments"):
+            raise BadScenario(source, line_of(text, path), f"{_place(path)}: {value} is not a number to work with")
     try:
         document = msgspec.convert(raw, _Document)
     except msgspec.ValidationError as error:
@@ -210,14 +223,39 @@ def parse(text: str, name: str, source: str) -> Scenario:
     for number, fault in enumerate(faults):
         try:
             check_fits(scenario, fault)
-        except ValueError as error:
+        except (ValueError, BackendUnavailable) as error:
             raise BadScenario(source, line_of(text, ("fault", number)), f"fault {number + 1}: {error}") from None
     return scenario
 
 
 def load(path: Path) -> Scenario:
     """The scenario in a file. Raises `BadScenario`, OSError."""
-    return parse(path.read_text(), re.sub(r"[^a-z0-9-]+", "-", path.stem.lower()).strip("-") or "scenario", str(path))
+    name = re.sub(r"[^a-z0-9-]+", "-", path.stem.lower()).strip("-") or "scenario"
+    text = text_of(path)
+    loaded = parse(text, name, str(path))
+    try:
+        return msgspec.structs.replace(loaded, workload=loaded.workload.placed(path.parent))
+    except ValueError as error:
+        raise BadScenario(str(path), line_of(text, ("workload", "target")), str(error)) from None
+
+
+def text_of(path: Path) -> str:
+    """The text of a scenario's file, without the byte order mark of some editors. Raises `BadScenario`, OSError."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadScenario(str(path), line, f"not UTF-8: byte 0x{data[error.start]:02x}") from None
+
+
+def _floats(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    """Every float in a document, with its path."""
+    if isinstance(value, float):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        yield from _floats(each, (*path, name))
 
 
 def check_fits(scenario: Scenario, fault: Fault) -> None:
@@ -255,6 +293,9 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Fault:
     return Fault(type=kind, at=when, what=what, lasts=duration)
 
 
+_NAMED = re.compile(r"(\w+) ?= ?")
+"""What a reason begins with that is about one key of a table."""
+
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 _TABLES: dict[tuple[str | int, ...], Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
 
@@ -274,8 +315,13 @@ def _explained(
         allowed = _allowed(path, raw, kind)
         reason = f"unknown key {unknown[1]!r}" + (f"; allowed are {', '.join(allowed)}" if allowed else "")
         path = (*path, unknown[1])
-    place = ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
-    return BadScenario(source, line_of(text, path), f"{place}: {reason}" if place else reason)
+    named = _NAMED.match(reason)
+    line = line_of(text, (*path, named[1]) if named else path)
+    return BadScenario(source, line, f"{_place(path)}: {reason}" if path else reason)
+
+
+def _place(path: tuple[str | int, ...]) -> str:
+    return ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
 
 
 def _allowed(path: tuple[str | int, ...], raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:

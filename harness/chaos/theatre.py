@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.harness.chaos import checks, measure, verdict
 from holdfast.harness.chaos.performance import Performance, Raw, Watch
 from holdfast.harness.chaos.planning import schedule
@@ -26,6 +28,8 @@ SAMPLE_SECONDS = 20.0
 """How long a run without faults is, where it only serves to tell the speed."""
 
 SAMPLE_STEPS = 400
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,10 @@ class Outcome:
 
     run: ChaosRun
     values: Mapping[str, Any]
+
+
+class WorkloadFailed(HoldfastError, RuntimeError):
+    """The workload fails without any fault: there is nothing to compare with."""
 
 
 class Theatre:
@@ -112,7 +120,7 @@ class Theatre:
         if key not in self._references:
             raw = self._run(msgspec.structs.replace(scenario, faults=()), (), body, args, 0, phase)
             if raw.results.errors:
-                raise RuntimeError(f"without any fault: {raw.results.errors[0]}\n{raw.output[-2000:]}")
+                raise WorkloadFailed(f"without any fault {_in_a_line(raw)}")
             digests = _digests(scenario, raw)
             digest = next(iter(digests.values()), "")
             self._references[key] = Reference(measure.speed(raw.events), digest, raw.results.values)
@@ -249,6 +257,16 @@ def _lives(raw: Raw) -> tuple[Life, ...]:
             )
         )
     return tuple(found)
+
+
+def _in_a_line(raw: Raw) -> str:
+    """Why a run failed, and the line of code that raised; or the last that was printed by ranks that said nothing."""
+    why, *trace = raw.results.errors[0].splitlines()
+    frames = _FRAME.findall("\n".join(trace))
+    if frames:
+        return f"{why} ({frames[-1][0]}:{frames[-1][1]})"
+    printed = [line for line in [*trace, *raw.output.splitlines()] if line.strip()]
+    return f"{why}; {printed[-1]}" if printed else why
 
 
 def _links(raw: Raw, names: Mapping[int, str]) -> tuple[Link, ...]:

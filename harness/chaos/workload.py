@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +17,10 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A workload. `family` says what runs it."""
 
     family: ClassVar[Family] = "session"
+
+    def placed(self, folder: Path) -> Self:
+        """This workload as a scenario's file in `folder` means it. Raises ValueError for a file that is not there."""
+        return self
 
 
 class AllReduce(_Kind, frozen=True, kw_only=True, tag="all_reduce"):
@@ -40,13 +45,22 @@ class Ddp(_Kind, frozen=True, kw_only=True, tag="ddp"):
 
 class Python(_Kind, frozen=True, kw_only=True, tag="python"):
     """Your own training: `target` is `path/to/file.py:function` or `module:function`, called as
-    `function(session, **arguments)` on every rank. `steps` is how many it takes, where faults are to be placed by them.
-    What it returns on rank 0 is compared with a run without faults.
+    `function(session, **arguments)` on every rank; a path counts from the folder of the scenario's file. `steps` is how
+    many it takes: needed for faults at a random step. What it returns on rank 0 is compared with a run without faults.
     """
 
     target: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
     steps: Count | None = None
     arguments: dict[str, Any] = {}
+
+    def placed(self, folder: Path) -> Self:
+        where, _, name = self.target.rpartition(":")
+        if not where.endswith(".py"):
+            return self
+        path = (folder / where).absolute()
+        if not path.is_file():
+            raise ValueError(f"target = {self.target!r}: there is no file {path}")
+        return msgspec.structs.replace(self, target=f"{path}:{name}")
 
 
 class Store(_Kind, frozen=True, kw_only=True, tag="store"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from holdfast.harness.chaos.fault_type import FaultType, Undo
+from holdfast.harness.chaos.links.breakable import unbreakable
 from holdfast.harness.chaos.links.policy import Plane, Policy, Rule
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ class _Linked(FaultType, frozen=True, kw_only=True):
     def check(self, scenario: Scenario) -> None:
         if scenario.workload.family != "session" or not scenario.job.links:
             raise ValueError("faults of links need job.links = true")
-        if scenario.job.backend == "shm" and not self.control_alone:
-            raise ValueError('the shm backend has no links to break; use gloo or ucx, or plane = "control"')
+        job = scenario.job
+        why = None if self.control_alone else unbreakable(job.backend, job.environ, many_hosts=job.hosts != "one")
+        if why is not None:
+            raise ValueError(f'{why}; use gloo, or plane = "control"')
         for rank in self.named:
             if not 0 <= rank < scenario.job.ranks:
                 raise ValueError(f"no rank {rank} ({scenario.job.ranks} ranks)")

@@ -50,8 +50,8 @@ class Direction:
         return at
 
     def spoil(self, policy: Policy, piece: bytearray, dice: random.Random) -> None:
-        """Flip one bit of a piece, if it is to be so."""
-        if policy.corrupt and (policy.headers or len(piece) >= BULK) and dice.random() < policy.corrupt:
+        """Flip one bit of a piece, if it is to be so. The end of the stream is an empty piece, and has none."""
+        if piece and policy.corrupt and (policy.headers or len(piece) >= BULK) and dice.random() < policy.corrupt:
             place = dice.randrange(len(piece) // 2, len(piece))
             piece[place] ^= 1 << dice.randrange(8)
             self.corrupted += 1

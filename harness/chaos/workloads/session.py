@@ -194,15 +194,16 @@ def function_of(target: str) -> Callable[..., Any]:
     try:
         if where.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"holdfast_workload_{Path(where).stem}", where)
-            assert spec is not None and spec.loader is not None
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{where} is no Python file")
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
         found = getattr(module, name)
-    except (ImportError, OSError, AttributeError) as error:
-        raise ValueError(f"workload target {target!r}: {error}") from error
+    except Exception as error:  # whatever the user's file raises when it is imported
+        raise ValueError(f"workload target {target!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"workload target {target!r} is {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
