@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from holdfast.comms.errors import CorruptData
 from holdfast.ft.keys import create_key
 from holdfast.ft.register import Register
+from holdfast.harness.invariants.events import event_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,34 @@ class LocalContract:
         return read_events(self.events_directory)
 
 
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    """The JSON lines of all logs in `directory`, by their `time`; a line that was not finished is left out."""
+def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: None) -> list[dict[str, Any]]:
+    """The events of all logs in `directory`, by their `time`; a line that was not finished is left out.
+
+    `bad` is told of each file with something else in it, once.
+    """
     events: list[dict[str, Any]] = []
     for path in sorted(directory.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            bad(f"event log {path}: {error.strerror}")
+            continue
+        foreign = 0
+        for number, line in enumerate(lines, start=1):
+            event = _event(line)
+            if event is not None:
+                events.append(event)
+            elif line and number < len(lines):
+                foreign = foreign or number
+        if foreign:
+            bad(f"event log {path}: line {foreign} is no event of a job")
     return sorted(events, key=lambda event: float(event["time"]))
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+        event_of(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, CorruptData):
+        return None
+    return event if isinstance(event.get("members", []), list) else None

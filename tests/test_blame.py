@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -118,6 +119,30 @@ def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tm
     assert (suspect.kind, suspect.rank, suspect.epoch) == ("crash", 1, 1)
 
 
+def test_a_thing_is_said_once(tmp_path: Path) -> None:
+    """The members' own words are the evidence; and one death in two communicators is one suspect."""
+    for rank in range(2):
+        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
+        for name in ("job", "job/pair"):
+            journal = recorder.journal(name, 1, rank, 2, "shm")
+            journal.enter("barrier", 1, 0, None, None, -1)
+            if rank == 1 and name == "job":
+                journal.leave(None)
+    said = {
+        "kind": "detected",
+        "members": ["p1"],
+        "evidence": "its process (pid 7) ended",
+        "time": 1.0,
+        "process": "p0",
+    }
+    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
+    lives = {"p0": Life.RUNNING, "p1": Life.GONE}
+    suspects = analyse(assemble(recordings, lives, [{**said, "time": 1.0, "process": "p0"}], 1e6))
+    crashes = [suspect for suspect in suspects if suspect.kind == "crash"]
+    assert [suspect.process for suspect in crashes] == ["p1"]
+    assert crashes[0].evidence.count("process") == 1
+
+
 # The trace ------------------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +165,72 @@ def test_the_trace_has_a_track_a_rank_and_an_arrow_a_meeting(tmp_path: Path) -> 
         )
     assert len(by_id) == 5
     assert all("".join(step["ph"] for step in steps) == "stf" for steps in by_id.values())
+
+
+def slices_of(evidence: Evidence) -> list[dict[str, Any]]:
+    return [event for event in trace(evidence)["traceEvents"] if event["ph"] == "X"]
+
+
+def test_the_open_ops_of_a_job_that_has_ended_end_with_it(tmp_path: Path) -> None:
+    """A day after the job, which took less than a second."""
+    alive = job(tmp_path, 2, 20, dead_after={1: (7, -1)})
+    ended = assemble(alive.recordings, dict.fromkeys(alive.lives, Life.GONE), [], alive.now + 86_400)
+    assert max(each["ts"] + each["dur"] for each in slices_of(ended)) < 1e6
+    assert max(finding.seconds for finding in analyse(ended)) < 1.0
+    assert max(each["dur"] for each in slices_of(alive)) > 50e6, "a living rank is inside of it until now"
+
+
+def test_recordings_of_containers_with_one_pid_have_tracks_of_their_own(tmp_path: Path) -> None:
+    evidence = job(tmp_path, 3, 5, clocks=[1000.0, 9000.0, 50.0])
+    alike = [
+        msgspec.structs.replace(each, process=msgspec.structs.replace(each.process, pid=1))
+        for each in evidence.recordings
+    ]
+    events = trace(assemble(alike, evidence.lives, [], evidence.now))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0 (p0)", "rank 1 (p1)", "rank 2 (p2)"]
+    assert {event["pid"]: event["args"]["rank"] for event in events if event["ph"] == "X"} == {
+        pid: int(name.split()[1]) for pid, name in names.items()
+    }
+
+
+def test_no_time_of_a_trace_is_negative(tmp_path: Path) -> None:
+    """What the members logged before the first op is where the trace begins."""
+    evidence = job(tmp_path, 2, 5)
+    early = {"kind": "installed", "process": "p0", "pid": 1, "time": 5.0, "epoch": 1}
+    events = trace(assemble(evidence.recordings, evidence.lives, [early], evidence.now))["traceEvents"]
+    times = [event["ts"] for event in events if "ts" in event]
+    assert min(times) == 0.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'["not", "an", "object"]\n{}\n',
+        b'{"time": "noon", "kind": "installed"}\n',
+        b'{"time": NaN, "process": "p", "pid": 1, "kind": "x"}\n',
+        b"{" * 100_000 + b"\n",
+        b"\xff\xfe\n",
+        b'{"time": 1.0, "process": "p", "pid": 1, "kind": "detected", "members": 7}\n',
+    ],
+    ids=["list", "text", "nan", "deep", "bytes", "members"],
+)
+def test_a_log_that_is_not_one_is_named_and_read_over(content: bytes, tmp_path: Path) -> None:
+    job(tmp_path, 2, 5, dead_after={1: (3, -1)})
+    (tmp_path / "foreign.jsonl").write_bytes(content)
+    (tmp_path / "folder.jsonl").mkdir()
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["blame", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "foreign.jsonl: line 1 is no event of a job" in result.stdout
+    assert "folder.jsonl: Is a directory" in result.stdout
+    assert "rank 1" in result.stdout
+
+
+def test_a_line_that_was_being_written_is_no_fault_of_the_log(tmp_path: Path) -> None:
+    job(tmp_path, 2, 5)
+    (tmp_path / "p0.jsonl").write_bytes(b'{"time": 1.0, "process": "p0", "pid": 1, "kind": "x"}\n{"time": 2.')
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["blame", str(tmp_path)])
+    assert "not read" not in result.stdout
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,13 @@ from holdfast.harness.blame.stops import find_stops
 
 
 def analyse(evidence: Evidence) -> list[Finding]:
-    """Every suspect, by score; between equals the newest epoch first."""
+    """Every suspect, by score; between equals the newest epoch first. A process is suspected of a thing once."""
     found = [finding for group in evidence.groups for finding in _in_group(evidence, group)]
-    return sorted(found, key=lambda finding: (-finding.score, -finding.epoch, finding.rank))
+    once: dict[tuple[object, ...], Finding] = {}
+    for finding in sorted(found, key=lambda finding: (-finding.score, -finding.epoch, finding.rank)):
+        who = finding.process or (finding.communicator, finding.epoch, finding.rank)
+        once.setdefault((finding.kind, who, finding.to), finding)
+    return list(once.values())
 
 
 def _in_group(evidence: Evidence, group: Group) -> Iterator[Finding]:

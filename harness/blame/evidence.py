@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All of a job. `now` is the time on the clock of the first host; `bad` says which files could not be read."""
+    """All of a job. `now` is this host's time on the clock of the first; `bad` says which files could not be read."""
 
     recordings: tuple[Recording, ...]
     lives: Mapping[str, Life]
@@ -110,6 +110,21 @@ class Evidence:
     bad: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
     """By host, what to add to its times."""
+
+    @cached_property
+    def last_known(self) -> float:
+        """The time of the last thing that is known of the job, on the clock of the first host."""
+        offset = {r.identity: self.offsets.get(r.process.host, 0.0) for r in self.recordings}
+        moments = [(r.identity, moment) for r in self.recordings for moment in (r.ended, r.opened, *_moments(r))]
+        moments += [(str(event["process"]), float(event["time"])) for event in self.events]
+        return max((moment + offset.get(identity, 0.0) for identity, moment in moments), default=self.now)
+
+    def left(self, track: Track, op: Op) -> float:
+        """When a rank left an op; while it is inside, now, or if its process is gone the end of what is known."""
+        if op.left is not None:
+            return max(track.left(op), track.entered(op))
+        lives = track.life in (Life.RUNNING, Life.STOPPED)
+        return max(self.now if lives else self.last_known, track.entered(op))
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -130,6 +145,11 @@ class Evidence:
         return tuple(Group(*key, sizes[key], dict(sorted(tracks[key].items()))) for key in keys)
 
 
+def _moments(recording: Recording) -> Iterator[float]:
+    for op in recording.ops:
+        yield op.entered if op.left is None else op.left
+
+
 def gather(logs: Path, now: float) -> Evidence:
     """What lies in a folder of recordings and event logs; `now` is this host's monotonic time."""
     recordings, bad = [], []
@@ -139,7 +159,8 @@ def gather(logs: Path, now: float) -> Evidence:
         except BadRecording as error:
             bad.append(str(error))
     lives = {recording.identity: life(recording.process) for recording in recordings}
-    return assemble(recordings, lives, read_events(logs), now, bad)
+    events = read_events(logs, bad.append)
+    return assemble(recordings, lives, events, now, bad)
 
 
 def assemble(
@@ -153,4 +174,6 @@ def assemble(
     from holdfast.harness.blame.clocks import offsets
 
     found = Evidence(tuple(recordings), lives, events, now, tuple(bad))
-    return Evidence(found.recordings, lives, events, now, found.bad, offsets(found.groups))
+    known = offsets(found.groups)
+    here = now + known.get(this_host(), 0.0)
+    return Evidence(found.recordings, lives, events, here, found.bad, known)

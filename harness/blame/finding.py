@@ -9,7 +9,7 @@ import msgspec
 Kind = Literal["crash", "hang", "cut", "mismatch", "slow", "stuck"]
 
 MEANING = {
-    "crash": "its process ended inside the job",
+    "crash": "it died inside the job",
     "hang": "it did not arrive where the others wait",
     "cut": "what it sends does not reach the other",
     "mismatch": "it called something else than the others",

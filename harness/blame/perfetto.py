@@ -18,17 +18,34 @@ _INSTANTS = ("detected", "suspected", "revoked", "installed", "rebuilt", "commit
 
 
 def trace(evidence: Evidence) -> dict[str, Any]:
-    """The trace as what `json.dump` writes. Times count from the first op."""
-    entered = [track.entered(op) for group in evidence.groups for track in group.tracks.values() for op in track.ops]
-    began = min(entered, default=0.0)
-    return {"displayTimeUnit": "ms", "traceEvents": list(_events(evidence, began))}
+    """The trace as what `json.dump` writes. Times count from the first op or event."""
+    events = sorted(_events(evidence, _tracks(evidence)), key=lambda event: event["ph"] != "M")
+    began = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = _us(event["ts"] - began)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _events(evidence: Evidence, began: float) -> Iterator[Event]:
+def _tracks(evidence: Evidence) -> Mapping[str, int]:
+    """By identity, the number of a process's track: its pid, or one of its own where others have that pid, too."""
+    pids = [recording.process.pid for recording in evidence.recordings]
+    found: dict[str, int] = {}
+    free = max(pids, default=0) + 1
+    for recording in evidence.recordings:
+        pid = recording.process.pid
+        if pid in found.values():
+            pid, free = free, free + 1
+        found[recording.identity] = pid
+    return found
+
+
+def _events(evidence: Evidence, numbers: Mapping[str, int]) -> Iterator[Event]:
+    """All events, with `ts` in seconds on the clock of the first host."""
     for recording in evidence.recordings:
         ranks = sorted({op.communicator.rank for op in recording.ops if "/" not in op.communicator.name})
         label = f"rank {', '.join(map(str, ranks))} ({recording.identity})" if ranks else recording.identity
-        pid = recording.process.pid
+        pid = numbers[recording.identity]
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": ranks[0] if ranks else 9999}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 1, "args": {"name": "ops"}}
@@ -36,13 +53,12 @@ def _events(evidence: Evidence, began: float) -> Iterator[Event]:
     for number, group in enumerate(evidence.groups):
         for track in group.tracks.values():
             for op in track.ops:
-                yield _slice(evidence, group, track, op, began)
-        yield from _arrows(number, group, began)
-    yield from _instants(evidence, began)
+                yield _slice(evidence, group, track, op, numbers)
+        yield from _arrows(number, group, numbers)
+    yield from _instants(evidence, numbers)
 
 
-def _slice(evidence: Evidence, group: Group, track: Track, op: Op, began: float) -> Event:
-    end = track.left(op) if op.left is not None else max(evidence.now, track.entered(op))
+def _slice(evidence: Evidence, group: Group, track: Track, op: Op, numbers: Mapping[str, int]) -> Event:
     arguments: dict[str, Any] = {
         "call": str(op.signature),
         "communicator": group.name,
@@ -61,15 +77,15 @@ def _slice(evidence: Evidence, group: Group, track: Track, op: Op, began: float)
         "ph": "X",
         "name": op.signature.op,
         "cat": "op" if op.status is Status.DONE else "op,failed",
-        "pid": track.recording.process.pid,
+        "pid": numbers[track.recording.identity],
         "tid": 1,
-        "ts": _us(track.entered(op) - began),
-        "dur": _us(end - track.entered(op)),
+        "ts": track.entered(op),
+        "dur": _us(evidence.left(track, op) - track.entered(op)),
         "args": arguments,
     }
 
 
-def _arrows(number: int, group: Group, began: float) -> Iterator[Event]:
+def _arrows(number: int, group: Group, numbers: Mapping[str, int]) -> Iterator[Event]:
     """One arrow for each collective, through all ranks in order."""
     for ordinal in sorted({o for track in group.tracks.values() for o in track.collectives}):
         tracks = [track for track in group.tracks.values() if ordinal in track.collectives]
@@ -81,19 +97,19 @@ def _arrows(number: int, group: Group, began: float) -> Iterator[Event]:
                 "name": op.signature.op,
                 "cat": "collective",
                 "id": f"{number}/{ordinal}",
-                "pid": track.recording.process.pid,
+                "pid": numbers[track.recording.identity],
                 "tid": 1,
-                "ts": _us(track.entered(op) - began),
+                "ts": track.entered(op),
             }
             if last:
                 event["bp"] = "e"
             yield event
 
 
-def _instants(evidence: Evidence, began: float) -> Iterator[Event]:
+def _instants(evidence: Evidence, numbers: Mapping[str, int]) -> Iterator[Event]:
     """What the members' event logs say, on the tracks of those who said it."""
     hosts: Mapping[str, tuple[int, float]] = {
-        r.identity: (r.process.pid, evidence.offsets.get(r.process.host, 0.0)) for r in evidence.recordings
+        r.identity: (numbers[r.identity], evidence.offsets.get(r.process.host, 0.0)) for r in evidence.recordings
     }
     for event in evidence.events:
         where = hosts.get(str(event.get("process")))
@@ -101,7 +117,7 @@ def _instants(evidence: Evidence, began: float) -> Iterator[Event]:
             continue
         pid, offset = where
         extra = {name: value for name, value in event.items() if name not in ("time", "process", "pid", "kind")}
-        at = _us(float(event["time"]) + offset - began)
+        at = float(event["time"]) + offset
         yield {"ph": "i", "s": "t", "name": event["kind"], "pid": pid, "tid": 2, "ts": at, "args": extra}
 
 

@@ -33,7 +33,8 @@ def _stopped(evidence: Evidence, group: Group) -> bool:
     blocked = group.blocked.items()
     failed = any(op.status is not Status.INSIDE for _, op in blocked)
     return failed or any(
-        group.tracks[r].life in (Life.GONE, Life.UNKNOWN) or evidence.now - group.tracks[r].entered(op) > PATIENCE
+        group.tracks[r].life in (Life.GONE, Life.UNKNOWN)
+        or evidence.left(group.tracks[r], op) - group.tracks[r].entered(op) > PATIENCE
         for r, op in blocked
     )
 
@@ -50,8 +51,8 @@ def _dead(evidence: Evidence, group: Group) -> Iterator[Finding]:
         if fenced:
             yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {said}")
         elif track in killed and not everybody:
-            words = f"{_last(track)}; then its process (pid {track.recording.process.pid}) was gone"
-            yield _finding("crash", group, track, 0.98, words + (f", as was found: {said}" if said else ""))
+            words = said or f"then its process (pid {track.recording.process.pid}) was gone"
+            yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
         elif said:
             stopped = "stopped" in said or track.life is Life.STOPPED
             yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {said}")
@@ -125,9 +126,8 @@ def _link(group: Group, end: End, score: float) -> Finding:
 
 
 def _waited(evidence: Evidence, group: Group, waiter: int) -> float:
-    track = group.tracks[waiter]
-    op = group.blocked[waiter]
-    return (evidence.now if op.left is None else track.left(op)) - track.entered(op)
+    track, op = group.tracks[waiter], group.blocked[waiter]
+    return evidence.left(track, op) - track.entered(op)
 
 
 # By who is left inside ------------------------------------------------------------------------------------------------
