@@ -23,6 +23,7 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.simulate import worker
 from holdfast.harness.simulate.draw import draw
 from holdfast.harness.simulate.museum import EXHIBITS
+from holdfast.harness.simulate.museum.run_all import run_all
 from holdfast.harness.simulate.museum.tour import visit
 from holdfast.harness.simulate.run import simulate as run
 from holdfast.harness.simulate.scale import measure
@@ -253,6 +254,25 @@ def test_a_bug_of_the_museum_is_found_and_made_small(name: str) -> None:
     seen = visit(exhibit, seeds=200, tries=20)
     assert seen.found and seen.real
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
+
+
+def test_several_bugs_are_looked_for_at_once_and_told_as_they_are_found() -> None:
+    names = ["joiners first", "last step dropped"]
+    chosen = [place for place, exhibit in enumerate(EXHIBITS) if exhibit.name in names]
+    told: list[str] = []
+    found = run_all(200, chosen=chosen, done=lambda sighting: told.append(sighting.name))
+    assert [sighting.name for sighting in found] == names
+    assert sorted(told) == names
+    assert all(sighting.found and sighting.real for sighting in found)
+
+
+def test_messages_that_multiply_without_end_end_a_run_soon() -> None:
+    """With this bug one run went on to two million events and gigabytes."""
+    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == "stale announcement")
+    with exhibit.inject():
+        outcome = run(draw(254))
+    assert outcome.violation is not None
+    assert outcome.events < 100_000
 
 
 def test_a_bug_is_gone_when_it_is_taken_out() -> None:

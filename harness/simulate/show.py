@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holdfast.harness.console import FoldingTable, console, print_json, styled
+from holdfast.harness.console import FoldingTable, console, print_json, styled, working
 from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.outputs import writing
 from holdfast.harness.simulate import growth
 from holdfast.harness.simulate.draw import draw
 from holdfast.harness.simulate.museum import EXHIBITS, Exhibit
-from holdfast.harness.simulate.museum.tour import Sighting, visit
+from holdfast.harness.simulate.museum.run_all import run_all
+from holdfast.harness.simulate.museum.tour import Sighting
 from holdfast.harness.simulate.run import Outcome, simulate
 from holdfast.harness.simulate.scale import Scale, measure
 from holdfast.harness.simulate.scenarios import SCENARIOS
@@ -29,16 +30,16 @@ from holdfast.harness.simulate.trace import TraceWriter
 
 SMALL = 64
 STEPS = 40
+LINE_SECONDS = 5.0
+"""Between two lines on how far a command is, where there is no terminal."""
+
+SEED_SECONDS = 0.02
+MUSEUM_SECONDS = 150.0
+"""Of one core, for a whole visit."""
 
 
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
+    return working(console(stderr=True), text, every=LINE_SECONDS)
 
 
 def exhibit_called(name: str) -> Exhibit:
@@ -60,11 +61,10 @@ def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json:
 def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
     """Run the schedules of so many seeds, up to the first that breaks something."""
     outcomes: list[Outcome] = []
-    with _progress() as bar:
-        task = bar.add_task("swarm", total=seeds, note="")
+    with _working(f"{seeds} seeds: about {SEED_SECONDS * seeds:.0f} s") as say:
         for number in range(seed, seed + seeds - 1):
             outcomes.append(simulate(draw(number), trace))
-            bar.update(task, advance=1, note=f"seed {number}, {sum(o.events for o in outcomes):,} events")
+            say(f"seed {number}: {len(outcomes)} of {seeds}, {sum(o.events for o in outcomes):,} events")
             if outcomes[-1].violation is not None:
                 return _finish(draw(number), outcomes[:-1], None, shrink, out, json)
     return _finish(draw(seed + seeds - 1), outcomes, trace, shrink, out, json)
@@ -133,11 +133,8 @@ def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | 
     if name != "swarm" and ranks <= SMALL:
         return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
     schedule = make_scenario(name, ranks, hosts, seed)
-    with _progress() as bar:
-        task = bar.add_task(name, total=1.0, note="setting up")
-        result = measure(
-            schedule, trace, lambda share, events: bar.update(task, completed=share, note=f"{events:,} events")
-        )
+    with _working(f"{name}: setting up {ranks:,} ranks") as say:
+        result = measure(schedule, trace, lambda share, events: say(f"{name}: {share:.0%}, {events:,} events"))
     if json:
         print_json(result)
     else:
@@ -172,9 +169,8 @@ def _show_scales(name: str, scales: Iterable[Scale]) -> None:
 
 def figures(directory: Path, seed: int, json: bool) -> int:
     """Measure growth and false alarms, and draw them."""
-    with _progress() as bar:
-        task = bar.add_task("figures", total=1.0, note="")
-        result = growth.study(seed, lambda share, note: bar.update(task, completed=share, note=note))
+    with _working("figures: several minutes") as say:
+        result = growth.study(seed, lambda share, note: say(f"figures: {share:.0%}, {note}"))
     if json:
         print_json(result)
     else:
@@ -195,13 +191,18 @@ def figures(directory: Path, seed: int, json: bool) -> int:
 
 def tour(seeds: int, first: int, json: bool) -> int:
     """Look for every bug of the museum."""
-    sightings: list[Sighting] = []
-    with _progress() as bar:
-        task = bar.add_task("museum", total=len(EXHIBITS), note="")
-        for exhibit in EXHIBITS:
-            bar.update(task, note=exhibit.name)
-            sightings.append(visit(exhibit, seeds, first=first))
-            bar.update(task, advance=1)
+    notes, cores = console(stderr=True), len(os.sched_getaffinity(0))
+    begin = f"{len(EXHIBITS)} bugs on {cores} cores: about {MUSEUM_SECONDS / cores:.0f} s"
+    looked = 0
+    with working(notes, begin) as say:
+
+        def done(seen: Sighting) -> None:
+            nonlocal looked
+            looked += 1
+            what = f"found by {seen.checker!r} in seed {first + seen.seeds - 1}" if seen.found else "NOT found"
+            say(f"{looked}/{len(EXHIBITS)} {seen.name}: {what}")
+
+        sightings = run_all(seeds, first, done=done)
     if json:
         print_json(sightings)
     else:
