@@ -18,6 +18,7 @@ import xxhash
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.shared_tensors import check_agreement, sharing
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.skeleton import put_together, take_apart
 
@@ -196,9 +197,26 @@ def check_names(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> N
 
 
 def load(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
-    """Load the state of each attached thing."""
+    """Load the state of each attached thing. Raises `Mismatch`, before any is loaded, if weights that are tied here
+    differ there: a module would keep the last one.
+    """
+    for name, thing in attached.items():
+        if isinstance(thing, torch.nn.Module):
+            _check_tied(name, thing.state_dict(), state[name])
     for name, thing in attached.items():
         thing.load_state_dict(state[name])
+
+
+def _check_tied(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    plain = {key: each for key, each in here.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
+    sources = {key: there[key] for key in plain if isinstance(there, Mapping) and type(there.get(key)) is torch.Tensor}
+    targets = {
+        key: plain[key].detach()
+        for key, source in sources.items()
+        if (plain[key].dtype, plain[key].shape) == (source.dtype, source.shape) and plain[key].device.type != "meta"
+    }
+    for group in sharing(targets):
+        check_agreement({key: targets[key] for key in group}, sources, f"{name!r}")
 
 
 def pack(attached: Mapping[str, Stateful], device: torch.device) -> Packed:

@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.shared_tensors import extent, overlaps_itself, sharing
+from holdfast.ft import transfer
 from holdfast.store import WeightStore
 
 Tensor = torch.Tensor
@@ -151,3 +152,22 @@ def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> N
         store.get(wrong, targets)
     store.get(number, targets)
     assert torch.equal(into, whole)
+
+
+def test_a_session_refuses_a_state_whose_weights_are_not_tied_as_its_models_are() -> None:
+    def model(tied: bool) -> nn.Module:
+        made = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "head": nn.Linear(5, 7, bias=False)})
+        if tied:
+            made["head"].weight = made["embedding"].weight
+        return made
+
+    ours, before = model(True), model(False)
+    optimizer = torch.optim.AdamW(ours.parameters())
+    before.load_state_dict(ours.state_dict())
+    attached = {"optimizer": optimizer, "model": ours}
+    with pytest.raises(Mismatch, match=r"'embedding.weight' and 'head.weight' of 'model' share memory"):
+        transfer.load({"optimizer": optimizer.state_dict(), "model": model(False).state_dict()}, attached)
+    assert torch.equal(ours.state_dict()["head.weight"], before.state_dict()["head.weight"])
+    theirs = model(True).state_dict()
+    transfer.load({"optimizer": optimizer.state_dict(), "model": theirs}, attached)
+    assert torch.equal(ours.state_dict()["head.weight"], theirs["embedding.weight"])
