@@ -16,7 +16,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked,
 from holdfast.comms.execution import Body, Executor
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
-from holdfast.comms.transport import Context, Transport
+from holdfast.comms.transport import Context, Peer, Transport
 from holdfast.comms.window import Window, WindowMemory, check_exposable
 from holdfast.comms.work import Work
 
@@ -73,6 +73,15 @@ class Communicator(Collectives):
     def transport(self) -> Transport:
         """For the backend that builds the next epoch's communicator. Ops that go past this one break its order."""
         return self._transport
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The processes behind the ranks, in rank order."""
+        return self._context.peers
+
+    def check_movable(self, tensor: Tensor) -> None:
+        """Raise as `send` and `recv` do for a tensor that they do not take."""
+        self._check.movable(tensor)
 
     @property
     def greetings(self) -> Sequence[tuple[int, ...]] | None:

@@ -59,11 +59,11 @@ class BorrowedProcessGroup(HoldfastProcessGroup):
 
     def abort(self) -> None:
         """End what is beside the communicator: point-to-point ops."""
-        self._lanes.abort(Revoked(self.communicator.epoch, "the process group was aborted"))
+        self._p2p.abort(Revoked(self.communicator.epoch, "the process group was aborted"))
         self.shutdown()
 
     def shutdown(self) -> None:
-        self._lanes.close()
+        self._p2p.close()
 
 
 def install(communicator: Communicator, store: dist.Store, timeout: float) -> BorrowedProcessGroup:

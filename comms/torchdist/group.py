@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.torchdist.lanes import Lanes
 from holdfast.comms.torchdist.monitored import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.p2p_channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
 from holdfast.comms.torchdist.sparse import all_reduce_sparse
 from holdfast.comms.torchdist.words import is_async, reduction, seconds
@@ -63,7 +63,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._turn = threading.RLock()
         self._together: list[TorchWork] | None = None
-        self._lanes = Lanes(communicator, dist.PrefixStore("point-to-point", store))
+        self._p2p = P2PChannels(communicator, dist.PrefixStore("point-to-point", store))
         self._monitored = MonitoredBarrier(store, communicator.rank, communicator.size)
         self._name, self._description = "", "undefined"
         self._issued = 0
@@ -275,19 +275,19 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     # -- point to point: beside the collectives, not in order with them
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
         (tensor,) = tensors
-        return self._joined(TorchWork([self._lanes.send(tensor, dst, tag, self._timeout)], tensors))
+        return self._joined(TorchWork([self._p2p.send(tensor, dstRank, tag, self._timeout)], tensors))
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
         (tensor,) = tensors
-        work = self._lanes.recv(tensor, src, tag, self._timeout)
-        return self._joined(ReceivedFrom(work, tensors, [src]))
+        work = self._p2p.recv(tensor, srcRank, tag, self._timeout)
+        return self._joined(ReceivedFrom(work, tensors, work.source))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         (tensor,) = tensors
-        work, source = self._lanes.recv_any(tensor, tag, self._timeout)
-        return self._joined(ReceivedFrom(work, tensors, source))
+        work = self._p2p.recv(tensor, None, tag, self._timeout)
+        return self._joined(ReceivedFrom(work, tensors, work.source))
 
     # -- several ops as one
 
@@ -344,7 +344,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             mine = self.get_reconfigure_handle()
             self.communicator = connect_changed(change, mine, self._store, self._root, device, self._timeout)
             store = dist.PrefixStore(f"reconfigured/{change.uuid}", self._store)
-            self._lanes = Lanes(self.communicator, dist.PrefixStore("point-to-point", store))
+            self._p2p = P2PChannels(self.communicator, dist.PrefixStore("point-to-point", store))
             self._monitored = MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
         return TorchWork([DONE], [])
 
@@ -363,12 +363,12 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         """End all ops here, and those of the peers that wait for this rank, and release everything."""
         over = Revoked(self.communicator.epoch, _ABORTED)
         self.communicator.abort(over)
-        self._lanes.abort(over)
+        self._p2p.abort(over)
         self.shutdown()
 
     def shutdown(self) -> None:
         """Release everything; what is pending ends with `Revoked`. Idempotent."""
-        self._lanes.close()
+        self._p2p.close()
         self.communicator.close()
 
 
