@@ -13,17 +13,21 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, Revoked
-from holdfast.comms.ops import ReduceOp
+from holdfast.comms.errors import HoldfastError, Revoked, Unsupported
+from holdfast.comms.torchdist import lists
 from holdfast.comms.torchdist.monitored import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.p2p_channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
 from holdfast.comms.torchdist.sparse import all_reduce_sparse
@@ -136,58 +140,95 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     # -- reductions
 
-    def allreduce(
-        self, tensors: Tensors | Tensor, opts: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        given = _listed(tensors)
-        opts, op = _options(opts, op, dist.AllreduceOptions, "reduceOp")
-        if given[0].layout != torch.strided:
-            return self._together_at_once(given, op, opts)
-        return self._run([self._all_reduce(tensor, op) for tensor in given], given, opts, timeout)
+    @overloads(
+        dist.AllreduceOptions,
+        form("opts", tensors=LIST),
+        form("op", "timeout", tensors=LIST),
+        form("op", "timeout", tensor=TENSOR),
+    )
+    def allreduce(self, call: Call) -> TorchWork:
+        tensors, op = call.outputs, call.opts.reduceOp
+        lists.alike("allreduce", tensors)
+        if tensors[0].layout != torch.strided:
+            return self._complete(tensors, partial(all_reduce_sparse, self.communicator), op, call.opts)
+        if len(tensors) > 1:
+            self._combine(tensors, op)
+        places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
+        return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, opts)
+    @overloads(dist.AllreduceCoalescedOptions, form("opts", tensors=LIST))
+    def allreduce_coalesced(self, call: Call) -> TorchWork:
+        tensors, op = call.outputs, call.opts.reduceOp
+        lists.of_one_type("allreduce_coalesced", tensors)
+        if not lists.overlap(tensors):
+            return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, call.opts)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        work = self._complete(copies, self.communicator.all_reduce, op, call.opts)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.detach().copy_(copy)
+        return TorchWork(work.parts, tensors)
+
+    def _combine(self, tensors: Tensors, op: Any) -> None:
+        """Make each of several tensors of this rank their reduction."""
+        ours = reduction(op, tensors[0])
+        if ours.name in arithmetic.SCALED:
+            raise Unsupported(f"allreduce ({ours.name}) of several tensors of one rank", "pass one tensor")
+        total = tensors[0].detach().clone()
+        for tensor in tensors[1:]:
+            arithmetic.combine(total, tensor.detach(), ours)
+        for tensor in tensors:
+            tensor.detach().copy_(total)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
         ours = reduction(op, tensor)
         return lambda later, limit: self.communicator.all_reduce(tensor, ours, later, limit)
 
-    def _together_at_once(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
-        """Sparse tensors take several ops, each sized by the one before: they are complete when this returns."""
+    def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
+        """Reduce tensors that take more than an op each: they are complete when this returns."""
         with self._turn:
+            limit = seconds(opts.timeout) or self._timeout
             for tensor in tensors:
-                limit = seconds(getattr(opts, "timeout", None)) or self._timeout
-                all_reduce_sparse(self.communicator, tensor, reduction(op, tensor), limit)
+                reduce(tensor, reduction(op, tensor), timeout=limit)
         return TorchWork([DONE], tensors)
 
-    def reduce(
-        self, tensors: Tensors | Tensor, opts: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        (tensor,) = given = _listed(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
-        ours = reduction(op if isinstance(opts, int) else opts.reduceOp, tensor) if op or opts else ReduceOp.SUM
+    @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
+    def reduce(self, call: Call) -> TorchWork:
+        lists.one("reduce", call.outputs, "tensors")
+        lists.root_tensor("reduce", call.outputs, call.opts.rootTensor)
+        (tensor,), root = call.outputs, call.opts.rootRank
+        ours = reduction(call.opts.reduceOp, tensor)
         return self._run(
-            [lambda later, limit: self.communicator.reduce(tensor, root, ours, later, limit)], given, opts, timeout
+            [lambda later, limit: self.communicator.reduce(tensor, root, ours, later, limit)], call.outputs, call.opts
         )
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> TorchWork:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        issues = [self._reduce_scatter(output, given, op) for output, given in zip(outputs, inputs, strict=True)]
-        return self._run(issues, outputs, opts)
+    @overloads(
+        dist.ReduceScatterOptions,
+        form("opts", output_tensors=LIST, input_tensors=LISTS),
+        form("op", "timeout", output=TENSOR, input=LIST),
+    )
+    def reduce_scatter(self, call: Call) -> TorchWork:
+        lists.one("reduce_scatter", call.outputs, "output_tensors")
+        lists.one("reduce_scatter", call.inputs, "input_tensors")
+        (output,), (given,) = call.outputs, call.inputs
+        ours = reduction(call.opts.reduceOp, output)
+        return self._run(
+            [lambda later, limit: self.communicator.reduce_scatter(output, given, ours, later, limit)],
+            call.outputs,
+            call.opts,
+        )
 
-    def _reduce_scatter(self, output: Tensor, given: Tensors, op: Any) -> Issue:
-        ours = reduction(op, output)
-        return lambda later, limit: self.communicator.reduce_scatter(output, given, ours, later, limit)
+    @overloads(dist.ReduceScatterOptions, form("opts", outputTensor=TENSOR, inputTensor=TENSOR))
+    def reduce_scatter_single(self, call: Call) -> TorchWork:
+        return self._reduce_scatter_singles([call.outputs], [call.inputs], call.opts)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+    @overloads(dist.ReduceScatterOptions, form("opts", outputs=LIST, inputs=LIST))
+    def reduce_scatter_single_coalesced(self, call: Call) -> TorchWork:
+        lists.pairs("reduce_scatter_single_coalesced", call.outputs, call.inputs)
+        return self._reduce_scatter_singles(call.outputs, call.inputs, call.opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
+    def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         def issue(output: Tensor, tensor: Tensor) -> Issue:
-            ours = reduction(op, tensor)
+            ours = reduction(opts.reduceOp, tensor)
             return lambda later, limit: self.communicator.reduce_scatter_single(output, tensor, ours, later, limit)
 
         return self._run([issue(o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
@@ -197,31 +238,57 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     # -- moves
 
-    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        given = _listed(tensors)
-        root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
+    @overloads(dist.BroadcastOptions, form("opts", tensors=LIST), form("root", "timeout", tensor=TENSOR))
+    def broadcast(self, call: Call) -> TorchWork:
+        tensors, root, source = call.outputs, call.opts.rootRank, call.opts.rootTensor
+        lists.alike("broadcast", tensors)
+        lists.root_tensor("broadcast", tensors, source)
+        for tensor in tensors:
+            if tensor is not tensors[source]:
+                tensor.detach().copy_(tensors[source])
 
         def issue(tensor: Tensor) -> Issue:
             return lambda later, limit: self.communicator.broadcast(tensor, root, later, limit)
 
-        return self._run([issue(tensor) for tensor in given], given, opts, timeout)
+        return self._run([issue(tensor) for tensor in tensors], tensors, call.opts)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
-        issues = [self._all_gather(outs, tensor) for outs, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(issues, [tensor for outs in outputs for tensor in outs], opts)
+    @overloads(
+        AllgatherOptions,
+        form("opts", output_tensors=LISTS, input_tensors=LIST),
+        form("timeout", output_tensors=LIST, input_tensor=TENSOR),
+    )
+    def allgather(self, call: Call) -> TorchWork:
+        outputs, inputs = call.outputs, call.inputs
+        lists.pairs("allgather", outputs, inputs)
+        taken = [tensor for outs in outputs for tensor in outs]
+        lists.of_one_size("allgather", [*inputs, *taken])
+        several = len(inputs)
+        issues = [self._all_gather(outs[i::several], tensor) for outs in outputs for i, tensor in enumerate(inputs)]
+        return self._run(issues, taken, call.opts)
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
+    @overloads(AllgatherOptions, form("opts", output_lists=LISTS, input_list=LIST))
+    def allgather_coalesced(self, call: Call) -> TorchWork:
         """`outputs[rank][i]` takes that rank's `inputs[i]`."""
+        outputs, inputs = call.outputs, call.inputs
+        lists.some("allgather_coalesced", inputs)
+        for of_rank in outputs:
+            lists.pairs("allgather_coalesced", of_rank, inputs)
         issues = [self._all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(inputs)]
-        return self._run(issues, [tensor for of_rank in outputs for tensor in of_rank], opts)
+        return self._run(issues, [tensor for of_rank in outputs for tensor in of_rank], call.opts)
 
     def _all_gather(self, outputs: Tensors, tensor: Tensor) -> Issue:
         return lambda later, limit: self.communicator.all_gather(outputs, tensor, later, limit)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+    @overloads(AllgatherOptions, form("opts", output=TENSOR, input=TENSOR))
+    def all_gather_single(self, call: Call) -> TorchWork:
+        return self._all_gather_singles([call.outputs], [call.inputs], call.opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+    @overloads(AllgatherOptions, form("opts", outputs=LIST, inputs=LIST))
+    def all_gather_single_coalesced(self, call: Call) -> TorchWork:
+        lists.pairs("all_gather_single_coalesced", call.outputs, call.inputs)
+        return self._all_gather_singles(call.outputs, call.inputs, call.opts)
+
+    def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         def issue(output: Tensor, tensor: Tensor) -> Issue:
             return lambda later, limit: self.communicator.all_gather_single(output, tensor, later, limit)
 
@@ -230,42 +297,70 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
-        root, taken = opts.rootRank, outputs[0] if outputs else None
+    @overloads(
+        dist.GatherOptions,
+        form("opts", output_tensors=LISTS, input_tensors=LIST),
+        form("root", "timeout", output_tensors=LIST, input_tensor=TENSOR),
+    )
+    def gather(self, call: Call) -> TorchWork:
+        root = call.opts.rootRank
+        lists.one("gather", call.inputs, "input_tensors")
+        outputs = self._of_root("gather", call.outputs, "output_tensors", root)
+        tensor = call.inputs[0]
         return self._run(
-            [lambda later, limit: self.communicator.gather(inputs[0], taken, root, later, limit)], taken or [], opts
+            [lambda later, limit: self.communicator.gather(tensor, outputs, root, later, limit)],
+            outputs or [],
+            call.opts,
         )
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
-        root, given = opts.rootRank, inputs[0] if inputs else None
+    @overloads(
+        dist.ScatterOptions,
+        form("opts", output_tensors=LIST, input_tensors=LISTS),
+        form("root", "timeout", output_tensor=TENSOR, input_tensors=LIST),
+    )
+    def scatter(self, call: Call) -> TorchWork:
+        root = call.opts.rootRank
+        lists.one("scatter", call.outputs, "output_tensors")
+        inputs = self._of_root("scatter", call.inputs, "input_tensors", root)
+        tensor = call.outputs[0]
         return self._run(
-            [lambda later, limit: self.communicator.scatter(outputs[0], given, root, later, limit)], outputs, opts
+            [lambda later, limit: self.communicator.scatter(tensor, inputs, root, later, limit)],
+            call.outputs,
+            call.opts,
         )
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def _of_root(self, op: str, items: Sequence[Tensors], what: str, root: int) -> Tensors | None:
+        """The one list of the root; None elsewhere."""
+        rank = self.communicator.rank
+        lists.of_root(op, items, what, rank, root)
+        return items[0] if rank == root else None
+
+    @overloads(dist.AllToAllOptions, form("opts", output_tensors=LIST, input_tensors=LIST))
+    def alltoall(self, call: Call) -> TorchWork:
+        outputs, inputs = call.outputs, call.inputs
         return self._run(
-            [lambda later, limit: self.communicator.all_to_all(outputs, inputs, later, limit)], outputs, opts
+            [lambda later, limit: self.communicator.all_to_all(outputs, inputs, later, limit)], outputs, call.opts
         )
 
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> TorchWork:
-        rows_out, rows_in = output_split_sizes or None, input_split_sizes or None
+    @overloads(
+        dist.AllToAllOptions,
+        form("opts", output=TENSOR, input=TENSOR, output_split_sizes=SIZES, input_split_sizes=SIZES),
+        form("timeout", output=TENSOR, input=TENSOR, output_split_sizes=SIZES, input_split_sizes=SIZES),
+    )
+    def all_to_all_single(self, call: Call) -> TorchWork:
+        output, tensor = call.outputs, call.inputs
+        rows_out, rows_in = (sizes or None for sizes in call.splits)
         return self._run(
             [lambda later, limit: self.communicator.all_to_all_single(output, tensor, rows_out, rows_in, later, limit)],
             [output],
-            opts,
+            call.opts,
         )
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        return self._run([lambda later, limit: self.communicator.barrier(later, limit)], [], opts, timeout)
+    @overloads(dist.BarrierOptions, form("opts"), form("timeout"))
+    def barrier(self, call: Call) -> TorchWork:
+        return self._run([lambda later, limit: self.communicator.barrier(later, limit)], [], call.opts)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; else raise on all, naming those that did not. See `MonitoredBarrier`."""
@@ -309,8 +404,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self._together.append(work)
         return work
 
-    def _run(self, issues: Sequence[Issue], tensors: Tensors, opts: Any, timeout: timedelta | None = None) -> TorchWork:
-        limit = seconds(timeout) or seconds(getattr(opts, "timeout", None)) or self._timeout
+    def _run(self, issues: Sequence[Issue], tensors: Tensors, opts: Any) -> TorchWork:
+        limit = seconds(opts.timeout) or self._timeout
         with self._turn:
             later = is_async(opts) or self._together is not None
             self._issued += len(issues)
@@ -370,16 +465,3 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         """Release everything; what is pending ends with `Revoked`. Idempotent."""
         self._p2p.close()
         self.communicator.close()
-
-
-def _listed(tensors: Tensors | Tensor) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _options(opts: Any, op: Any, kind: Any, field: str) -> tuple[Any, Any]:
-    """torch's two ways to say how to reduce: an options object, or the reduction itself."""
-    if opts is None:
-        return None, dist.ReduceOp.SUM if op is None else op
-    if isinstance(opts, kind):
-        return opts, getattr(opts, field)
-    return None, opts

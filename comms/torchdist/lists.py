@@ -1,0 +1,86 @@
+"""Checks of the lists of tensors that torch's process groups take, where gloo has them. ValueError tells what is wrong.
+
+Several tensors in one call are, in torch, the tensors of several devices of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+
+
+def some(op: str, tensors: Tensors) -> None:
+    """At least one tensor."""
+    if not tensors:
+        raise ValueError(f"{op}: the list of tensors is empty; pass at least one")
+
+
+def of_one_type(op: str, tensors: Tensors) -> None:
+    """At least one tensor, and all of one dtype."""
+    some(op, tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{op}: tensor {index} is {tensor.dtype}, tensor 0 {tensors[0].dtype}; they must be alike")
+
+
+def of_one_size(op: str, tensors: Tensors) -> None:
+    """At least one tensor, and all of one dtype and number of elements."""
+    of_one_type(op, tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != tensors[0].numel():
+            sizes = f"{tuple(tensor.shape)}, another {tuple(tensors[0].shape)}"
+            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; they must be alike")
+
+
+def alike(op: str, tensors: Tensors) -> None:
+    """At least one tensor, all of one dtype and shape; one may be there twice, but none may overlap another."""
+    of_one_type(op, tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != tensors[0].shape:
+            sizes = f"{tuple(tensor.shape)}, tensor 0 {tuple(tensors[0].shape)}"
+            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; they must be alike")
+    if overlap(list({tensor.data_ptr(): tensor for tensor in tensors if tensor.layout == torch.strided}.values())):
+        raise ValueError(f"{op}: two of the tensors overlap; pass tensors with memory of their own")
+
+
+def root_tensor(op: str, tensors: Tensors, index: int) -> None:
+    """`opts.rootTensor` names one of the tensors."""
+    if not 0 <= index < len(tensors):
+        raise ValueError(f"{op}: rootTensor={index} is out of range: {len(tensors)} tensors were given")
+
+
+def one(op: str, items: Sequence[object], what: str) -> None:
+    """A list of one: of one tensor, or of one list of tensors."""
+    if len(items) != 1:
+        raise ValueError(f"{op}: {what} must be a list of one, not of {len(items)}: a rank has one device here")
+
+
+def of_root(op: str, items: Sequence[object], what: str, rank: int, root: int) -> None:
+    """A list of one on the root, and an empty list elsewhere."""
+    if rank == root:
+        one(op, items, what)
+    elif items:
+        raise ValueError(f"{op}: {what} must be empty on rank {rank}: it belongs to the root, rank {root}")
+
+
+def pairs(op: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
+    """As many outputs as inputs, and at least one."""
+    if not inputs or len(outputs) != len(inputs):
+        raise ValueError(f"{op}: {len(outputs)} outputs for {len(inputs)} inputs; it takes as many, and at least one")
+
+
+def overlap(tensors: Tensors) -> bool:
+    """Whether any two of the tensors may share memory."""
+    extents = sorted(map(_extent, (tensor for tensor in tensors if tensor.numel())))
+    return any(end > start for (_, end), (start, _) in pairwise(extents))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first address of its memory, and the one behind the last."""
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,0 +1,147 @@
+"""torch's overloads of `ProcessGroup`'s methods: every form of a call, by position or by name, as one `Call`.
+
+torch binds several forms of each collective (`broadcast(tensors, opts)`, `broadcast(tensor, root, timeout)`). A Python
+subclass replaces all of them at once, so it has to tell them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Concatenate, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Group = TypeVar("Group")
+Result = TypeVar("Result")
+
+
+class Kind(Enum):
+    """What a parameter takes. Those that hold tensors have their depth as value: one, a list, a list of lists."""
+
+    TENSOR = 0
+    LIST = 1
+    LISTS = 2
+    SIZES = "sizes"
+    OPTIONS = "opts"
+    OP = "op"
+    ROOT = "root"
+    TIMEOUT = "timeout"
+
+
+TENSOR, LIST, LISTS, SIZES = Kind.TENSOR, Kind.LIST, Kind.LISTS, Kind.SIZES
+_OPTIONAL = (Kind.OPTIONS, Kind.OP, Kind.TIMEOUT)
+_FIELDS = {Kind.OP: "reduceOp", Kind.ROOT: "rootRank", Kind.TIMEOUT: "timeout"}
+"""The field of torch's options that says the same."""
+
+Form = dict[str, Kind]
+"""One overload: what each of its parameters takes, in order. Outputs come first, inputs second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in the first form of its method. An op in place has the same `outputs` and `inputs`."""
+
+    outputs: Any
+    inputs: Any
+    opts: Any
+    splits: tuple[Sequence[int] | None, ...] = field(default=())
+
+
+def form(*names: str, **tensors: Kind) -> Form:
+    """The overload with these tensors, and then `names` ("opts", "op", "root", "timeout")."""
+    return {**tensors, **{name: Kind(name) for name in names}}
+
+
+def overloads(
+    options: Callable[[], Any], *forms: Form
+) -> Callable[[Callable[[Group, Call], Result]], Callable[Concatenate[Group, ...], Result]]:
+    """Let a method that takes a `Call` be called in any of `forms`. TypeError for what fits none of them."""
+
+    def decorate(method: Callable[[Group, Call], Result]) -> Callable[Concatenate[Group, ...], Result]:
+        @functools.wraps(method)
+        def bound(self: Group, *arguments: Any, **named: Any) -> Result:
+            for each in forms:
+                given = _bind(each, arguments, named)
+                if given is not None and all(_fits(each[name], value, options) for name, value in given.items()):
+                    return method(self, _call(forms[0], each, given, options))
+            said = ", ".join([*map(_type, arguments), *(f"{name}={_type(value)}" for name, value in named.items())])
+            known = " or ".join(f"({', '.join(each)})" for each in forms)
+            raise TypeError(f"{method.__name__}({said}): incompatible arguments; it takes {known}")
+
+        return bound
+
+    return decorate
+
+
+def _bind(each: Form, arguments: Sequence[Any], named: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments by name; None if this form does not have so many, or such ones, or needs more."""
+    if len(arguments) > len(each):
+        return None
+    given = dict(zip(each, arguments, strict=False))
+    if named:
+        if not named.keys() <= each.keys() - given.keys():
+            return None
+        given.update(named)
+    needed = (name for name, kind in each.items() if kind not in _OPTIONAL)
+    return given if all(name in given for name in needed) else None
+
+
+def _fits(kind: Kind, value: Any, options: Any) -> bool:
+    """Whether torch takes `value` where a parameter is of this kind."""
+    match kind:
+        case Kind.TENSOR:
+            return isinstance(value, torch.Tensor)
+        case Kind.LIST:
+            return _all(value, lambda each: isinstance(each, torch.Tensor))
+        case Kind.LISTS:
+            return _all(value, lambda each: _fits(LIST, each, options))
+        case Kind.SIZES:
+            return value is None or _all(value, _is_whole)
+        case Kind.OPTIONS:
+            return value is None or isinstance(value, options)
+        case Kind.OP:
+            return isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType)
+        case Kind.ROOT:
+            return _is_whole(value)
+        case Kind.TIMEOUT:
+            return value is None or isinstance(value, timedelta)
+
+
+def _call(first: Form, each: Form, given: dict[str, Any], options: Callable[[], Any]) -> Call:
+    tensors, splits, opts = [], [], None
+    for (name, kind), meant in zip(each.items(), [*first.values(), *[None] * len(each)], strict=False):
+        value = given.get(name)
+        if kind in (TENSOR, LIST, LISTS):
+            assert meant is not None
+            if meant is not kind:
+                value = [] if kind is LIST and not value else [value]
+            tensors.append(value)
+        elif kind is SIZES:
+            splits.append(value)
+        elif kind is Kind.OPTIONS:
+            opts = value
+        elif value is not None:
+            opts = opts or options()
+            setattr(opts, _FIELDS[kind], value)
+    outputs, inputs = (tensors[0], tensors[-1]) if tensors else ((), ())
+    return Call(outputs, inputs, opts or options(), tuple(splits))
+
+
+def _all(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | torch.Tensor) and all(map(fits, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, torch.Tensor)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        kinds: Iterable[str] = dict.fromkeys(map(_type, value))
+        return f"{type(value).__name__} of {', '.join(kinds) or 'nothing'}"
+    return type(value).__name__
