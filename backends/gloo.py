@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
-from holdfast.backends.patience import unless
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms import _native, forks
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import (
     API_VERSION,
@@ -37,7 +37,7 @@ from holdfast.comms.plugins import (
     Unavailable,
     hookimpl,
 )
-from holdfast.comms.rendezvous import fetch
+from holdfast.comms.rendezvous import fetch_as
 from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context, Form
 
@@ -113,8 +113,8 @@ class GlooTransport(TorchGroup):
         theirs: set[tuple[str, int]] = set()
         for rank in range(self.size):
             if rank != self.rank:
-                data = fetch(context.store, f"listens/{rank}", context.deadline, self._liveness)
-                theirs.update(msgspec.json.decode(data, type=list[tuple[str, int]]))
+                kind = list[tuple[str, int]]
+                theirs.update(fetch_as(context.store, f"listens/{rank}", kind, context.deadline, self._liveness))
         began = time.monotonic()
         limit = max(min(context.deadline - began, _CONNECT_SECONDS), 0.001)
         settings._timeout = timedelta(seconds=limit)
@@ -132,7 +132,7 @@ class GlooTransport(TorchGroup):
             return group
 
         try:
-            group = unless(look, make)
+            group = run_interruptible(make, look)
         except HoldfastError:
             raise
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.algorithms.board import Board, layout_of
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
-from holdfast.comms.errors import OpTimeout, Unsupported
+from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
@@ -105,9 +105,12 @@ def connect(context: Context) -> InprocTransport:
             _boards[key] = memory
         context.store.set("board", key)
     else:
-        key = fetch(context.store, "board", context.deadline).decode()
+        key = fetch(context.store, "board", context.deadline).decode(errors="replace")
         with _lock:
-            memory = _boards[key]
+            found = _boards.get(key)
+        if found is None:
+            raise CorruptData(f"rank 0 said that its board is {key[:100]!r}, and there is none of this process")
+        memory = found
     try:
         transport = InprocTransport(context, memory)
         transport.start(context.deadline)

@@ -126,5 +126,5 @@ def place_of(said: bytes) -> Place:
     """Raises `CorruptData` if what was said makes no sense."""
     try:
         return msgspec.json.decode(said, type=Place)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"where the board of rank 0 is cannot be read: {error}") from error

@@ -5,6 +5,7 @@ What it does not do: move bytes (transports), find peers (connect), decide who i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,7 +57,7 @@ class Communicator(Collectives):
         self.backend: str = info.name
         self._context = context
         self._recorder = recorder
-        self._splits: dict[tuple[int, ...], int] = {}
+        self._splits: dict[tuple[int, ...], itertools.count[int]] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
@@ -122,31 +123,23 @@ class Communicator(Collectives):
         """A communicator of `ranks` of this one, in that order; called by exactly those ranks, within `timeout`
         seconds. It ends when this one is aborted or an op fails here, but outlives `close()`.
         """
-        from holdfast.comms.connect import connect_members
+        from holdfast.comms.connect import connect_part
 
         members = tuple(ranks)
         for member in members:
             self._check.rank(member, "ranks")
         if len(set(members)) != len(members) or self.rank not in members:
             raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and hold the caller's")
-        count = self._splits.get(members, 0)
-        self._splits[members] = count + 1
-        name = f"{self.name}/{'-'.join(map(str, members))}.{count}"
-        part = connect_members(
-            self.backend,
-            rank=members.index(self.rank),
-            size=len(members),
-            store=torch.distributed.PrefixStore(name, self._context.store),
-            peers=[self._context.peers[member] for member in members],
-            epoch=self.epoch,
-            name=name,
-            device=self.device,
+        part = connect_part(
+            self,
+            members,
+            self._splits.setdefault(members, itertools.count()),
+            self._context,
             timeout=self._executor.timeout if timeout is None else timeout,
             op_timeout=self._executor.timeout,
-            over=lambda: self.over,
             recorder=self._recorder,
         )
-        self._members[name] = members
+        self._members[part.name] = members
         self._executor.carry(part._executor)
         return part
 

@@ -10,12 +10,12 @@ import functools
 import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -24,9 +24,12 @@ from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported
 from holdfast.comms.journal import Recorder
+from holdfast.comms.keys import job_key
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plugins import BackendInfo, Unavailable
 from holdfast.comms.registry import registry
+from holdfast.comms.rendezvous.gathering import Gathering
+from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.transport import Context, Peer, Transport
 
 log = logging.getLogger("holdfast.comms")
@@ -42,16 +45,6 @@ def _begin_child() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
-
-
-class _Offer(msgspec.Struct, frozen=True):
-    """What one rank says to the others: who it is, what it was asked for, why each backend it cannot run fails."""
-
-    peer: Peer
-    size: int
-    preference: list[str]
-    unavailable: dict[str, str]
-    check: bool
 
 
 def checks_are_on() -> bool:
@@ -75,16 +68,29 @@ def connect(
     WORLD_SIZE. `name` tells apart communicators that meet at the same place. `timeout` (seconds) bounds this call,
     and is the default for every op.
 
-    Raises `BackendUnavailable`, `Mismatch` (ranks disagree, or this rank is taken), `OpTimeout` (naming the ranks
-    that did not come), ValueError.
+    Whoever can write to the rendezvous can come as a rank, or keep a rank out: any user of the network that the port
+    is on, of the machine for loopback, of the folder for a file. If HOLDFAST_KEY_FILE names a job's key
+    (`holdfast run` makes one), what the ranks tell each other there is authenticated with it, and strangers can no
+    longer come as ranks. It guards the meeting, not the tensors: no backend encrypts or authenticates those.
+
+    Raises `BackendUnavailable` (on every rank, if one lacks the backend), `Mismatch` (ranks disagree, or this rank is
+    taken), `OpTimeout` (naming the ranks that did not come), `PeerFailed`, `CorruptData` (what is at the rendezvous was
+    not written by the ranks), `KeyRefused`, ValueError.
     """
     deadline = time.monotonic() + timeout
     where = torch.device("cpu" if device is None else device)
-    preference = _preference(backend, where)
-    unavailable = _unavailable(preference)
-    if backend != "auto" and len(unavailable) == len(preference):
-        raise _none_available(backend, unavailable)
-    place = places.meet(rendezvous, rank, size, timeout)
+    preference, unavailable = _asked(backend, where)
+    key = job_key()
+
+    def find() -> places.Place:
+        return places.meet(rendezvous, rank, size, max(0.0, deadline - time.monotonic()))
+
+    try:
+        place = find()
+    except ValueError:
+        if len(unavailable) == len(preference):
+            raise _none_available(backend, unavailable) from None
+        raise
     identity = (place.key, name, place.rank)
     with _lock:
         if identity in _open:
@@ -93,32 +99,82 @@ def connect(
                 "another name"
             )
         _open.add(identity)
-        generation = next(_counts.setdefault(identity, itertools.count()))
+        count = _counts.setdefault(identity, itertools.count())
+    gathering = Gathering(
+        place,
+        name,
+        count,
+        deadline=deadline,
+        timeout=timeout,
+        key=key,
+        renew=find if place.by_rank_0 and not place.served else None,
+    )
+    del place
     try:
-        store = dist.PrefixStore(f"holdfast/{name}/{generation}", place.store)
-        offer = _Offer(this_process(), place.size, preference, unavailable, checks_are_on())
-        offers = _exchange(store, place, offer, deadline, timeout)
-        info = _choose(offers, place.rank, name)
-        return _build(
-            info,
-            functools.partial(
-                Context,
-                rank=place.rank,
-                size=place.size,
-                name=name,
-                epoch=0,
-                device=where,
-                store=dist.PrefixStore("transport", store),
-                peers=tuple(o.peer for o in offers),
-                deadline=deadline,
-            ),
-            timeout,
-            check=any(o.check for o in offers),
-            on_close=functools.partial(_forget, identity, place),
-        )
+        offer = _offer(gathering.place.size, preference, unavailable)
+        decide = functools.partial(_choose, rank=gathering.place.rank, name=name)
+        with gathering.meeting(offer, decide) as meeting:
+            return _build(
+                meeting.decision,
+                functools.partial(
+                    Context,
+                    rank=gathering.place.rank,
+                    size=gathering.place.size,
+                    name=name,
+                    epoch=0,
+                    device=where,
+                    store=meeting.store,
+                    peers=tuple(each.peer for each in meeting.offers),
+                    deadline=deadline,
+                ),
+                timeout,
+                check=any(each.check for each in meeting.offers),
+                on_close=functools.partial(_forget, identity, gathering.place),
+            )
     except BaseException:
-        _forget(identity, place)
+        _forget(identity, gathering.place)
         raise
+
+
+def connect_part(
+    whole: Communicator,
+    members: tuple[int, ...],
+    count: itertools.count[int],
+    context: Context,
+    *,
+    timeout: float,
+    op_timeout: float,
+    recorder: Recorder | None,
+) -> Communicator:
+    """Connect `members` of a communicator as one of their own; collective over these. See `connect_members`.
+
+    `count` numbers the communicators of just these ranks; `context` is the one that the whole was connected with.
+    """
+    deadline = time.monotonic() + timeout
+    rank = members.index(whole.rank)
+    within = f"{whole.name}/{'-'.join(map(str, members))}"
+    place = places.Place(rank, len(members), context.store, within, f"the rendezvous of {whole.name!r}")
+
+    def look() -> None:
+        if (error := whole.over) is not None:
+            raise error
+
+    gathering = Gathering(place, within, count, deadline=deadline, timeout=timeout, look=look)
+    with gathering.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
+        return connect_members(
+            whole.backend,
+            rank=rank,
+            size=len(members),
+            store=meeting.store,
+            peers=[context.peers[member] for member in members],
+            epoch=whole.epoch,
+            name=f"{within}.{meeting.number}",
+            device=whole.device,
+            timeout=max(0.0, deadline - time.monotonic()),
+            op_timeout=op_timeout,
+            over=lambda: whole.over,
+            recorder=recorder,
+        )
 
 
 def connect_members(
@@ -245,18 +301,51 @@ def _forget(identity: tuple[str, str, int], place: places.Place) -> None:
         _open.discard(identity)
 
 
+def _offer(size: int, preference: list[str], unavailable: dict[str, str]) -> Offer:
+    return Offer(secrets.token_hex(16), this_process(), size, preference, shorten(unavailable), checks_are_on())
+
+
+def _asked(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The backends to try, in order, and why this process cannot run some of them. An unknown one is such a reason:
+    other ranks may have its plugin, and learn here that this one has not.
+
+    Raises ValueError for no backend, `Unsupported` for one that only has a memory plane.
+    """
+    names = _names(backend, device)
+    known = [name for name in names if name in registry().backends]
+    for name in known:
+        _check_connects(name)
+    unavailable = _unavailable(known)
+    for name in names:
+        if name not in known:
+            try:
+                registry().backend(name)
+            except BackendUnavailable as error:
+                unavailable[name] = error.reason
+    return names, unavailable
+
+
 def _preference(backend: str, device: torch.device) -> list[str]:
     """The backends to try, in order. Names that are unknown, or of planes, are refused before anybody is met."""
+    names = _names(backend, device)
+    for name in names:
+        _check_connects(name)
+    return names
+
+
+def _names(backend: str, device: torch.device) -> list[str]:
     if backend == "auto":
         order = ["shm", "gloo"] if device.type == "cpu" else ["nccl", "rccl"]
         return [name for name in order if name in registry().backends]
     names = [name.strip() for name in backend.split(",") if name.strip()]
     if not names:
         raise ValueError("backend is empty: pass a name, a preference list such as 'ucx,gloo', or 'auto'")
-    for name in names:
-        if registry().backend(name).info.connect is None:
-            raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
     return names
+
+
+def _check_connects(name: str) -> None:
+    if registry().backend(name).info.connect is None:
+        raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
 
 
 def _unavailable(names: Sequence[str]) -> dict[str, str]:
@@ -281,43 +370,22 @@ def _unfit(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:
 
 
 def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable:
-    statuses = [registry().backend(name).status for name in reasons]
-    hints = [status.install_hint for status in statuses if isinstance(status, Unavailable)]
+    hints = []
+    for name in reasons:
+        try:
+            status = registry().backend(name).status
+        except BackendUnavailable as error:
+            hints.append(error.install_hint)
+        else:
+            hints += [status.install_hint] if isinstance(status, Unavailable) else []
+    if len(reasons) == 1 and backend in reasons:
+        return BackendUnavailable(backend, reasons[backend], next(filter(None, hints), ""))
     return BackendUnavailable(
         backend, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()), next(filter(None, hints), "")
     )
 
 
-def _exchange(store: dist.Store, place: places.Place, offer: _Offer, deadline: float, timeout: float) -> list[_Offer]:
-    """Give this rank's offer and take everybody's, in rank order."""
-    if store.add(f"taken/{place.rank}", 1) != 1:
-        raise Mismatch(
-            f"rank {place.rank} is taken by another process; every process needs a rank of its own (check RANK), "
-            "or a name of its own"
-        )
-    store.set(f"offer/{place.rank}", msgspec.json.encode(offer).decode())
-    offers: list[_Offer] = []
-    for rank in range(place.size):
-        try:
-            data = places.fetch(store, f"offer/{rank}", deadline)
-        except TimeoutError as error:
-            absent = [r for r in range(place.size) if not store.check([f"offer/{r}"])]
-            raise OpTimeout("connect", 0, timeout, absent) from error
-        offers.append(msgspec.json.decode(data, type=_Offer))
-        if offers[-1].size != place.size:
-            raise Mismatch(
-                f"rank {rank} connects with size {offers[-1].size}, rank {place.rank} with {place.size}; "
-                "all ranks must pass the same size"
-            )
-        if offers[-1].preference != offer.preference:
-            raise Mismatch(
-                f"rank {rank} asks for backend {','.join(offers[-1].preference)}, rank {place.rank} for "
-                f"{','.join(offer.preference)}; all ranks must ask for the same"
-            )
-    return offers
-
-
-def _choose(offers: Sequence[_Offer], rank: int, name: str) -> BackendInfo:
+def _choose(offers: Sequence[Offer], rank: int, name: str) -> BackendInfo:
     """The first backend that all ranks can run: the same on every rank, since all see the same offers."""
     preference = offers[0].preference
     reasons = _unfit(preference, [o.peer for o in offers])

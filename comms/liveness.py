@@ -57,6 +57,14 @@ def open_pidfd(peer: Peer) -> int | None:
     return None
 
 
+def is_gone(peer: Peer) -> bool:
+    """Whether a process of this host has ended. False for one of another host."""
+    if peer.host != this_host():
+        return False
+    fields = stat(peer.pid)
+    return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
+
+
 def stat(pid: int) -> list[bytes]:
     """/proc/pid/stat from the state on; empty for a process that is gone."""
     try:

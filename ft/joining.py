@@ -11,11 +11,11 @@ import torch
 
 from holdfast.comms.connect import runnable_backends
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch
+from holdfast.comms.keys import load_key
 from holdfast.comms.liveness import this_host
 from holdfast.comms.registry import registry
 from holdfast.ft.admission import too_far
 from holdfast.ft.control.errors import WrongKey
-from holdfast.ft.keys import load_key
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.view import MESH, Job, View
 

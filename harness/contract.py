@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.keys import create_key
+from holdfast.comms.keys import create_key
 from holdfast.ft.register import Register
 from holdfast.harness.invariants.events import event_of
 

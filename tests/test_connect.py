@@ -253,7 +253,9 @@ def test_who_connects_with_a_rank_that_dies_is_told_at_once(process_backend: str
 
 def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) -> None:
     with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
-        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.unless")
+        outcomes = cluster.outcomes(
+            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.run_interruptible"
+        )
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
 
 
@@ -299,3 +301,79 @@ def connect_and_close(comm: comms.Communicator, folder: str) -> None:
 def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend: str, tmp_path: Path) -> None:
     with LocalCluster(2, process_backend) as cluster:
         cluster.run(connect_and_close, str(tmp_path))
+
+
+# -- ranks that fail at different times meet again
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
+    """One rank (a thread) finds that it lacks the backend `inproc`."""
+    module = importlib.import_module("holdfast.comms.connect")
+    asked = module._asked
+
+    def lacking(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
+        names, unavailable = asked(backend, device)
+        return names, {"inproc": "not installed here"} if threading.current_thread().name == str(
+            on_rank
+        ) else unavailable
+
+    monkeypatch.setattr(module, "_asked", lacking)
+
+
+def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    def named(rank: int) -> Any:
+        threading.current_thread().name = str(rank)
+        return body(rank)
+
+    return in_threads(size, named)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.parametrize("place", ["file", "tcp"])
+def test_a_rank_that_lacks_the_backend_is_named_on_all_and_breaks_no_later_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
+) -> None:
+    where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def body(rank: int) -> Any:
+        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=where, timeout=10.0))
+
+    with monkeypatch.context() as patch:
+        missing(patch, lacking)
+        for error in in_named_threads(2, body):
+            assert isinstance(error, comms.BackendUnavailable), error
+            assert f"rank {lacking}: not installed here" in str(error)
+    assert in_named_threads(2, body) == [3.0, 3.0]
+
+
+def test_an_unknown_backend_on_one_rank_only_is_told_to_all(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        name = "shm,pigeon" if rank else "shm,gloo"
+        return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
+
+    assert all(isinstance(error, comms.Mismatch) for error in in_threads(2, body))
+
+
+def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+    for _ in range(2):
+        with pytest.raises(comms.OpTimeout):
+            comms.connect("inproc", rank=0, size=2, rendezvous=where, timeout=0.3)
+    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=where))) == [3.0, 3.0]
+
+
+def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+
+    given_up = threading.Event()
+
+    def body(rank: int) -> float:
+        with comms.connect("inproc", rank=rank, size=2, rendezvous=where) as comm:
+            if rank == 0:
+                with pytest.raises(comms.OpTimeout):
+                    comm.split([0, 1], timeout=0.3)
+                given_up.set()
+            given_up.wait(10.0)
+            return total(comm.split([0, 1]))
+
+    assert in_threads(2, body) == [3.0, 3.0]

@@ -15,10 +15,10 @@ import torch
 from children import Child, children
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
+from holdfast.comms.keys import KeyRefused, create_key
 from holdfast.ft import Attempt, Session, Timeouts, faultpoints, joining
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.copies.fetching import BLOCK
-from holdfast.ft.keys import KeyRefused, create_key
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
 

@@ -89,7 +89,7 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_nothing(tmp_path: P
 
 
 def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path) -> None:
-    from holdfast.ft.keys import create_key
+    from holdfast.comms.keys import create_key
     from holdfast.harness.etcd import free_ports
 
     create_key(tmp_path / "key")

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from holdfast.backends.mpi.world import bounded
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.liveness import Liveness
-from holdfast.comms.rendezvous import fetch
+from holdfast.comms.rendezvous import fetch_as
 from holdfast.comms.transport import Context
 
 
@@ -78,10 +78,9 @@ def meet(context: Context, liveness: Liveness) -> Meeting:
 def _card(context: Context, rank: int, liveness: Liveness) -> _Card:
     began = time.monotonic()
     try:
-        data = fetch(context.store, f"mpi/{rank}", context.deadline, liveness)
+        return fetch_as(context.store, f"mpi/{rank}", _Card, context.deadline, liveness)
     except TimeoutError as error:
         raise OpTimeout("connect", 0, time.monotonic() - began, (rank,)) from error
-    return msgspec.json.decode(data, type=_Card)
 
 
 def _explain(error: MPI.Exception, liveness: Liveness) -> HoldfastError:

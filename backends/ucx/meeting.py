@@ -169,7 +169,7 @@ class _Meeting:
         self._missing.remove(rank)
         self._missing.append(rank)
         try:
-            address = bytes.fromhex(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS).decode())
+            address = _address(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS), rank)
         except TimeoutError:
             return False
         link = self._transport.links.get(rank)
@@ -183,3 +183,11 @@ class _Meeting:
             raise PeerFailed((rank,), f"no connection to it: {error}") from error
         self._greet(rank)
         return True
+
+
+def _address(told: bytes, rank: int) -> bytes:
+    """The address of a worker, as it is written at the rendezvous. Raises `CorruptData`."""
+    try:
+        return bytes.fromhex(told.decode())
+    except ValueError as error:
+        raise CorruptData(f"the address of rank {rank} at the rendezvous cannot be read: {error}") from error

@@ -60,11 +60,14 @@ def agree(context: Context, link: Link) -> Link:
             raise
         context.store.set("link", f"{link.latency!r} {link.bandwidth!r}")
         return link
-    told = fetch(context.store, "link", context.deadline).decode()
+    told = fetch(context.store, "link", context.deadline).decode(errors="replace")
     if told.startswith(_BROKEN):
         raise CorruptData(f"on rank 0 {told.removeprefix(_BROKEN)}")
-    latency, bandwidth = told.split()
-    return replace(link, latency=float(latency), bandwidth=float(bandwidth))
+    try:
+        latency, bandwidth = map(float, told.split())
+    except ValueError as error:
+        raise CorruptData(f"what rank 0 said of its links cannot be read: {told[:100]!r}") from error
+    return replace(link, latency=latency, bandwidth=bandwidth)
 
 
 def here(link: Link) -> Link:

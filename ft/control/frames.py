@@ -18,11 +18,11 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-from hashlib import sha256
 from typing import Annotated, Literal
 
 import msgspec
 
+from holdfast.comms.keys import mac
 from holdfast.ft.control.errors import (
     BadFrame,
     Busy,
@@ -191,9 +191,7 @@ def _check_arguments(key: bytes, job: str, identity: str) -> None:
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
-    """An HMAC of parts whose borders matter, under a label that no other use has."""
-    hashed = b"".join(sha256(part).digest() for part in parts)
-    return hmac.digest(key, b"holdfast control " + label + b"\0" + hashed, "sha256")
+    return mac(key, b"control " + label, *parts)
 
 
 class DiallerHandshake:

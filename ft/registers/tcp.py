@@ -1,8 +1,8 @@
 """`tcp://host:port/name`: a register in a torch TCPStore. Easy, and a single point of failure.
 
 The store lives in one process, and what it holds goes with that process: a job that is running goes on, but it cannot
-be rebuilt any more. Whoever can reach the port can write. Use `sqlite://` on one host and `etcd://` on several where
-that matters.
+be rebuilt any more. **It is open**: whoever can reach the port can read and write, the job's key does not guard it, and
+nothing is encrypted. Use `sqlite://` on one host and `etcds://` on several where that matters.
 
 A process that finds nobody at the address and may bind it serves the store itself, as long as it has a handle open;
 `serving` does so for a launcher. Any other TCPStore will do as well. A value is one key, "version and writer, then
@@ -12,7 +12,7 @@ bytes", replaced by the store's compare_set.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import logging
 import os
 import secrets
 import socket
@@ -21,7 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.rendezvous.tcp import dial, serve
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 PATIENCE = 5.0
@@ -36,6 +36,8 @@ PATIENCE = 5.0
 CONNECT_SECONDS = 2.0
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!4sQ8s")  # schema, version, writer
 _SCHEMA = b"HFT1"
@@ -62,24 +64,14 @@ class _Server:
 
     def __init__(self, host: str, port: int) -> None:
         """Raises OSError if the address is not one of this machine, or in use."""
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except BaseException:
-            listener.close()
-            raise
-        self.port: int = listener.getsockname()[1]
+        self._store = serve(host, port, PATIENCE)
+        self.port: int = self._store.port
         forks.own(self, f"the store at port {self.port}")
-        self._store = dist.TCPStore(
+        _log.warning(
+            "serving a tcp register at %s:%d: whoever can reach this port can read and change it, and it is lost with "
+            "this process; use sqlite:// on one host, or etcds:// between hosts, where that matters",
             host,
             self.port,
-            is_master=True,
-            timeout=datetime.timedelta(seconds=PATIENCE),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
         )
 
 
@@ -120,58 +112,14 @@ def _server_at(host: str, port: int) -> _Server | None:
             return None
 
 
-def _sockets_to(port: int) -> dict[int, socket.socket]:
-    """Duplicates of this process's sockets that are connected to `port` somewhere, by inode; to be closed."""
-    found: dict[int, socket.socket] = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            each = socket.socket(fileno=os.dup(int(entry.name)))
-            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
-                found[os.fstat(each.fileno()).st_ino] = each
-            else:
-                each.close()
-    return found
-
-
 class _Client:
     """One connection to a store, whose answers come within `PATIENCE` or not at all.
 
-    torch waits for an answer for ever; a deadline on its socket makes it give up. An answer that comes after that
-    would be taken for that of the next question, so a client that failed once is not used again.
+    A client that failed once is not used again (`dial` says why).
     """
 
     def __init__(self, host: str, port: int) -> None:
-        made: list[dist.TCPStore | Exception] = []
-
-        def connect() -> None:
-            try:
-                timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
-                made.append(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
-            except Exception as error:
-                made.append(error)
-
-        before = _sockets_to(port)
-        thread = threading.Thread(target=connect, name="tcp-register-connect", daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
-        try:
-            if not made:
-                for each in mine.values():
-                    each.shutdown(socket.SHUT_RDWR)
-                thread.join(PATIENCE)
-                raise ConnectionError(f"nothing that is a TCPStore answered within {PATIENCE:g} s")
-            if isinstance(made[0], Exception):
-                raise ConnectionError(str(made[0]).splitlines()[0]) from made[0]
-            for each in mine.values():
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PATIENCE), 0))
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), 0))
-        finally:
-            for each in (*before.values(), *mine.values()):
-                each.close()
-        self._store = made[0]
+        self._store = dial(host, port, CONNECT_SECONDS, PATIENCE)
 
     def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """compare_set: what the key then holds."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from holdfast.comms.keys import load_key
 from holdfast.ft.events import EventLog
-from holdfast.ft.keys import load_key
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.demo.display import Display
 from holdfast.harness.demo.engine import ZygoteEngine

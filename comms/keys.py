@@ -5,14 +5,18 @@ Trust ends here: who has the key belongs to the job.
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import stat
+from hashlib import sha256
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
 
 KEY_BYTES = 32
+KEY_FILE = "HOLDFAST_KEY_FILE"
+"""The environment variable that says where the job's key is."""
 
 
 class KeyRefused(HoldfastError):
@@ -62,3 +66,15 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     if not re.fullmatch(rb"[0-9a-f]{64}\n?", text):
         raise KeyRefused(path, f"does not hold {2 * KEY_BYTES} hexadecimal digits")
     return bytes.fromhex(text.decode())
+
+
+def job_key() -> bytes | None:
+    """The key in the file that HOLDFAST_KEY_FILE names; None if it names none. Raises `KeyRefused`."""
+    path = os.environ.get(KEY_FILE)
+    return load_key(path) if path else None
+
+
+def mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    """The HMAC of parts whose borders matter, under a label that no other use of the key has."""
+    hashed = b"".join(sha256(part).digest() for part in parts)
+    return hmac.digest(key, b"holdfast " + label + b"\0" + hashed, "sha256")

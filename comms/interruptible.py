@@ -1,0 +1,38 @@
+"""Runs a call that nothing can interrupt, and stops waiting for it when there is a reason to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+_LOOK_SECONDS = 0.002
+
+
+def run_interruptible(
+    call: Callable[[], Result],
+    look: Callable[[], None],
+    *,
+    every: float = _LOOK_SECONDS,
+    delays_exit: bool = True,
+) -> Result:
+    """Run `call()` in a thread of its own; abandon it when `look()`, called every few ms, raises, or on Ctrl-C.
+
+    An abandoned call goes on until it ends by itself, and its result is dropped. The process does not exit before
+    that, unless `delays_exit` is false.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start()
+    while not wait([future], every).done:
+        look()
+    return future.result()

@@ -1,0 +1,8 @@
+"""Where ranks meet before they are connected: places, the store behind them, and what the ranks offer each other."""
+
+from __future__ import annotations
+
+from holdfast.comms.rendezvous.fetching import fetch, fetch_as
+from holdfast.comms.rendezvous.place import Place, meet
+
+__all__ = ["Place", "fetch", "fetch_as", "meet"]

@@ -1,0 +1,68 @@
+"""Waits for what another rank writes to the store, and decodes it."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.comms.errors import CorruptData, HoldfastError, PeerFailed
+from holdfast.comms.liveness import Liveness
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.25
+"""How long one wait at a store lasts, which a signal cannot interrupt."""
+
+MAX_BYTES = 1 << 16
+"""How much one rank may have to say to the others."""
+
+
+def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:
+    """The value of `key`, waited for until `deadline`; TimeoutError then.
+
+    With `liveness` the wait ends early, with `PeerFailed`, when a peer is gone. `CorruptData` for a value of more than
+    `MAX_BYTES`.
+    """
+    while True:
+        step = min(deadline - time.monotonic(), LOOK_SECONDS)
+        try:
+            store.wait([key], timedelta(seconds=max(step, 0.001)))
+        except (RuntimeError, TimeoutError) as error:  # each store has a type of its own for a timeout
+            if isinstance(error, HoldfastError) and not isinstance(error, TimeoutError):
+                raise
+            if isinstance(error, dist.DistNetworkError):
+                raise PeerFailed((), f"the store of {key!r} is gone: {first_line(error)}") from error
+            if liveness is not None and (dead := liveness.dead()):
+                raise PeerFailed(dead, f"its process ended before it gave {key!r}") from error
+            if time.monotonic() >= deadline:
+                raise TimeoutError(str(error)) from error
+        else:
+            value = bytes(store.get(key))
+            if len(value) > MAX_BYTES:
+                raise CorruptData(f"{key!r} at the rendezvous has {len(value)} bytes, more than {MAX_BYTES}")
+            return value
+
+
+def fetch_as(store: dist.Store, key: str, kind: type[T], deadline: float, liveness: Liveness | None = None) -> T:
+    """`fetch`, decoded from JSON as a value of type `kind`; `CorruptData` if it is none."""
+    return decode(key, fetch(store, key, deadline, liveness), kind)
+
+
+def decode(key: str, value: bytes, kind: type[T]) -> T:
+    """`value`, which was found under `key`, as a value of type `kind`. Raises `CorruptData`."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(
+            f"{key!r} at the rendezvous cannot be read: {error}; another program, or another version of holdfast, "
+            "writes there"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says was wrong, without its traceback."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,49 @@
+"""What a rank says of itself before anything is connected, and its form at the rendezvous."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.rendezvous.fetching import MAX_BYTES, decode
+from holdfast.comms.transport import Peer
+
+_REASON_CHARACTERS = 500
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+Reason = Annotated[str, msgspec.Meta(max_length=_REASON_CHARACTERS)]
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank says to the others: who it is, what it was asked for, why each backend it cannot run fails.
+
+    `nonce` is new for every offer.
+    """
+
+    nonce: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
+    peer: Peer
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    preference: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=32)]
+    unavailable: Annotated[dict[Name, Reason], msgspec.Meta(max_length=32)]
+    check: bool
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def shorten(reasons: dict[str, str]) -> dict[str, str]:
+    """Reasons that fit an offer."""
+    return {name: reason[:_REASON_CHARACTERS] for name, reason in reasons.items()}
+
+
+def decode_offer(key: str, data: bytes) -> Offer:
+    """The offer in `data`, found under `key`; `CorruptData` if it is none."""
+    if len(data) > MAX_BYTES:
+        raise CorruptData(f"{key!r} at the rendezvous has {len(data)} bytes, more than {MAX_BYTES}")
+    offer = decode(key, data, Offer)
+    peer = offer.peer
+    if not (0 < peer.pid < 1 << 31 and 0 <= peer.started < 1 << 63 and 0 < len(peer.host) <= 500):
+        raise CorruptData(f"{key!r} at the rendezvous names no process: {str(peer)[:200]}")
+    return offer

@@ -1,0 +1,148 @@
+"""Places to meet: four ways to name one, and one `torch.distributed.Store` behind all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.paths import path_of
+from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous.store import StoreSilent
+
+_OWN_PORT_SECONDS = 5.0
+"""How long rank 0 gives what listens at its port already to show that it is a store."""
+
+_FILE = "file:///path"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank, the number of ranks, and the store they share.
+
+    `key` is equal for equal places in this process. `where` names the place in messages, and `file` is set if it is a
+    file, which outlives those who met there. `served` says that this process serves the store, `by_rank_0` that rank 0
+    does: it goes with its process.
+    """
+
+    rank: int
+    size: int
+    store: dist.Store
+    key: str
+    where: str
+    file: Path | None = None
+    served: bool = False
+    by_rank_0: bool = False
+
+
+_lock = threading.Lock()
+_numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> Place:
+    """Resolve a rendezvous: `env://`, `tcp://host:port`, `file:///path`, or a store.
+
+    `rank` and `size` default to the environment's RANK and WORLD_SIZE. Raises ValueError for what cannot be
+    understood, `OpTimeout` when the store's server does not answer in `timeout` seconds, `HoldfastError` for a place
+    that cannot be used here.
+    """
+    rank = _number("rank", "RANK", rank)
+    size = _number("size", "WORLD_SIZE", size)
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is out of range for size {size}: ranks are 0 to size - 1")
+    if isinstance(rendezvous, dist.Store):
+        return Place(rank, size, rendezvous, f"store:{_number_of(rendezvous)}", type(rendezvous).__name__)
+    scheme = rendezvous.partition("://")[0]
+    if scheme == "env":
+        host = os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT", "")
+        if not host or not port.isdigit():
+            raise ValueError(
+                "rendezvous env:// needs MASTER_ADDR and MASTER_PORT in the environment (torchrun sets them); "
+                "or pass rendezvous='tcp://host:port' or 'file:///path'"
+            )
+        return _at_port(host, int(port), rank, size, timeout)
+    if scheme == "tcp":
+        parts = urlsplit(rendezvous)
+        try:
+            host, number = parts.hostname, parts.port
+        except ValueError as error:
+            raise ValueError(f"rendezvous {rendezvous!r}: {error}") from error
+        if not host or not number or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+            raise ValueError(f"rendezvous {rendezvous!r} needs a host and a port: tcp://host:port")
+        return _at_port(host, number, rank, size, timeout)
+    if scheme == "file":
+        return _in_file(path_of(rendezvous, "file", _FILE), rank, size)
+    raise ValueError(f"rendezvous {rendezvous!r} is none of env://, tcp://host:port, file:///path or a Store")
+
+
+def _number_of(store: dist.Store) -> int:
+    """A number that no other store of this process ever has; its `id` may come again once it is gone."""
+    with _lock:
+        return _numbers.setdefault(store, next(_next_number))
+
+
+def _number(what: str, variable: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    text = os.environ.get(variable)
+    if text is None:
+        raise ValueError(f"{what} is not given and {variable} is not in the environment")
+    if not text.isdigit():
+        raise ValueError(f"{variable}={text!r} is not a number")
+    return int(text)
+
+
+def _in_file(path: Path, rank: int, size: int) -> Place:
+    """A FileStore would try for five minutes to open a file that cannot be opened."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise HoldfastError(
+            f"the ranks cannot meet in {path}: {error.strerror}; name a file that every rank may make and write"
+        ) from error
+    return Place(rank, size, dist.FileStore(str(path), -1), f"file:{path}", f"file {path}", path)
+
+
+def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Place:
+    """At a TCPStore; rank 0 serves it, once per process and address, unless torchrun's agent or somebody else does."""
+    address = f"{host}:{port}"
+    key = f"tcp:{address}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return Place(rank, size, _dialled(host, port, timeout, None), key, address)
+    if rank != 0:
+        return Place(rank, size, _dialled(host, port, timeout, 0), key, address, by_rank_0=True)
+    try:
+        return Place(rank, size, tcp.serve(host, port, timeout), key, address, served=True, by_rank_0=True)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            hint = "; name an address of its machine" if error.errno == errno.EADDRNOTAVAIL else ""
+            raise HoldfastError(f"rank 0 cannot serve the rendezvous at {address}: {error.strerror}{hint}") from error
+    except dist.DistError as error:
+        raise HoldfastError(f"rank 0 cannot serve the rendezvous at {address}: {error}") from error
+    try:  # torch's own store, if this process has begun a group there
+        return Place(rank, size, tcp.dial(host, port, min(timeout, _OWN_PORT_SECONDS)), key, address)
+    except tcp.NoAnswer as error:
+        raise HoldfastError(
+            f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is no store of "
+            f"torch's ({error}); choose another port"
+        ) from error
+
+
+def _dialled(host: str, port: int, timeout: float, serving_rank: int | None) -> dist.TCPStore:
+    began = time.monotonic()
+    try:
+        return tcp.dial(host, port, timeout)
+    except tcp.NoAnswer as error:
+        missing = () if serving_rank is None else (serving_rank,)
+        raise StoreSilent(f"{host}:{port}", time.monotonic() - began, missing) from error

@@ -1,0 +1,56 @@
+"""Values at a rendezvous that only a holder of the job's key can have written."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+
+from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.keys import mac
+
+MAGIC = b"HFS1"
+_MAC_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Binds values to the job's key, to one meeting (`scope`) and to the name under which they are stored."""
+
+    key: bytes = field(repr=False)
+    scope: bytes
+
+    def close(self, name: str, value: bytes) -> bytes:
+        """`value` with its MAC."""
+        return MAGIC + self._mac(name, value) + value
+
+    def open(self, name: str, data: bytes) -> bytes:
+        """The value in `data`; `CorruptData` if a holder of the key did not write it, under this name, here."""
+        if not data.startswith(MAGIC):
+            raise CorruptData(
+                f"{name!r} at the rendezvous was written without this job's key: a stranger writes there, or a rank "
+                "was started without HOLDFAST_KEY_FILE"
+            )
+        given, value = data[len(MAGIC) :][:_MAC_BYTES], data[len(MAGIC) + _MAC_BYTES :]
+        if not hmac.compare_digest(given, self._mac(name, value)):
+            raise CorruptData(
+                f"{name!r} at the rendezvous does not verify with this job's key: forged, of another meeting, or of a "
+                "rank with another key"
+            )
+        return value
+
+    def within(self, transcript: bytes) -> Seal:
+        """A seal for what the ranks say once `transcript` is known to all of them."""
+        return Seal(mac(self.key, b"rendezvous transcript", self.scope, transcript), self.scope)
+
+    def _mac(self, name: str, value: bytes) -> bytes:
+        return mac(self.key, b"rendezvous", self.scope, name.encode(), value)
+
+
+def check_unsealed(name: str, data: bytes) -> bytes:
+    """`data`, if it has no seal. Raises `Mismatch`: this process has no key to verify it with."""
+    if data.startswith(MAGIC):
+        raise Mismatch(
+            f"{name!r} at the rendezvous is sealed with a job key, and this process has none; start every rank with "
+            "the same HOLDFAST_KEY_FILE"
+        )
+    return data

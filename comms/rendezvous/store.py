@@ -1,0 +1,177 @@
+"""`MeetingStore`: a rendezvous' store whose calls end in time, hear signals, and raise typed errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from holdfast.comms.errors import OpTimeout, PeerFailed
+from holdfast.comms.interruptible import run_interruptible
+from holdfast.comms.rendezvous.fetching import first_line
+from holdfast.comms.rendezvous.seal import Seal, check_unsealed
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+"""Seconds between looks for a key, at first and at most."""
+
+_LEAST_SECONDS = 0.5
+"""What a call gets that begins at the deadline: most are over in far less than a millisecond."""
+
+
+class StoreLost(PeerFailed):
+    """The store at which the ranks meet went away with the process that serves it."""
+
+
+class StoreSilent(OpTimeout):
+    """The store at which the ranks meet does not answer."""
+
+    def __init__(self, where: str, waited: float, missing_ranks: Sequence[int] = ()) -> None:
+        super().__init__("connect", 0, waited, missing_ranks)
+        self.args = (
+            f"connect timed out after {waited:.3g} s: the store at {where} does not answer; is its process stopped, or "
+            "is something else at this address?",
+        )
+
+
+class MeetingStore(dist.Store):
+    """The keys of one meeting in a store that several meetings share.
+
+    torch's stores wait for an answer for as long as it takes. Here a call ends with `StoreSilent` at `deadline`, or
+    after `timeout` seconds if that is earlier or `deadline` is None. Values are sealed if there is a `seal`.
+    `look` is called while a call waits, and may raise. `serving_rank` is told as failed if the store goes away.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        *,
+        where: str,
+        timeout: float,
+        deadline: float | None = None,
+        seal: Seal | None = None,
+        serving_rank: int | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._store, self._prefix, self._where, self._seal = store, prefix, where, seal
+        self._suspects = () if serving_rank is None else (serving_rank,)
+        self._seconds, self._look = timeout, look
+        self.deadline = deadline
+        self.lost = False
+        """Whether a call did not come back, or the store is gone: no other call would be answered."""
+        self.set_timeout(timedelta(seconds=timeout))
+
+    # -- torch's names
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = self.sealed(key, value)
+        self._call(lambda: self._store.set(self._name(key), data))  # type: ignore[arg-type]  # it takes bytes
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.opened(key, self._call(lambda: self._store.get(self._name(key))))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Look again and again: torch's own waits cannot be ended, and those of a FileStore last a second or more."""
+        names = [self._name(key) for key in keys]
+        until = self._until(self._seconds if timeout is None else timeout.total_seconds())
+        enough = threading.Event()
+
+        def look_for_them() -> bool:
+            pause = _FIRST_PAUSE
+            while not self._store.check(names):
+                if enough.is_set() or time.monotonic() >= until:
+                    return False
+                enough.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+            return True
+
+        try:
+            if not self._call(look_for_them):
+                raise TimeoutError(f"nobody has set {', '.join(keys)} in time")
+        finally:
+            enough.set()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._call(lambda: self._store.check([self._name(key) for key in keys])))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._call(lambda: self._store.add(self._name(key), value)))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected = self.sealed(key, expected_value) if expected_value else b""
+        return self.opened(key, self.swap(key, expected, self.sealed(key, desired_value)))
+
+    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """`compare_set` of values as the store holds them."""
+        return bytes(
+            self._call(lambda: self._store.compare_set(self._name(key), expected, desired))  # type: ignore[arg-type]
+        )
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call(lambda: self._store.delete_key(self._name(key))))
+
+    def num_keys(self) -> int:
+        return int(self._call(self._store.num_keys))
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> MeetingStore:
+        return MeetingStore(
+            self._store,
+            self._prefix,
+            where=self._where,
+            timeout=self._seconds,
+            seal=self._seal,
+            serving_rank=next(iter(self._suspects), None),
+        )
+
+    deleteKey = delete_key  # noqa: N815  (torch's C++ side calls these two under their C++ names)
+    getNumKeys = num_keys  # noqa: N815
+
+    # -- how a call runs
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def sealed(self, key: str, value: str | bytes) -> bytes:
+        """`value` as the store is to hold it under `key`."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        return data if self._seal is None else self._seal.close(self._name(key), data)
+
+    def opened(self, key: str, data: bytes) -> bytes:
+        """The value in what the store holds under `key`. Raises `CorruptData`, `Mismatch`."""
+        data, name = bytes(data), self._name(key)
+        return check_unsealed(name, data) if self._seal is None else self._seal.open(name, data)
+
+    def stop_looking(self) -> None:
+        """Do not call `look` any more."""
+        self._look = lambda: None
+
+    def _until(self, seconds: float) -> float:
+        until = time.monotonic() + seconds
+        return until if self.deadline is None else min(until, self.deadline)
+
+    def _call(self, call: Callable[[], T]) -> T:
+        began = time.monotonic()
+        until = max(self._until(self._seconds), began + _LEAST_SECONDS)
+
+        def look() -> None:
+            self._look()
+            if time.monotonic() >= until:
+                self.lost = True
+                raise StoreSilent(self._where, time.monotonic() - began, self._suspects)
+
+        try:
+            return run_interruptible(call, look, every=0.05, delays_exit=False)
+        except dist.DistNetworkError as error:
+            self.lost = True
+            raise StoreLost(self._suspects, f"the store at {self._where} is gone: {first_line(error)}") from error

@@ -1,0 +1,133 @@
+"""torch's TCPStore: served on one interface only, and dialled within a time limit whatever answers there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from holdfast.comms.interruptible import run_interruptible
+from holdfast.comms.rendezvous.fetching import first_line
+
+_BACKLOG = 1024
+
+_lock = threading.Lock()
+_served: weakref.WeakValueDictionary[tuple[int, str, int], dist.TCPStore] = weakref.WeakValueDictionary()
+
+
+class NoAnswer(ConnectionError):
+    """Nothing that is a TCPStore answered in time."""
+
+
+def serve(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """A store that this process serves at one interface; the same one while anybody refers to it.
+
+    A group that torch makes in this process at the same port shares the server. Port 0 takes a free one. Raises OSError
+    if `host` is not an address of this machine, or the port is in use.
+    """
+    place = (os.getpid(), host, port)
+    with _lock:
+        store = _served.get(place)
+        if store is None:
+            listener = _listen(host, port)
+            store = dist.TCPStore(
+                host,
+                listener.getsockname()[1],
+                is_master=True,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )
+            if port:
+                _served[place] = store
+        return store
+
+
+def served(host: str, port: int) -> dist.TCPStore | None:
+    """The store that this process serves there, if it does."""
+    with _lock:
+        return _served.get((os.getpid(), host, port))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of `host` that can be bound."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            problem = problem or error
+        else:
+            return listener
+    raise problem or OSError(f"{host} has no address")
+
+
+def dial(host: str, port: int, timeout: float, answer_seconds: float | None = None) -> dist.TCPStore:
+    """A client of the store at host:port.
+
+    torch dials until `timeout`, and then waits for the first answer for ever; here that ends as well. With
+    `answer_seconds` each later call ends with torch's error after so long without an answer; the client must not be
+    used again then, for it would take a late answer for that to the next question. Raises `NoAnswer`.
+    """
+    patience = max(timeout, answer_seconds or 0.0) + 0.25  # torch gives up by itself if nobody listens
+    deadline = time.monotonic() + patience
+
+    def connect() -> dist.TCPStore:
+        limit = timedelta(seconds=max(timeout, 0.001))
+        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+    def look() -> None:
+        if time.monotonic() >= deadline:
+            raise NoAnswer(f"what listens there did not answer as a TCPStore does within {patience:.3g} s")
+
+    before = _sockets_to(port)
+    mine: dict[int, socket.socket] = {}
+    try:
+        try:
+            store = run_interruptible(connect, look, every=0.02, delays_exit=False)
+        except dist.DistError as error:
+            raise NoAnswer(first_line(error)) from error
+        except BaseException:
+            mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
+            for each in mine.values():
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # the abandoned call ends
+            raise
+        if answer_seconds is not None:
+            mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
+            limit = struct.pack("ll", int(answer_seconds), 0)
+            for each in mine.values():
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return store
+    finally:
+        for each in (*before.values(), *mine.values()):
+            each.close()
+
+
+def _sockets_to(port: int) -> dict[int, socket.socket]:
+    """Duplicates of this process's sockets that are connected to `port` somewhere, by inode; to be closed."""
+    found: dict[int, socket.socket] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            each = socket.socket(fileno=os.dup(int(entry.name)))
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
+                found[os.fstat(each.fileno()).st_ino] = each
+            else:
+                each.close()
+    return found
