@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -377,3 +380,96 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Pa
             return total(comm.split([0, 1]))
 
     assert in_threads(2, body) == [3.0, 3.0]
+
+
+# -- Ctrl-C
+
+INTERRUPTED = """
+import faulthandler, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from holdfast import comms
+from holdfast.comms.liveness import this_process
+
+faulthandler.dump_traceback_later(60, exit=True)
+backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+sent = []
+
+def interrupt():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+def soon():
+    threading.Timer(0.7, interrupt).start()
+
+try:
+    if what == "connect":
+        soon()
+        comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
+    elif what == "init_process_group":
+        import holdfast.comms.torchdist
+        soon()
+        store = dist.FileStore(place.removeprefix("file://"), -1)
+        dist.init_process_group("holdfast", store=store, rank=rank, world_size=2)
+    else:
+        comm = comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
+        if rank == 1:
+            time.sleep(60)
+        soon()
+        {
+            "split": lambda: comm.split([0, 1]),
+            "barrier": comm.barrier,
+            "recv": lambda: comm.recv(torch.ones(4), 1),
+            "wait": lambda: comm.all_reduce(torch.ones(4), async_op=True).wait(),
+            "window": lambda: comm.window(torch.ones(4)),
+        }[what]()
+except KeyboardInterrupt:
+    print(f"heard after {time.monotonic() - sent[0]:.2f} s", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [("shm", "init_process_group")]
+    + [(name, what) for name in ("shm", "gloo", "ucx") for what in ("connect", "split", "barrier", "wait")]
+    + [(name, what) for name in ("shm", "ucx") for what in ("recv", "window")],
+)
+def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
+    place = f"file://{tmp_path}/meeting"
+    ranks = range(1) if what in ("connect", "init_process_group") else range(2)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, backend, place, str(rank), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        for rank in ranks
+    ]
+    try:
+        said, _ = started[0].communicate(timeout=90.0)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    heard = re.search(r"heard after (.*) s", said)
+    assert heard is not None, said
+    assert float(heard[1]) < 1.0 + 2.0, "a second, and what a loaded machine may take"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "foreign"])
+def test_ctrl_c_is_heard_while_the_place_does_not_answer(kind: str) -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        if kind == "foreign":
+            door.listen()
+        place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, "shm", place, "1", "connect"],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+    assert "heard after" in done.stdout, done.stdout + done.stderr
+    assert float(done.stdout.split()[2]) < 3.0

@@ -77,6 +77,7 @@ class Gathering:
     ) -> None:
         self.place = place
         self._name, self._count = name, count
+        self._absent = set(range(place.size)) - {place.rank}
         self._deadline, self._timeout, self._key, self._look, self._renew = deadline, timeout, key, look, renew
 
     @contextlib.contextmanager
@@ -193,11 +194,16 @@ class Gathering:
             except TimeoutError:
                 pass
             if store.check([_LEFT]) and not store.check([key]):
+                self._note_absent(store)
                 raise _Over
             self._check_alive(known)
             if time.monotonic() >= self._deadline:
-                absent = [r for r in range(self.place.size) if not store.check([f"offer/{r}"])]
-                raise OpTimeout("connect", 0, self._timeout, absent)
+                self._note_absent(store)
+                raise OpTimeout("connect", 0, self._timeout, sorted(self._absent))
+
+    def _note_absent(self, store: MeetingStore) -> None:
+        """Keep in mind which ranks have come to no meeting that this one was at."""
+        self._absent = {rank for rank in self._absent if not store.check([f"offer/{rank}"])}
 
     def _check_alive(self, offers: Sequence[Offer]) -> None:
         gone = [rank for rank, offer in enumerate(offers) if is_gone(offer.peer)]
