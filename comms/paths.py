@@ -27,7 +27,10 @@ def path_of(url: str, scheme: str, example: str) -> Path:
     `#`, `?` and `%` in a path are quoted (`%23`, `%3F`, `%25`): a fragment or a query would be another path's.
     """
     wrong = f"{url!r} does not name a file: write {example}"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"{wrong}: {error}") from error
     if parts.scheme != scheme or parts.netloc or not parts.path.startswith("/") or parts.path.endswith("/"):
         raise ValueError(f"{wrong}, an absolute path")
     if parts.query or parts.fragment or url.endswith(("?", "#")):

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.keys import create_key
+from holdfast.comms.paths import url_of
 from holdfast.ft.register import Register
 from holdfast.harness.invariants.events import event_of
 
@@ -42,7 +43,7 @@ class LocalContract:
 
     @property
     def register_url(self) -> str:
-        return self.register_elsewhere or f"sqlite://{self.directory / 'register.sqlite'}"
+        return self.register_elsewhere or url_of("sqlite", self.directory / "register.sqlite")
 
     @property
     def events_directory(self) -> Path:

@@ -19,6 +19,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+from holdfast.comms.paths import bind_unix
 from holdfast.harness import mpirun_proxy
 from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.harness.launching import Launch
@@ -59,7 +60,7 @@ class MpiJob(Launch):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 path = self._folder.path / "socket"
-                listener.bind(str(path))
+                bind_unix(listener, path)
                 listener.listen(size)
                 self._process = self._start(program, size, path)
                 self._gather(listener, size)

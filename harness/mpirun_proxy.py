@@ -18,7 +18,9 @@ import sys
 def main(path: str) -> None:
     """Send the environment, receive a descriptor of the rank's process, wait for the end of either side."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.connect(path)
+        folder, _, name = path.rpartition("/")
+        os.chdir(folder)  # a path may be longer than an address
+        line.connect(name)
         data = json.dumps(dict(os.environ)).encode()
         line.sendall(len(data).to_bytes(8, "little") + data)
         _, fds, _, _ = socket.recv_fds(line, 1, 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 
+from holdfast.comms.paths import url_of
 from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.failures import RankDied, RunTimeout, rank_failure, unpack_error
@@ -103,7 +104,7 @@ class ProcessRanks(Ranks):
                 settings.backend,
                 rank,
                 settings.size,
-                f"file://{meeting}",
+                url_of("file", meeting),
                 f"call-{self._calls}",
                 settings.device,
                 min(timeout, settings.timeout),

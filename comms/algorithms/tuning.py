@@ -2,11 +2,13 @@
 
 One small JSON file a machine, in the user's cache folder (`$XDG_CACHE_HOME/holdfast/`, else `~/.cache/holdfast/`),
 named after the host, since home folders are often shared. It is only ever replaced whole. No file means that nothing
-was measured, and the defaults hold; a file that cannot be understood is an error, never a silent default.
+was measured, and the defaults hold, as where the folder cannot be read; a file that cannot be understood is an error,
+never a silent default.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -18,6 +20,8 @@ import msgspec
 from holdfast.comms.errors import CorruptData
 
 VERSION = 1
+
+log = logging.getLogger("holdfast.comms")
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -47,11 +51,14 @@ def path() -> Path:
 
 
 def load() -> Tuning:
-    """What was measured here; nothing, if there is no file. `CorruptData` if it cannot be understood."""
-    file = path()
+    """What was measured here; nothing, if there is no file that can be read. `CorruptData` if it makes no sense."""
     try:
+        file = path()
         data = file.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return Tuning()
+    except (PermissionError, RuntimeError) as error:  # RuntimeError: this user has no home
+        log.info("link constants: defaults, for the file of measured ones cannot be read: %s", error)
         return Tuning()
     except OSError as error:
         raise _broken(file, error) from error

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.paths import path_of
 from holdfast.comms.rendezvous import tcp
@@ -47,6 +48,12 @@ class Place:
 _lock = threading.Lock()
 _numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
+
+
+@forks.in_child
+def _begin_child() -> None:
+    global _lock
+    _lock = threading.Lock()
 
 
 def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> Place:

@@ -14,13 +14,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from holdfast.comms import forks
 from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.rendezvous.fetching import first_line
 
 _BACKLOG = 1024
 
 _lock = threading.Lock()
-_served: weakref.WeakValueDictionary[tuple[int, str, int], dist.TCPStore] = weakref.WeakValueDictionary()
+_served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
+
+
+@forks.in_child
+def _begin_child() -> None:
+    """The threads that serve its parent's stores are not in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    for store in _served.values():
+        forks.keep(store)
+    _served.clear()
 
 
 class NoAnswer(ConnectionError):
@@ -33,7 +44,7 @@ def serve(host: str, port: int, timeout: float) -> dist.TCPStore:
     A group that torch makes in this process at the same port shares the server. Port 0 takes a free one. Raises OSError
     if `host` is not an address of this machine, or the port is in use.
     """
-    place = (os.getpid(), host, port)
+    place = (host, port)
     with _lock:
         store = _served.get(place)
         if store is None:
@@ -50,12 +61,6 @@ def serve(host: str, port: int, timeout: float) -> dist.TCPStore:
             if port:
                 _served[place] = store
         return store
-
-
-def served(host: str, port: int) -> dist.TCPStore | None:
-    """The store that this process serves there, if it does."""
-    with _lock:
-        return _served.get((os.getpid(), host, port))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 
-from holdfast.comms import forks
+from holdfast.comms import forks, paths
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.registers.cell import Cell, RegisterAway
 from holdfast.ft.registers.inotify import Watch
@@ -49,10 +49,7 @@ _open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by 
 
 def path_of(url: str) -> Path:
     """The file that a `sqlite:///absolute/path` URL names."""
-    parts = urlsplit(url)
-    if parts.netloc or not parts.path.startswith("/") or parts.path.endswith("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is not a sqlite register: write sqlite:///absolute/path/job.sqlite")
-    return Path(unquote(parts.path))
+    return paths.path_of(url, "sqlite", "sqlite:///absolute/path/job.sqlite")
 
 
 def _template() -> bytes:

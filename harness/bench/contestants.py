@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from holdfast.comms.paths import bind_unix
 from holdfast.harness.bench import mpi_programs, perftest
 from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.launch import HOLDFAST, launcher_of
@@ -193,7 +194,7 @@ class Arena:
         self._folder = HeldFolder("holdfast-bench-")
         self._shared = HeldFolder("holdfast-bench-", SHARED_MEMORY)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._folder.path / "socket"))
+        bind_unix(self._listener, self._folder.path / "socket")
         self._listener.listen(64)
         self._groups: list[Party] = []
         self._started = 0

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.comms.paths import url_of
 from holdfast.harness.bench.drivers import TIMEOUT, CopyDriver, Driver
 from holdfast.harness.bench.worker import serve
 
@@ -44,7 +45,7 @@ def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -
 
         backend = contestant.removeprefix(HOLDFAST)
         return HoldfastDriver(
-            comms.connect(backend, rank=rank, size=ranks, rendezvous=f"file://{meeting}", name=key, timeout=TIMEOUT)
+            comms.connect(backend, rank=rank, size=ranks, rendezvous=url_of("file", meeting), name=key, timeout=TIMEOUT)
         )
     raise ValueError(f"no such contestant: {contestant}")
 

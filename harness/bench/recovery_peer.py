@@ -22,6 +22,7 @@ from typing import TextIO
 import msgspec
 import numpy as np
 
+from holdfast.comms.paths import bind_unix, connect_unix
 from holdfast.harness.bench.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.recovery import LIMIT, SETTLE, NotRecovered, Spread
@@ -83,7 +84,7 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
         program = [sys.executable, "-m", "holdfast.harness.bench.recovery_peer", address, str(nbytes)]
         with contextlib.ExitStack() as left:
             listener = left.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-            listener.bind(address)
+            bind_unix(listener, address)
             listener.listen(ranks)
             listener.settimeout(LIMIT)
             log = left.enter_context(private_file(folder.path / "log", "wb"))
@@ -151,7 +152,7 @@ def _be_a_rank(address: str, nbytes: int) -> None:
     library = " ".join(MPI.Get_library_version().split(",")[0].split())
     given, out = np.full(max(1, nbytes // 4), comm.rank + 1, np.float32), np.empty(max(1, nbytes // 4), np.float32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bench:
-        bench.connect(address)
+        connect_unix(bench, address)
         bench.sendall(f"{comm.rank} {os.getpid()} {library} ULFM\n".encode())
         try:
             while True:

@@ -12,6 +12,8 @@ from types import TracebackType
 
 import msgspec
 
+from holdfast.comms.paths import connect_unix
+
 _LENGTH = struct.Struct("<I")
 _LIMIT = 64 << 20
 
@@ -79,7 +81,7 @@ class Line:
     def dial(address: str) -> Line:
         """Connect to the bench listening at the Unix socket `address`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(address)
+        connect_unix(connection, address)
         return Line(connection)
 
     def send(self, message: Message) -> None:

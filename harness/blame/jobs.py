@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.paths import url_of
 from holdfast.ft.flight import find
 from holdfast.ft.register import Register
 from holdfast.ft.view import View
@@ -79,5 +80,5 @@ def _in_folder(folder: Path, register: str) -> JobFiles:
     if not find(logs) and not list(logs.glob("*.jsonl")) and not (folder / REGISTER).is_file():
         raise NoSuchJob(f"{folder} holds neither flight recordings nor event logs (*.flight, *.jsonl)")
     if not register and (folder / REGISTER).is_file():
-        register = f"sqlite://{folder / REGISTER}"
+        register = url_of("sqlite", (folder / REGISTER).absolute())
     return JobFiles(logs, register)

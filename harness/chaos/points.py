@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.comms.paths import bind_unix, connect_unix
 from holdfast.harness.chaos.planning import Trigger
 
 HELD_SECONDS = 10.0
@@ -53,7 +54,7 @@ class Agent:
             self._points |= {_COMMIT, _FINISH}
         self._turn = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.connect(str(path))
+        connect_unix(self._line, path)
         self._line.settimeout(HELD_SECONDS)
 
     def reach(self, point: str, step: int, rank: int, epoch: int) -> None:
@@ -92,7 +93,7 @@ class Gate:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "gate"
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._door.bind(str(self.path))
+        bind_unix(self._door, self.path)
         self._door.listen(64)
         self._lines: dict[int, socket.socket] = {}
 

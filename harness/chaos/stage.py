@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import EventLog
+from holdfast.ft.registers.sqlite import path_of
 from holdfast.harness.chaos.hosts import Hosts
 from holdfast.harness.chaos.links.client import Links
 from holdfast.harness.chaos.links.policy import Rule
@@ -146,7 +147,7 @@ class Stage:
         url = self._cast.register_url
         if not url.startswith("sqlite://"):
             raise HoldfastError(f"the register {url} is no file")
-        return Path(url.removeprefix("sqlite://"))
+        return path_of(url)
 
     def register_server(self) -> RegisterServer:
         """What serves the job's register. Raises `HoldfastError` for a file."""

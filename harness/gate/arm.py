@@ -26,6 +26,8 @@ from resource import RUSAGE_SELF, getrusage
 from time import process_time_ns
 from typing import Any, BinaryIO, cast
 
+from holdfast.comms.paths import connect_unix
+
 Op = Callable[[], object]
 WARM_UP = 20
 ATTEMPTS = 2
@@ -142,7 +144,7 @@ def _be(order: dict[str, Any], workloads: dict[str, Any], address: str) -> None:
         others.append(_stream(here))
         here.close()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(address)
+        connect_unix(connection, address)
         stream = _stream(connection)
         _say(stream, {"key": order["key"], "where": str(Path(comms.__file__).resolve())})
         _serve(stream, _Rank(0, workloads, folder, others))

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.paths import bind_unix
 from holdfast.harness.folders import HeldFolder, private_file
 from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.sides import Side, free_cpu
@@ -104,7 +105,7 @@ class Nursery:
         self._directory = self._folder.path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address = str(self._directory / "socket")
-        self._listener.bind(address)
+        bind_unix(self._listener, address)
         self._listener.listen(8)
         self._listener.settimeout(ANSWER_SECONDS)
         self._keys = itertools.count()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.paths import connect_unix
 from holdfast.harness.channel import ChannelClosed
 from holdfast.harness.chaos.links import seccomp
 from holdfast.harness.chaos.links.messages import Answer, Ask, SetRules
@@ -106,7 +107,7 @@ class Joiner:
 
     def __call__(self) -> None:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        line.connect(str(self._path))
+        connect_unix(line, self._path)
         listener = seccomp.install(self._supervisor)
         socket.send_fds(line, [b"!"], [listener])
         os.close(listener)

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from holdfast.comms.paths import bind_unix
 from holdfast.harness.channel import Channel, ChannelClosed
 from holdfast.harness.chaos.links import seccomp
 from holdfast.harness.chaos.links.messages import Answer, Ask, Failed, SetRules
@@ -61,7 +62,7 @@ class Supervisor:
         """Until the channel is closed."""
         with contextlib.ExitStack() as undo:
             door = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
-            door.bind(str(path))
+            bind_unix(door, path)
             door.listen(_BACKLOG)
             self._loop.add_reader(door, self._enter, door)
             self._doors: dict[int, socket.socket] = {}
