@@ -30,6 +30,7 @@ def _describe(backend: Backend) -> dict[str, Any]:
     info, status = backend.info, backend.status
     return {
         "available": backend.available,
+        "by_launcher": getattr(status, "needs_launcher", False),
         "description": info.description,
         "detail": getattr(status, "detail", ""),
         "reason": getattr(status, "reason", ""),
@@ -96,6 +97,8 @@ def table(described: dict[str, Any]) -> Table:
     result.add_column("can", ratio=1)
     for name, backend in described["backends"].items():
         here = Text("yes", "green") if backend["available"] else Text("no", "red")
+        if backend["by_launcher"]:
+            here = Text("by launcher", "green")
         result.add_row(name, here, _about(backend), _reduces(backend["capabilities"]), _can(backend))
     for name, why in described["broken"].items():
         result.add_row(name, Text("broken", "red"), Text(f"its plugin does not load: {why}"), "", "")
@@ -128,7 +131,7 @@ def _about(backend: dict[str, Any]) -> Text:
     if backend["detail"]:
         text.append(f"\n{backend['detail']}", "dim")
     if backend["reason"]:
-        text.append(f"\n{backend['reason']}", "red")
+        text.append(f"\n{backend['reason']}", "dim" if backend.get("by_launcher") else "red")
     if backend["install_hint"]:
         text.append(f"\n{backend['install_hint']}", "yellow")
     return text

@@ -33,6 +33,7 @@ from holdfast.harness.contract import LocalContract
 from holdfast.harness.folders import HeldFolder
 from holdfast.harness.output import LineSplitter
 from holdfast.harness.spawning import die_with_parent, how_it_ended
+from holdfast.harness.torch_environment import TorchEnvironment
 from holdfast.harness.visible import visible, visible_but_colours
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
@@ -72,12 +73,13 @@ class Launcher:
 
     def run(self) -> int:
         """Start all, show what they write until they are gone, and say whether the job ended well (0) or not (1)."""
-        try:
-            self._start()
-            self._follow()
-        finally:
-            self._end()
-            self._selector.close()
+        with TorchEnvironment(self._plan.size) as self._torch:
+            try:
+                self._start()
+                self._follow()
+            finally:
+                self._end()
+                self._selector.close()
         return self._verdict()
 
     def _start(self) -> None:
@@ -92,7 +94,7 @@ class Launcher:
         for number in range(self._plan.size + self._plan.spares):
             process = subprocess.Popen(
                 self._plan.command,
-                env={**environ, **self._launch.environ[number]},
+                env={**environ, **self._torch.of(number), **self._launch.environ[number]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -212,8 +214,13 @@ class Launcher:
     def _verdict(self) -> int:
         view = self._view()
         if view is None:
-            self._fail("no process joined the job: the script must join by holdfast.ft.Session()")
-            return 1
+            ended = "no process joined the job by holdfast.ft.Session(), so that nothing would have survived a death"
+            codes = [process.returncode for process in self._processes]
+            if any(codes):
+                self._fail(f"{ended}; exit statuses {codes}")
+            else:
+                self._console.print(Text(f"holdfast run: all ended well; {ended}"), soft_wrap=True)
+            return 1 if any(codes) else 0
         if view.phase == "finished":
             failed = {rank: process.returncode for rank, process in self._members(view).items() if process.returncode}
             if failed:

@@ -312,14 +312,47 @@ def test_run_refuses_bad_numbers(tmp_path: Path, options: tuple[str, str]) -> No
     assert said("run", *options, script(tmp_path, "")).exit_code == 2
 
 
-def test_run_fails_if_no_process_joins(tmp_path: Path) -> None:
+def test_run_says_if_no_process_joins(tmp_path: Path) -> None:
+    """That is no failure: scripts of torch.distributed do not."""
     done = holdfast("run", "-n", "2", script(tmp_path, "print('I have work of my own')"))
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if "work" in line) == [
         "[0] I have work of my own",
         "[1] I have work of my own",
     ]
     assert "no process joined the job" in done.stdout
+
+
+def test_run_fails_if_no_process_joins_and_one_fails(tmp_path: Path) -> None:
+    done = holdfast("run", "-n", "2", script(tmp_path, "import os, sys; sys.exit(os.environ['RANK'] == '1')"))
+    assert done.returncode == 1
+    assert "no process joined the job" in done.stdout and "exit statuses [0, 1]" in done.stdout
+
+
+TORCH_SCRIPT = """
+import torch, torch.distributed as dist, holdfast.comms.torchdist
+
+dist.init_process_group("holdfast")
+x = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+group = dist.new_group([0, 1])
+dist.barrier(group)
+print("sum", x.tolist(), group.communicator.backend)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
+def test_run_starts_a_script_of_torch_distributed_as_it_is(tmp_path: Path, backend: str) -> None:
+    done = holdfast("run", "-n", "2", "--backend", backend, script(tmp_path, TORCH_SCRIPT))
+    assert done.returncode == 0, done.stdout
+    for rank in range(2):
+        assert f"[{rank}] sum [3.0, 3.0, 3.0] {backend}" in done.stdout
+
+
+def test_backends_says_what_a_launcher_can_start() -> None:
+    rows = {line.split("│")[1].strip(): line for line in said("backends").output.splitlines() if "│" in line}
+    assert "by launcher" in rows["mpi"]
 
 
 def test_run_shows_how_processes_ended_and_passes_arguments(tmp_path: Path) -> None:
