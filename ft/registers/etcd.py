@@ -1,5 +1,9 @@
 """`etcd://host1:2379,host2:2379/name`: a register in an etcd cluster, which survives the loss of its leader.
 
+With TLS it is `etcds://user@host:2379,host:2379/name?cacert=/path&cert=/path&key=/path&password_file=/path`: `cacert`
+says whose certificates to trust (default: the system's), `cert` and `key` are this process's, `password_file` holds the
+password of `user`. Without TLS, whoever can reach etcd can read and change the register.
+
 A cell is one key, whose etcd version is the cell's version, replaced by one transaction. Reads are linearizable. Every
 question is put to one endpoint after the other until one answers. A write whose answer is lost may have been done:
 each carries the mark of its writer, so that the next endpoint can tell. Needs etcd 3.4 or newer (for its JSON gateway)
@@ -14,12 +18,12 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import etcd3gw
 import requests
@@ -28,6 +32,7 @@ from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Et
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.registers.cell import Cell, RegisterAway
+from holdfast.ft.registers.etcd_access import Unauthorised, parse
 
 ANSWER_SECONDS = 1.0
 """How long one endpoint may take to answer before the next one is asked."""
@@ -41,6 +46,9 @@ _SCHEMA = b"HFE1"
 _MARK_BYTES = 8
 _QUIET_SECONDS = 1.0  # after which a `wait` reads again though its watch has shown nothing
 _PAUSE = 0.05  # seconds between rounds over the endpoints
+_TOKEN_EXPIRED = "invalid auth token"
+_COMMON_NAME = "CommonName of client"
+_NOT_ALLOWED = ("authentication failed", "permission denied", "user name is empty", _TOKEN_EXPIRED)
 _TRANSIENT = ("no leader", "timed out", "leader changed", "unavailable", "too many requests", "stopped")
 
 
@@ -58,27 +66,6 @@ class _Found:
     value: bytes
 
 
-def parse(url: str) -> tuple[tuple[tuple[str, int], ...], str]:
-    """The endpoints and the name of an `etcd://host:port,host:port/name` URL; ValueError for anything else."""
-    parts = urlsplit(url)
-    wrong = ValueError(f"{url!r} is not an etcd register: write etcd://host:2379,host:2379/name")
-    if parts.query or parts.fragment or "@" in parts.netloc:
-        raise wrong
-    endpoints = []
-    for each in parts.netloc.split(","):
-        try:
-            found = urlsplit(f"//{each}")
-            host, port = found.hostname, found.port
-        except ValueError:
-            raise wrong from None
-        if not host or not port:
-            raise wrong
-        endpoints.append((host, port))
-    if len(set(endpoints)) != len(endpoints):
-        raise ValueError(f"{url!r} names an endpoint twice")
-    return tuple(endpoints), unquote(parts.path.strip("/"))
-
-
 class EtcdCell(Cell):
     """One cell in etcd. Keeps a connection open to each endpoint it has asked A forked child opens its own."""
 
@@ -86,15 +73,19 @@ class EtcdCell(Cell):
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
-        endpoints, prefix = parse(url)
-        self._key = base64.b64encode(f"holdfast/{prefix}/{name}".encode()).decode()
+        self._access = access = parse(url)
+        access.check_files()
+        self._key = base64.b64encode(f"holdfast/{access.name}/{name}".encode()).decode()
         forks.own(self, f"register {url}")
         self._closed = threading.Event()
         self._session = requests.Session()
         self._session.trust_env = False  # no proxies: these are machines of the job
+        self._session.verify, self._session.cert = access.verify, access.client_certificate
         self._clients = [
-            etcd3gw.Etcd3Client(host, port, timeout=ANSWER_SECONDS, api_path="/v3/", session=self._session)
-            for host, port in endpoints
+            etcd3gw.Etcd3Client(
+                host, port, access.protocol, timeout=ANSWER_SECONDS, api_path="/v3/", session=self._session
+            )
+            for host, port in access.endpoints
         ]
         self._turn = 0
         self._cluster = ""
@@ -204,10 +195,13 @@ class EtcdCell(Cell):
                 self._check_usable()
                 client, floor = self._clients[self._turn], self._revision
                 try:
+                    self._log_in(client)
                     answer = question(client)
                 except ConnectionFailedError as error:
-                    problems[client.base_url] = "it cannot be reached"
-                    hope |= "refused" not in _words(error)
+                    if (why := _tls_problem(error)) and len(self._clients) == 1:
+                        raise Unauthorised(self._url, f"{client.base_url}: {why}") from error
+                    problems[client.base_url] = why or "it cannot be reached"
+                    hope |= not why and "refused" not in _words(error)
                 except ConnectionTimeoutError:
                     problems[client.base_url] = f"no answer within {ANSWER_SECONDS:g} s"
                     hope = True
@@ -215,6 +209,15 @@ class EtcdCell(Cell):
                     problems[client.base_url] = f"it does not speak as etcd does ({type(error).__name__})"
                 except Etcd3Exception as error:
                     words = _words(error)
+                    if _TOKEN_EXPIRED in words and "Authorization" in self._session.headers:
+                        del self._session.headers["Authorization"]
+                        hope = True
+                        continue
+                    if _COMMON_NAME in words:
+                        why = "with a user, no certificate may have a common name (CN), etcd's own neither"
+                        raise Unauthorised(self._url, f"{client.base_url} refuses: {words}; {why}") from error
+                    if any(each in words for each in _NOT_ALLOWED):
+                        raise Unauthorised(self._url, f"{client.base_url} refuses: {words}") from error
                     if not any(each in words for each in _TRANSIENT):
                         raise RegisterAway(self._url, f"{client.base_url} refuses: {words}") from error
                     problems[client.base_url] = words
@@ -227,6 +230,13 @@ class EtcdCell(Cell):
                 self._check_usable()
                 raise RegisterAway(self._url, "; ".join(f"{where}: {why}" for where, why in problems.items()))
             self._closed.wait(_PAUSE)
+
+    def _log_in(self, client: etcd3gw.Etcd3Client) -> None:
+        """Get a token for the user, if there is one and this process has none."""
+        if self._access.user and "Authorization" not in self._session.headers:
+            said = {"name": self._access.user, "password": self._access.password()}
+            token = client.post(client.get_url("/auth/authenticate"), json=said)["token"]
+            self._session.headers["Authorization"] = str(token)
 
     def _check_usable(self) -> None:
         if self._closed.is_set():
@@ -282,7 +292,20 @@ def _hang_up(stream: requests.Response) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
-def _words(error: Etcd3Exception) -> str:
+def _tls_problem(error: BaseException) -> str:
+    """What is wrong with a certificate, its or ours, if that is why the connection failed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError | requests.exceptions.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None and not any(each in _words(error) for each in ("SSL", "CERTIFICATE")):
+        return ""
+    words = _words(error)
+    if "CERTIFICATE_VERIFY_FAILED" in words:
+        return f"its certificate is not trusted; check cacert ({words})"
+    return f"TLS failed; check cert and key ({words})"
+
+
+def _words(error: BaseException) -> str:
     """What etcd says was wrong."""
     text = str(getattr(error, "detail_text", "") or error)
     with contextlib.suppress(ValueError, AttributeError):

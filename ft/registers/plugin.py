@@ -38,6 +38,11 @@ def _etcd(url: str, name: str) -> Cell:
     return EtcdCell(url, name)
 
 
+def _etcds(url: str, name: str) -> Cell:
+    """etcds://user@host:port/name?cacert=&cert=&key=&password_file=: the same with TLS, and files for secrets"""
+    return _etcd(url, name)
+
+
 @hookimpl
 def holdfast_registers() -> Mapping[str, Callable[[str, str], Cell]]:
-    return {"memory": _memory, "sqlite": _sqlite, "tcp": _tcp, "etcd": _etcd}
+    return {"memory": _memory, "sqlite": _sqlite, "tcp": _tcp, "etcd": _etcd, "etcds": _etcds}
