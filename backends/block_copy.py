@@ -21,6 +21,7 @@ from holdfast.backends.process_memory import HUGE_PAGE
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.plane import Handle, MemoryPlane, Region
+from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.work import Work
 
 BLOCK_BYTES = 2 << 20
@@ -209,16 +210,12 @@ def in_shares(nbytes: int, count: int, copy: Callable[[int, int, int], None]) ->
 
 
 def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
-    """Where a tensor's bytes lie. Raises TypeError, ValueError or `Unsupported` for one that is not plain
-    memory.
+    """Where a tensor's bytes lie. Raises TypeError, ValueError or `Unsupported` for one that is not contiguous memory
+    of its own on the CPU.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} must be a tensor, not {type(tensor).__name__}")
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        kind = f"{tensor.layout} tensors on {tensor.device.type}"
-        raise Unsupported(f"{kind} on memory plane {plane!r}", "copy to a dense tensor on the CPU")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unsupported(f"{type(tensor).__name__} on memory plane {plane!r}", "give its local, plain tensor")
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    flat = plain_tensor(tensor, what)
+    if flat.device.type != "cpu":
+        raise Unsupported(f"tensors on {flat.device.type} on memory plane {plane!r}", "copy it to the CPU")
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         raise ValueError(f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first")
-    return tensor.data_ptr()
+    return flat.data_ptr()

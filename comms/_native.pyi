@@ -293,9 +293,16 @@ def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) ->
 def make_nans_alike(dtype: str, address: int, count: int, /) -> None:
     """Put torch's own NaN in place of every one among `count` floats."""
 
-def know_tensors(kind_of_tensor: type[Any], /) -> None:
-    """Let `plain` and `span` be quick with tensors of just this type. AttributeError or ValueError if it does not say
-    where they lie as DLPack 1 has it."""
+def know_tensors(
+    example: Any,
+    storage_nbytes: int,
+    storage_offset: int,
+    locate: Callable[[Any], tuple[int, int]],
+    /,
+) -> None:
+    """Let `plain` and `span` be quick with tensors of the example's type, by the addresses of torch's C functions for a
+    tensor's storage; `locate` is asked for the address and size of all others. AttributeError or ValueError if the
+    type does not say where its tensors lie as DLPack 1 has it."""
 
 def plain(tensor: Any, /) -> bool:
     """Whether it is dense CPU memory in row-major order that can be taken as it is: outside autograd, and holding the

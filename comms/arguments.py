@@ -11,10 +11,10 @@ from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducib
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import BackendInfo
+from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import plain
 
 Tensor = torch.Tensor
-_STRIDED = torch.strided
 
 TAGS = 1 << 30
 """Tags of users are below. Above are those of collectives over messages, for which mpi has just enough room."""
@@ -34,25 +34,22 @@ class Arguments:
         self._movable: set[torch.dtype] = set()
         self._reducible: dict[tuple[torch.dtype, str], bool] = {}
 
-    def tensor(self, tensor: Any) -> None:
-        """TypeError, ValueError or `Unsupported` unless it is a dense tensor on this communicator's device."""
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
-        here = tensor.is_cpu if self._on_cpu else tensor.device.type == self._device.type
-        if not here:
-            raise ValueError(f"a tensor on {tensor.device} cannot be used by a communicator on {self._device}")
-        if tensor.layout is not _STRIDED:
-            raise Unsupported(f"{tensor.layout} tensors", "pass a dense tensor: tensor.to_dense()")
+    def operand(self, tensor: Any, what: str = "tensor") -> Tensor:
+        """`tensor`, or its memory as a plain tensor. TypeError, ValueError or `Unsupported`, naming it as `what`,
+        unless it is a dense tensor that has memory of its own on this communicator's device.
+        """
+        return plain_tensor(tensor, what, self._device)
 
-    def as_it_is(self, tensor: Any) -> bool:
-        """As `tensor`, and True if `packed(tensor)` would be itself."""
-        if self._on_cpu and plain(tensor):
-            return True
-        self.tensor(tensor)
-        return False
+    def operands(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
+        """Each as `operand`."""
+        return [self.operand(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
 
-    def movable(self, tensor: Any) -> bool:
-        """As `as_it_is`, and of a dtype that the backend moves."""
+    def as_it_is(self, tensor: Tensor) -> bool:
+        """Whether `packed(tensor)` would be itself."""
+        return self._on_cpu and plain(tensor)
+
+    def movable(self, tensor: Tensor) -> bool:
+        """As `as_it_is`; `Unsupported` unless the backend moves its dtype."""
         itself = self.as_it_is(tensor)
         if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
@@ -61,7 +58,7 @@ class Arguments:
             self._movable.add(tensor.dtype)
         return itself
 
-    def movable_pair(self, tensor: Any, output: Any) -> bool:
+    def movable_pair(self, tensor: Tensor, output: Tensor) -> bool:
         """As `movable`, and `output` as `like` it. True if both would be themselves."""
         alike = self._on_cpu and plain(tensor) and plain(output) and tensor.dtype == output.dtype
         if alike and tensor.dtype in self._movable:
@@ -69,9 +66,9 @@ class Arguments:
         itself = self.movable(tensor)
         return self.like(output, tensor) and itself
 
-    def reducible(self, tensor: Any, op: Any) -> bool:
-        """As `tensor`, and of a dtype that the backend reduces by `op`, itself or as float32. True if
-        `carrier(packed(tensor))` would be itself.
+    def reducible(self, tensor: Tensor, op: Any) -> bool:
+        """Whether `carrier(packed(tensor))` would be itself; `Unsupported` unless the backend reduces its dtype by
+        `op`, itself or as float32.
         """
         itself = self.as_it_is(tensor)
         if not isinstance(op, ReduceOp):
@@ -94,7 +91,7 @@ class Arguments:
         if not isinstance(rank, int) or not 0 <= rank < self._size:
             raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
 
-    def message(self, tensor: Any, peer: Any, what: str, tag: Any) -> bool:
+    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> bool:
         """As `movable`; ValueError unless `peer` is another rank, and `tag` one that every backend can tell."""
         itself = self.movable(tensor)
         self.rank(peer, what)
@@ -109,7 +106,6 @@ class Arguments:
         if len(items) != self._size:
             raise ValueError(f"{what} has {len(items)} tensors; it needs one for each of {self._size} ranks")
         for item in items:
-            self.tensor(item)
             if item.dtype != dtype:
                 raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; they must be alike")
 
@@ -124,7 +120,7 @@ class Arguments:
         self.one_for_each(items, what, tensor.dtype)
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
-    def like(self, tensor: Any, checked: Tensor) -> bool:
+    def like(self, tensor: Tensor, checked: Tensor) -> bool:
         """As `as_it_is`, and of the dtype of one that has been checked already."""
         itself = self.as_it_is(tensor)
         if tensor.dtype != checked.dtype:

@@ -6,6 +6,7 @@ What it does not do: move bytes (transports), find peers (connect), say when a c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -49,6 +50,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and not reproducible and fast.all_reduce(tensor, op):
             return DONE
+        tensor = self._check.operand(tensor)
         itself = self._check.reducible(tensor, op)
         if reproducible:
             check_exact(op)
@@ -83,6 +85,7 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
+        tensor = self._check.operand(tensor)
         itself = self._check.reducible(tensor, op)
         self._check.rank(dst, "dst")
 
@@ -105,6 +108,7 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
+        output, inputs = self._check.operand(output, "output"), self._check.operands(inputs, "inputs")
         self._check.reducible(output, op)
         self._check.one_for_each(inputs, "inputs", output.dtype)
         self._check.same_count(output, inputs[self.rank].numel(), "output", f"as many as inputs[{self.rank}]")
@@ -137,6 +141,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
             return DONE
+        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
         themselves = self._check.reducible(output, op) & self._check.like(tensor, output)
         self._check.whole(tensor, output, "tensor", "output's")
 
@@ -166,6 +171,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.broadcast(tensor, src):
             return DONE
+        tensor = self._check.operand(tensor)
         itself = self._check.movable(tensor)
         self._check.rank(src, "src")
         words = f"from {src}"
@@ -184,6 +190,7 @@ class Collectives:
         self, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
+        outputs, tensor = self._check.operands(outputs, "outputs"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.one_for_each(outputs, "outputs", tensor.dtype)
         own = outputs[self.rank]
@@ -205,6 +212,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.all_gather(output, tensor):
             return DONE
+        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
         themselves = self._check.movable_pair(tensor, output)
         self._check.whole(output, tensor, "output", "tensor's")
 
@@ -228,6 +236,7 @@ class Collectives:
         """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
         if len(inputs) != self.size:
             raise ValueError(f"inputs has {len(inputs)} tensors; it needs one for each of {self.size} ranks")
+        inputs, outputs = self._check.operands(inputs, "inputs"), self._check.operands(outputs, "outputs")
         self._check.movable(inputs[0])
         dtype = inputs[0].dtype
         self._check.one_for_each(inputs, "inputs", dtype)
@@ -260,6 +269,7 @@ class Collectives:
         fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
         if fast and even and not async_op and timeout is None and fast.all_to_all(output, tensor):
             return DONE
+        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
         themselves = self._check.movable_pair(tensor, output)
         splits = None
         if even and output.numel() == tensor.numel():
@@ -301,6 +311,8 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
+        tensor = self._check.operand(tensor)
+        outputs = self._check.operands(outputs, "outputs") if outputs else outputs
         self._check.movable(tensor)
         self._check.rank(dst, "dst")
         self._check.of_root(outputs, "outputs", dst, tensor)
@@ -334,6 +346,8 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
+        tensor = self._check.operand(tensor)
+        inputs = self._check.operands(inputs, "inputs") if inputs else inputs
         self._check.movable(tensor)
         self._check.rank(src, "src")
         self._check.of_root(inputs, "inputs", src, tensor)
@@ -369,6 +383,7 @@ class Collectives:
         self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
+        tensor = self._check.operand(tensor)
         itself = self._check.message(tensor, dst, "dst", tag)
 
         def body(deadline: float) -> None:
@@ -380,6 +395,7 @@ class Collectives:
         self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
+        tensor = self._check.operand(tensor)
         itself = self._check.message(tensor, src, "src", tag)
 
         def body(deadline: float) -> None:
@@ -393,10 +409,11 @@ class Collectives:
         self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """All sends and receives of `batch` at once, whatever their order."""
-        sends = [item for item in batch if isinstance(item, Send)]
-        recvs = [item for item in batch if isinstance(item, Recv)]
-        if len(sends) + len(recvs) != len(batch):
+        if not all(isinstance(item, Send | Recv) for item in batch):
             raise TypeError("batch_send_recv takes holdfast.comms.Send and Recv objects")
+        items = [replace(item, tensor=self._check.operand(item.tensor, f"batch[{i}]")) for i, item in enumerate(batch)]
+        sends = [item for item in items if isinstance(item, Send)]
+        recvs = [item for item in items if isinstance(item, Recv)]
         for send in sends:
             self._check.message(send.tensor, send.dst, "dst", send.tag)
         for recv in recvs:

@@ -161,7 +161,7 @@ class Communicator(Collectives):
         Sizes may differ from rank to rank, dtypes may not. `Unsupported` where the backend has no windows. Closing
         the communicator closes its windows.
         """
-        self._check.tensor(tensor)
+        tensor = self._check.operand(tensor)
         if not self._windowed:
             raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
         check_exposable(tensor)

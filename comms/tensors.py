@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from holdfast.comms import _native
+from holdfast.comms.tensor_memory import locate
 
 Tensor = torch.Tensor
-_native.know_tensors(Tensor)
+_torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+_storage_nbytes, _storage_offset = (
+    ctypes.cast(function, ctypes.c_void_p).value or 0
+    for function in (_torch.aoti_torch_get_storage_size, _torch.aoti_torch_get_storage_offset)
+)
+_native.know_tensors(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, locate)
 plain, span = _native.plain, _native.span
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
@@ -25,10 +33,9 @@ def packed(tensor: Tensor) -> Tensor:
     """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
     if plain(tensor):
         return tensor
-    if tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg():
-        flat = tensor
-    else:
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
     if flat.dim() and flat.stride(-1) != 1:  # one element, or none: contiguous, but not to `view` as bytes
         return flat.as_strided((flat.numel(),), (1,)).view(flat.shape)
     return flat

@@ -19,6 +19,7 @@ import torch
 
 from holdfast.comms import _native, forks
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
+from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import packed, unpack
 
 Tensor = torch.Tensor
@@ -100,6 +101,7 @@ class Window:
         with self._calls:
             at = self._reach.place(src, rank, offset)
             if at < 0:
+                src = plain_tensor(src, "src")
                 at, src = self._checked(src, rank, offset), packed(src)
             self._memory.write(rank, at, src, self._deadline(timeout))
 
@@ -108,6 +110,7 @@ class Window:
         with self._calls:
             at, flat = self._reach.place(dst, rank, offset), dst
             if at < 0:
+                dst = plain_tensor(dst, "dst")
                 at, flat = self._checked(dst, rank, offset), packed(dst)
             self._memory.read(rank, at, flat, self._deadline(timeout))
             unpack(flat, dst)

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.tensor_memory import plain_tensor
 
 _WORD = 1 << 63
 _KEY = object()
@@ -159,16 +160,15 @@ class _Walk:
         return _Array(node.index)
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Node:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not (self._sharded and _is_sharded(value)):
-            hint = "; shards are kept by attach_sharded()" if _is_sharded(value) else ""
-            raise TypeError(
-                f"{_where(path)} is a {type(value).__name__}: only plain tensors can be given to a newcomer{hint}"
-            )
-        if value.layout != torch.strided:
-            raise TypeError(f"{_where(path)} is a {value.layout} tensor: only dense ones can be given to a newcomer")
-        if value.is_meta or value.is_quantized:
-            kind = "meta" if value.is_meta else "quantized"
-            raise TypeError(f"{_where(path)} is a {kind} tensor: only plain tensors can be given to a newcomer")
+        if not self._sharded and _is_sharded(value):
+            raise TypeError(f"{_where(path)} is a {type(value).__name__}: shards are kept by attach_sharded()")
+        if not (self._sharded and _is_sharded(value)):
+            try:
+                value = plain_tensor(value, _where(path))
+            except Unsupported as error:
+                raise TypeError(f"{error}: only dense tensors can be given to a newcomer") from error
+        if value.is_quantized:
+            raise TypeError(f"{_where(path)} is a quantized tensor: only plain tensors can be given to a newcomer")
         self.tensors.append(value if self._sharded else value.detach())
         self.paths.append(".".join(map(str, path)))
         return _Tensor(len(self.tensors) - 1)

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.tensor_memory import plain_tensor
 
 PIECE_BYTES = 2 << 20
 """The longest piece, in bytes: short enough to be verified while it is in the cache."""
@@ -124,7 +125,7 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
     flat: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if not isinstance(key, str):
-            raise TypeError(f"names in a state dict are strings, not {type(key).__name__} ({key!r})")
+            raise TypeError(f"{prefix}{key!r}: names in a state dict are strings, not {type(key).__name__}")
         name = prefix + key
         found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: _plain(name, value)}
         if twice := flat.keys() & found.keys():
@@ -136,12 +137,10 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
 def _plain(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(value).__name__}, not a tensor")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unsupported(f"{name!r} is a {type(value).__name__}", "give its local, plain tensor (to_local())")
-    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
-        kind = "quantized" if value.is_quantized else f"{value.layout} {value.device.type}"
-        raise Unsupported(f"{name!r} is a {kind} tensor", "give dense tensors")
-    return value.detach()
+    tensor = plain_tensor(value, repr(name))
+    if tensor.is_quantized:
+        raise Unsupported(f"{name!r} is a quantized tensor", "give dense tensors")
+    return tensor.detach()
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:

@@ -114,8 +114,10 @@ static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
     for (Py_ssize_t i = 0; i < count / 2; i++) {
         spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
         spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
+        if (PyErr_Occurred() || !is_memory((uintptr_t)spans[i].at, spans[i].nbytes))
+            return -1;
     }
-    return PyErr_Occurred() ? -1 : count / 2;
+    return count / 2;
 }
 
 /* `look`, then `doze`, and without the GIL if that takes time. */

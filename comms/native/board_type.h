@@ -122,7 +122,7 @@ static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
     Py_ssize_t places = spans_of(args[3], self->p.take, self->b.size);
-    if (inputs < 0 || places < 0)
+    if (inputs < 0 || places < 0 || (places && !is_memory(b[1], self->p.take[self->b.rank].nbytes)))
         return NULL;
     return outcome(exchange_all(self, a[0], a[1], inputs, places ? self->p.take : NULL, b[0], (const void *)(uintptr_t)b[1]));
 }
@@ -134,7 +134,7 @@ static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t cou
         PyErr_SetString(PyExc_TypeError, "op, signature, inputs, index, kind, into and nbytes are needed");
         return NULL;
     }
-    if (!numbers(args, 2, 2, a) || !numbers(args + 3, 4, 4, b) || !ours(self, 0) || !ours(self, b[0]))
+    if (!numbers(args, 2, 2, a) || !numbers(args + 3, 4, 4, b) || !ours(self, 0) || !ours(self, b[0]) || !is_memory(b[2], b[3]))
         return NULL;
     if (!kernel_of((long)b[1])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
@@ -178,7 +178,7 @@ static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t coun
 /* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the size that it really has. */
 static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5], nbytes;
-    if (!numbers(args, count, 5, a) || !has_input(self, a[0], a[2]))
+    if (!numbers(args, count, 5, a) || !has_input(self, a[0], a[2]) || !is_memory(a[3], a[4]))
         return NULL;
     const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
     if (!at || nbytes != a[4])
@@ -207,7 +207,7 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
  * has another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5];
-    if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]))
+    if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]) || !is_memory(a[3], a[4]))
         return NULL;
     if (!kernel_of((long)a[2])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");

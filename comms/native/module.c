@@ -44,6 +44,9 @@ static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t co
         PyErr_SetString(PyExc_ValueError, "no such reduction");
         return NULL;
     }
+    for (int i = 1; i < 4; i++)
+        if (!is_memory(a[i], a[4]))
+            return NULL;
     Py_BEGIN_ALLOW_THREADS;
     combine((void *)(uintptr_t)a[1], (const void *)(uintptr_t)a[2], (const void *)(uintptr_t)a[3], a[4]);
     Py_END_ALLOW_THREADS;
@@ -68,9 +71,12 @@ static PyObject *sum_exactly(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "floats, and from 1 to 256 inputs, are needed");
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < number; i++)
+    for (Py_ssize_t i = 0; i < number; i++) {
         inputs[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
-    if (PyErr_Occurred())
+        if (PyErr_Occurred() || !is_memory((uintptr_t)inputs[i], count))
+            return NULL;
+    }
+    if (!is_memory(out, count))
         return NULL;
     size_t done;
     Py_BEGIN_ALLOW_THREADS;
@@ -91,6 +97,8 @@ static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "floats are needed");
         return NULL;
     }
+    if (!is_memory(address, count))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS;
     kind->make_nans_alike((void *)(uintptr_t)address, count);
     Py_END_ALLOW_THREADS;
@@ -117,7 +125,7 @@ static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t coun
 static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3];
-    if (!numbers(args, count, 3, a))
+    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[2]) || !is_memory(a[1], a[2]))
         return NULL;
     span into = {(char *)(uintptr_t)a[0], a[2]};
     move(into, (const void *)(uintptr_t)a[1]);
@@ -128,9 +136,13 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState(module))->known; }
 
-/* know_tensors(type): which tensors `plain` and `span` are quick with. */
-static PyObject *know_tensors(PyObject *module, PyObject *type) {
-    if (know(known_to(module), type) < 0)
+/* know_tensors(example, storage_nbytes, storage_offset, locate): of which type tensors are that `plain` and `span` are quick
+ * with, the addresses of torch's functions for their storage, and what tells where all others lie. */
+static PyObject *know_tensors(PyObject *module, PyObject *args) {
+    PyObject *example, *locate;
+    unsigned long long storage_nbytes, storage_offset;
+    if (!PyArg_ParseTuple(args, "OKKO", &example, &storage_nbytes, &storage_offset, &locate) ||
+        know(known_to(module), example, storage_nbytes, storage_offset, locate) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -153,7 +165,7 @@ static PyMethodDef module_methods[] = {
     FAST("copy_process", copy_process),
     FAST("pieces", pieces),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
-    {"know_tensors", know_tensors, METH_O, NULL},
+    {"know_tensors", know_tensors, METH_VARARGS, NULL},
     {"plain", plain, METH_O, NULL},
     {"span", span_, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},

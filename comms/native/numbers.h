@@ -19,6 +19,14 @@ static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected,
     return 1;
 }
 
+/* Whether bytes can lie there; otherwise Python has an error. */
+static int is_memory(uint64_t address, uint64_t nbytes) {
+    if (address || !nbytes)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%llu bytes at no address: a tensor without memory of its own", (unsigned long long)nbytes);
+    return 0;
+}
+
 #define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
 #define PLAIN(NAME, FUNCTION) {NAME, (PyCFunction)FUNCTION, METH_NOARGS, NULL}
 

@@ -100,14 +100,14 @@ static intptr_t run(const Part *self, transfer function, const uint64_t *a) {
 
 static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    return numbers(args, count, 3, a) ? PyLong_FromSsize_t(run(self, self->near->get, a)) : NULL;
+    return numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(run(self, self->near->get, a)) : NULL;
 }
 
 /* put: between saying that this rank writes and saying that it does not. Who closes a window says so before it looks who
  * writes: one of them sees the other. */
 static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    if (!numbers(args, count, 3, a))
+    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
     atomic_store(self->busy, 1);
     intptr_t outcome = atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a);
@@ -119,7 +119,7 @@ static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
 /* put_entered: for a caller that has said so itself. */
 static PyObject *part_put_entered(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    if (!numbers(args, count, 3, a))
+    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
     return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a));
 }

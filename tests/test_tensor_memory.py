@@ -1,0 +1,332 @@
+"""Tensors without memory of their own are refused by name, wherever a tensor comes in; all others are taken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from holdfast import comms
+from holdfast.comms import Communicator, ReduceOp, _native
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import Recv, Send
+from holdfast.comms.tensor_memory import check_memory, plain_tensor
+from holdfast.comms.tensors import plain, span
+from holdfast.ft.skeleton import take_apart
+from holdfast.harness import LocalCluster
+from holdfast.store.layout import flatten
+
+COUNT = 4
+
+
+class Wrapper(torch.Tensor):
+    """A subclass whose numbers are elsewhere, as those of DTensor and AsyncCollectiveTensor are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def to_local(self) -> torch.Tensor:
+        return self.inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of a wrapper")
+
+
+class Stubborn(torch.Tensor):
+    """A subclass with memory that lets nobody call torch's functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of a stubborn tensor")
+
+
+class Tagged(torch.Tensor):
+    """A subclass like any other."""
+
+
+class Named(torch.nn.Parameter):
+    """As models have them, to mark how a parameter is to be loaded."""
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(COUNT)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shortened() -> torch.Tensor:
+    tensor = torch.ones(COUNT)
+    tensor.untyped_storage().resize_(4 * COUNT - 1)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(COUNT)
+
+
+def of_vmap() -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    torch.vmap(lambda row: (seen.append(row), row)[1])(torch.ones(2, COUNT))
+    return seen[0]
+
+
+def functional() -> torch.Tensor:
+    return torch._to_functional_tensor(torch.ones(COUNT))  # type: ignore[no-any-return]
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(COUNT - 1)])
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(COUNT - 1)], layout=torch.jagged)
+
+
+def sparse() -> torch.Tensor:
+    return torch.ones(COUNT).to_sparse()
+
+
+def wrapper() -> torch.Tensor:
+    return Wrapper(torch.ones(COUNT))
+
+
+def uninitialized() -> torch.Tensor:
+    return torch.nn.UninitializedParameter()
+
+
+def zero() -> torch.Tensor:
+    return torch._efficientzerotensor(COUNT)
+
+
+MEMORYLESS = [
+    freed, shortened, fake, of_vmap, functional, nested, jagged, sparse, wrapper, uninitialized, zero
+]  # fmt: skip
+
+
+def parameter() -> torch.Tensor:
+    return torch.nn.Parameter(torch.ones(COUNT))
+
+
+def named_parameter() -> torch.Tensor:
+    return Named(torch.ones(COUNT))
+
+
+def stubborn() -> torch.Tensor:
+    return torch.ones(COUNT).as_subclass(Stubborn)
+
+
+def tagged() -> torch.Tensor:
+    return torch.ones(COUNT).as_subclass(Tagged)
+
+
+def strided() -> torch.Tensor:
+    return torch.ones(COUNT, 2)[:, 0]
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(COUNT)
+
+
+WITH_MEMORY = [parameter, named_parameter, tagged, stubborn, strided, of_inference]
+
+
+def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every way for a tensor into a communicator."""
+    good, peer, size = torch.ones(COUNT), 1 - comm.rank, comm.size
+    whole = torch.ones(size * COUNT)
+    several = [torch.ones(COUNT) for _ in range(size)]
+    with_bad = [*several[1:], bad]
+    yield "tensor", lambda: comm.all_reduce(bad)
+    yield "tensor", lambda: comm.all_reduce(bad, async_op=True)
+    yield "tensor", lambda: comm.all_reduce(bad, ReduceOp.MAX, timeout=5.0, reproducible=False)
+    yield "tensor", lambda: comm.reduce(bad, 0)
+    yield "tensor", lambda: comm.broadcast(bad, 0)
+    yield "output", lambda: comm.reduce_scatter(bad, several)
+    yield f"inputs[{size - 1}]", lambda: comm.reduce_scatter(good, with_bad)
+    yield "tensor", lambda: comm.reduce_scatter_single(good, bad)
+    yield "output", lambda: comm.reduce_scatter_single(bad, whole)
+    yield f"outputs[{size - 1}]", lambda: comm.all_gather(with_bad, good)
+    yield "tensor", lambda: comm.all_gather(several, bad)
+    yield "output", lambda: comm.all_gather_single(bad, good)
+    yield "tensor", lambda: comm.all_gather_single(whole, bad)
+    yield f"inputs[{size - 1}]", lambda: comm.all_to_all(several, with_bad)
+    yield f"outputs[{size - 1}]", lambda: comm.all_to_all(with_bad, several)
+    yield "tensor", lambda: comm.all_to_all_single(good, bad)
+    yield "output", lambda: comm.all_to_all_single(bad, good)
+    yield "tensor", lambda: comm.gather(bad, several if comm.rank == 0 else None, 0)
+    yield f"outputs[{size - 1}]", lambda: comm.gather(good, with_bad, comm.rank)
+    yield "tensor", lambda: comm.scatter(bad, several if comm.rank == 0 else None, 0)
+    yield f"inputs[{size - 1}]", lambda: comm.scatter(good, with_bad, comm.rank)
+    yield "tensor", lambda: comm.send(bad, peer)
+    yield "tensor", lambda: comm.recv(bad, peer)
+    yield "batch[1]", lambda: comm.batch_send_recv([Send(good, peer), Recv(bad, peer)])
+    yield "batch[0]", lambda: comm.batch_send_recv([Send(bad, peer), Recv(good, peer)])
+    yield "tensor", lambda: comm.window(bad)
+
+
+@pytest.fixture
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast paths are taken, as they are without checks."""
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+
+@pytest.mark.usefixtures("_fast")
+def test_every_op_refuses_a_tensor_without_memory_by_name_and_the_communicator_lives_on(backend: str) -> None:
+    def refuse(comm: Communicator) -> list[str]:
+        wrong = []
+        for make in MEMORYLESS:
+            for what, call in _calls(comm, make()):
+                try:
+                    call()
+                    wrong.append(f"{make.__name__} as {what}: taken")
+                except Unsupported as error:
+                    if what not in str(error):
+                        wrong.append(f"{make.__name__} as {what}: {error}")
+                except Exception as error:
+                    wrong.append(f"{make.__name__} as {what}: {error!r}")
+        tensor = torch.ones(COUNT)
+        comm.all_reduce(tensor)
+        return wrong + ["the sum is wrong"] * (tensor.tolist() != [comm.size] * COUNT)
+
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(refuse) == [[], []]
+
+
+@pytest.mark.usefixtures("_fast")
+def test_every_tensor_with_plain_memory_is_taken(backend: str) -> None:
+    def take(comm: Communicator) -> list[str]:
+        wrong = []
+        for make in WITH_MEMORY:
+            tensor, output = make(), torch.zeros(2 * COUNT)
+            comm.all_gather_single(output, tensor)
+            comm.all_reduce(tensor)
+            comm.all_reduce(tensor, async_op=True).wait()
+            with torch._C.DisableTorchFunctionSubclass():
+                if output.tolist() != [1] * 2 * COUNT or tensor.tolist() != [4] * COUNT:
+                    wrong.append(f"{make.__name__}: {output.tolist()} {tensor.tolist()}")
+        return wrong
+
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(take) == [[], []]
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "ucx", "mpi"])
+def test_a_window_refuses_tensors_without_memory_and_takes_all_others(backend: str) -> None:
+    def use(comm: Communicator) -> list[str]:
+        wrong = []
+        with comm.window(named_parameter()) as window:
+            for make in MEMORYLESS:
+                for what, call in (("src", window.put), ("dst", window.get)):
+                    try:
+                        call(make(), 1 - comm.rank)
+                        wrong.append(f"{make.__name__} as {what}: taken")
+                    except Unsupported as error:
+                        if what not in str(error):
+                            wrong.append(f"{make.__name__} as {what}: {error}")
+            comm.barrier()
+            for make in WITH_MEMORY:
+                window.put(make(), 1 - comm.rank)
+                window.get(make(), 1 - comm.rank)
+            comm.barrier()
+        return wrong
+
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(use) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["inproc", "shm", "ucx"])
+@pytest.mark.parametrize("make", MEMORYLESS)
+def test_a_plane_refuses_tensors_without_memory(name: str, make: Callable[[], torch.Tensor]) -> None:
+    with comms.memory(name) as plane, plane.expose(torch.ones(COUNT), writable=True) as region:
+        with pytest.raises(Unsupported, match="an exposed tensor"):
+            plane.expose(make())
+        with pytest.raises(Unsupported, match="into"):
+            plane.read(region.handle, make())
+        with pytest.raises(Unsupported, match="source"):
+            plane.write(region.handle, make())
+
+
+@pytest.mark.parametrize("make", [parameter, named_parameter, tagged])
+def test_a_plane_takes_parameters_and_subclasses_with_plain_memory(make: Callable[[], torch.Tensor]) -> None:
+    with comms.memory("inproc") as plane, plane.expose(make(), writable=True) as region:
+        plane.write(region.handle, make()).wait()
+        plane.read(region.handle, make()).wait()
+
+
+@pytest.mark.parametrize("make", MEMORYLESS)
+def test_a_state_dict_names_the_path_of_a_tensor_without_memory(make: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(Unsupported, match=r"'model\.weight'"):
+        flatten({"model": {"weight": make()}})
+    with pytest.raises(TypeError, match=r"state\['model'\]\[0\]"):
+        take_apart({"model": [make()]})
+
+
+@pytest.mark.parametrize("make", WITH_MEMORY)
+def test_a_state_dict_takes_every_tensor_with_memory(make: Callable[[], torch.Tensor]) -> None:
+    assert flatten({"weight": make()})["weight"].sum() == COUNT
+    assert take_apart({"weight": make()})[1][0].sum() == COUNT
+
+
+def test_a_key_that_is_no_string_is_named_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"optimizer\.state\.0: .*int"):
+        flatten({"optimizer": {"state": {0: {"step": torch.ones(1)}}}})
+
+
+def test_only_a_tensor_that_has_it_is_told_to_use_to_local() -> None:
+    with pytest.raises(Unsupported, match=r"to_local\(\)"):
+        check_memory(wrapper())
+    for make in MEMORYLESS:
+        if make is not wrapper:
+            with pytest.raises(Unsupported) as caught:
+                check_memory(make())
+            assert "to_local" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [each for each in MEMORYLESS if each is not uninitialized])
+def test_native_code_never_takes_the_address_of_a_tensor_without_memory(make: Callable[[], torch.Tensor]) -> None:
+    assert not plain(make())
+    with pytest.raises(Unsupported):
+        span(make())
+
+
+def test_native_functions_refuse_the_address_of_nothing() -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: _native.copy(0, 8, 8),
+        lambda: _native.copy(8, 0, 8),
+        lambda: _native.combine(_native.kind("float32", "sum"), 0, 8, 8, 1),
+        lambda: _native.sum_exactly("float32", 8, 1, (0,)),
+        lambda: _native.make_nans_alike("float32", 0, 1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="no address"):
+            call()
+    _native.copy(0, 0, 0)
+
+
+@given(st.integers(0, 8), st.integers(1, 8), st.integers(0, 80))
+def test_plain_memory_is_what_its_storage_covers(offset: int, count: int, held: int) -> None:
+    tensor = torch.zeros(16)[offset : offset + count]
+    tensor.untyped_storage().resize_(held)
+    covered = 4 * (offset + count) <= held
+    assert plain(tensor) == covered
+    if covered:
+        assert plain_tensor(tensor) is tensor
+    else:
+        with pytest.raises(Unsupported, match="freed or resized"):
+            plain_tensor(tensor)
