@@ -337,7 +337,7 @@ class GlooTransport(TorchGroup):
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
         given = torch.cat([bytes_of(tensor) for tensor in inputs])
-        taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8)
+        taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8, device="cpu")
         sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
         self._collective(op, self._group.alltoall_base, (taken, given, *sizes), dist.AllToAllOptions, deadline)
         start_of = 0

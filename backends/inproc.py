@@ -46,7 +46,7 @@ class InprocTransport(DirectTransport):
         """The board goes with its last rank."""
 
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
-        number = torch.zeros(1, dtype=torch.int64)
+        number = torch.zeros(1, dtype=torch.int64, device="cpu")
         if self.rank == 0:
             number[0] = next(_window_numbers)
             _windows[int(number)] = [None] * self.size

@@ -47,7 +47,7 @@ def make_window(
         os.ftruncate(header_fd, 8 * header_words(size))
         memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
         place = bytearray(_PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes))
-        places = [torch.zeros(_PLACE.size, dtype=torch.uint8) for _ in range(size)]
+        places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
         transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
         parts = [
             _map(held, peers[r].pid, r, _PLACE.unpack(bytes(places[r].numpy())), 8 * header_words(size))

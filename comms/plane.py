@@ -80,7 +80,7 @@ class MemoryPlane(ABC):
         """Uninitialised memory, as a uint8 tensor of `nbytes` elements, of the kind that this plane reads
         fastest.
         """
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @abstractmethod
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:

@@ -120,7 +120,7 @@ def give(
         refusal = reason_of(error)
     sums = [(chunk.nbytes, _checksum(chunk)) for chunk in packed.chunks]
     header = msgspec.msgpack.encode(_Header(done, packed.description, packed.pieces, sums, refusal))
-    pipe.give(torch.tensor([len(header)]))
+    pipe.give(torch.tensor([len(header)], device="cpu"))
     pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     for chunk in packed.chunks:
         before_chunk()

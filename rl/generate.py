@@ -40,7 +40,7 @@ def generate(
     """Sample the unit's answers at temperature 1. `between` is called once the first token of each is drawn."""
     random = torch.Generator().manual_seed(seed_of("unit", recipe.seed, step, unit))
     problems = task.training()
-    chosen = torch.randint(len(problems), (recipe.prompts,), generator=random)
+    chosen = torch.randint(len(problems), (recipe.prompts,), generator=random, device="cpu")
     prompts = problems.prompts[chosen]
     first = model.last_logits(policy, prompts, 1)[:, 0].log_softmax(-1).repeat_interleave(recipe.group, 0)
     prompts = prompts.repeat_interleave(recipe.group, 0)

@@ -46,7 +46,7 @@ class Problems:
 def _problems(digits: list[tuple[int, ...]]) -> Problems:
     prompts = [encode("+".join(map(str, addends)) + "=") for addends in digits]
     answers = [encode(f"{sum(addends):02d}") for addends in digits]
-    return Problems(torch.tensor(prompts), torch.tensor(answers))
+    return Problems(torch.tensor(prompts, device="cpu"), torch.tensor(answers, device="cpu"))
 
 
 @cache

@@ -67,7 +67,7 @@ class Trainer:
         self.policy = model.build(recipe.seed)
         self.optimizer = grpo.optimizer(self.policy, recipe)
         self._store, self._driver, self._diary, self._revocations = store, driver, diary, revocations
-        self._total = torch.empty(model.PARAMETERS)
+        self._total = torch.empty(model.PARAMETERS, device="cpu")
         self._published = -1
         self._step = 0
 

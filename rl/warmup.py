@@ -25,7 +25,7 @@ def warm_up(policy: LlamaForCausalLM, recipe: Recipe) -> float:
     problems = task.training()
     last = 0.0
     for _ in range(recipe.warmup_steps):
-        chosen = torch.randint(len(problems), (recipe.warmup_batch,), generator=random)
+        chosen = torch.randint(len(problems), (recipe.warmup_batch,), generator=random, device="cpu")
         answers = problems.answers[chosen]
         inputs = torch.cat([problems.prompts[chosen], answers[:, :-1]], 1)
         logits = model.last_logits(policy, inputs, task.ANSWER_TOKENS)

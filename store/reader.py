@@ -53,7 +53,7 @@ class PartReader:
         start = self.shard.manifest_at
         if not 0 <= start <= self.nbytes:
             raise CorruptData(f"version {self.version} part {self.shard.part}: a manifest outside its region")
-        data = torch.empty(self.nbytes - start, dtype=torch.uint8) if into is None else into
+        data = torch.empty(self.nbytes - start, dtype=torch.uint8, device="cpu") if into is None else into
         self._pull(start, data, lambda: digest_of(data.numpy().data) == self.shard.digest)
         return Manifest.decode(data.numpy().tobytes(), start)
 
@@ -175,7 +175,7 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
     """Read the wanted tensors of a part, all of which fit. Nothing else of the part is read, but for
     neighbours of small tensors.
     """
-    staging = torch.empty(0, dtype=torch.uint8)
+    staging = torch.empty(0, dtype=torch.uint8, device="cpu")
     staged: dict[int, torch.Tensor] = {}
     for piece, expected in zip(manifest.pieces(), manifest.checksums, strict=True):
         entries = [manifest.entries[each] for each in piece.entries if manifest.entries[each].name in wanted]
@@ -185,14 +185,14 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
         if first.nbytes >= LARGE_BYTES:
             data = as_bytes(wanted[first.name])
             if data is None:
-                data = staged.setdefault(first.offset, torch.empty(first.nbytes, dtype=torch.uint8))
+                data = staged.setdefault(first.offset, torch.empty(first.nbytes, dtype=torch.uint8, device="cpu"))
             start = piece.offset - first.offset
             reader.piece(piece, expected, data[start : start + piece.nbytes])
             if start + piece.nbytes == first.nbytes and first.offset in staged:
                 _place(_as_in(first, staged.pop(first.offset)), wanted[first.name])
             continue
         if staging.nbytes < piece.nbytes:
-            staging = torch.empty(piece.nbytes, dtype=torch.uint8)
+            staging = torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
         data = staging[: piece.nbytes]
         reader.piece(piece, expected, data)
         for entry in entries:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
@@ -278,3 +279,20 @@ def test_the_installed_wheel_is_a_module_to_run(installed: Path, tmp_path: Path)
 def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
     run_command(installed, "demo", "--steps", "5", "--report", str(tmp_path / "report"), cwd=tmp_path)
     assert (tmp_path / "report" / "report.html").stat().st_size > 1000
+
+
+def test_our_own_tensors_do_not_follow_the_default_device() -> None:
+    """`torch.set_default_device` is for a user's tensors: each that holdfast makes says where it is."""
+    factories = {function.__name__ for function in _device_constructors()}
+    wrong = []
+    for path in modules():
+        if path.parts[0] == "harness":  # programs of their own, which set no default
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("torch"), name), _, keywords) if name in factories:
+                    if "device" not in {keyword.arg for keyword in keywords}:
+                        wrong.append(f'{path}:{node.lineno}: torch.{name} without device="cpu"')
+                case ast.ImportFrom("torch", names) if found := factories & {alias.name for alias in names}:
+                    wrong.append(f"{path}:{node.lineno}: write torch.{min(found)}, with its device")
+    assert not wrong, "\n".join(wrong)

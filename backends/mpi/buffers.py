@@ -51,7 +51,7 @@ def room(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
     """One buffer for the bytes of all, and the tensor behind it if they must be spread afterwards."""
     if (memory := together(tensors)) is not None:
         return memory, None
-    staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device="cpu")
     return at(staged), staged
 
 

@@ -147,8 +147,8 @@ class MpiWindow(WindowMemory):
         self._waited = [0] * transport.size
         server.add(desk.mark, self._number, self._mine, desk.ranks)
         try:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(transport.size)]
-            transport.all_gather(sizes, torch.tensor([tensor.nbytes]), deadline)
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(transport.size)]
+            transport.all_gather(sizes, torch.tensor([tensor.nbytes], device="cpu"), deadline)
         except BaseException:
             server.drop(desk.mark, self._number)
             raise
@@ -282,7 +282,7 @@ class MpiWindow(WindowMemory):
                 while start < nbytes and len(pending) < 2:
                     block = min(CHUNK_BYTES, nbytes - start)
                     if block <= INLINE_BYTES:
-                        small = torch.empty(block, dtype=torch.uint8)
+                        small = torch.empty(block, dtype=torch.uint8, device="cpu")
                         self.read(rank, offset + start, small, deadline)
                         ctypes.memmove(address + start, small.data_ptr(), block)
                     else:
@@ -306,7 +306,7 @@ class MpiWindow(WindowMemory):
                 withdraw(self._desk, coming, bounce)
 
     def _begin(self, rank: int, offset: int, nbytes: int, deadline: float) -> tuple[_Reply, MPI.Request, torch.Tensor]:
-        bounce = torch.empty(nbytes, dtype=torch.uint8)
+        bounce = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         number = next(self._desk.numbers)
         reply = _Reply(self._desk, rank, number)
         coming = MPI.COMM_WORLD.Irecv([at(bounce), MPI.BYTE], self._desk.processes[rank], data_tag(number))
@@ -366,7 +366,7 @@ class MpiWindow(WindowMemory):
             mine.open = False
             if mine.busy:
                 mine.tensor.data = mine.tensor.data.clone()
-            mine.tensor = torch.empty(0)
+            mine.tensor = torch.empty(0, device="cpu")
         server.drop(self._desk.mark, self._number)
         frame = REQUEST.pack(self._desk.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
         for rank in range(len(self.sizes)):

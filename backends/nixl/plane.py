@@ -253,7 +253,7 @@ class NixlPlane(CheckedPlane):
         if self._stage is None or self._stage.nbytes < nbytes + 8:
             for way in list(self._ways.values()):
                 self._forget(way)
-            self._stage_memory = torch.empty(max(nbytes, STAGE_BYTES) + 8, dtype=torch.uint8)
+            self._stage_memory = torch.empty(max(nbytes, STAGE_BYTES) + 8, dtype=torch.uint8, device="cpu")
             self._stage = self._started().register(self._stage_memory.data_ptr(), self._stage_memory.nbytes)
         return self._stage
 

@@ -207,7 +207,7 @@ def exchange(transport: Transport, card: bytes, deadline: float) -> list[bytes]:
     if len(card) > _CARD_BYTES - 4:
         raise HoldfastError(f"a card of {len(card)} bytes is too long")
     padded = bytearray((len(card).to_bytes(4, "little") + card).ljust(_CARD_BYTES, b"\0"))
-    cards = [torch.zeros(_CARD_BYTES, dtype=torch.uint8) for _ in range(transport.size)]
+    cards = [torch.zeros(_CARD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
     transport.all_gather(cards, torch.frombuffer(padded, dtype=torch.uint8), deadline)
     texts = [bytes(each.numpy()) for each in cards]
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in texts]

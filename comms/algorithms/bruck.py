@@ -22,7 +22,7 @@ def all_gather(exchange: Exchange, flats: Sequence[torch.Tensor]) -> None:
         dst, src = (rank - have) % size, (rank + have) % size
         given = torch.cat([flats[(rank + i) % size] for i in range(count)])
         wanted = [flats[(src + i) % size] for i in range(count)]
-        taken = torch.empty(sum(flat.numel() for flat in wanted), dtype=given.dtype)
+        taken = torch.empty(sum(flat.numel() for flat in wanted), dtype=given.dtype, device="cpu")
         exchange.swap(given, dst, taken, src)
         start = 0
         for flat in wanted:
@@ -33,7 +33,7 @@ def all_gather(exchange: Exchange, flats: Sequence[torch.Tensor]) -> None:
 
 def barrier(exchange: Exchange) -> None:
     """Return once all ranks have entered."""
-    token, other = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    token, other = torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.zeros(1, dtype=torch.uint8, device="cpu")
     distance = 1
     while distance < exchange.size:
         exchange.swap(

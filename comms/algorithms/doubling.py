@@ -38,7 +38,7 @@ def halving_all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> 
 
     def body(rank: int, ranks: int) -> None:
         start, stop = 0, flat.numel()
-        arriving = torch.empty((stop + 1) // 2, dtype=flat.dtype)
+        arriving = torch.empty((stop + 1) // 2, dtype=flat.dtype, device="cpu")
         spans: list[tuple[int, int, int, int, int]] = []
         distance = ranks // 2
         while distance:

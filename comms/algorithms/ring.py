@@ -22,7 +22,7 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
     rank, size = exchange.rank, exchange.size
     edges = bounds(flat.numel(), size)
     parts = [flat[edges[i] : edges[i + 1]] for i in range(size)]
-    arriving = torch.empty(max(part.numel() for part in parts), dtype=flat.dtype)
+    arriving = torch.empty(max(part.numel() for part in parts), dtype=flat.dtype, device="cpu")
     right, left = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         given, taken = parts[(rank - step) % size], parts[(rank - step - 1) % size]

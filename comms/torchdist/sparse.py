@@ -26,7 +26,9 @@ def all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: ReduceOp, 
     all_values = [values.new_empty((n, *values.shape[1:])) for n in lengths]
     communicator.all_gather(all_indices, indices.contiguous(), timeout=timeout)
     communicator.all_gather(all_values, values, timeout=timeout)
-    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape).coalesce()
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape, device=tensor.device
+    ).coalesce()
     if op == ReduceOp.AVG:
         total = total / size
     with torch.no_grad():

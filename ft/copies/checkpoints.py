@@ -83,7 +83,7 @@ class Checkpoints:
         known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.get(DESCRIPTION)
         if known is None or not hasattr(known, "size"):
             raise CorruptData(f"{path} is no checkpoint of a holdfast session: it has no {DESCRIPTION!r}")
-        raw = torch.empty(known.size, dtype=torch.uint8)
+        raw = torch.empty(known.size, dtype=torch.uint8, device="cpu")
         with _quiet():
             dcp.load({DESCRIPTION: raw}, checkpoint_id=path)
         try:

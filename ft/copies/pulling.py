@@ -118,7 +118,7 @@ def pull(
         raise CorruptData(f"rank {verdict.source} offers no state")
     if first.refusal:
         raise StateNotGiven(verdict.source, first.refusal)
-    chunks = [torch.empty(chunk.handle.nbytes, dtype=torch.uint8) for chunk in first.chunks]
+    chunks = [torch.empty(chunk.handle.nbytes, dtype=torch.uint8, device="cpu") for chunk in first.chunks]
     blocks = []
     agreeing: set[int] = set()
     for number, chunk in enumerate(chunks):

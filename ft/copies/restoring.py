@@ -115,7 +115,7 @@ def restore(
             raise Unsupported("reading state that other ranks keep", "no memory plane reaches them")
         blocks = []
         for part in sorted(needs.keys() - buffers.keys()):
-            buffers[part] = torch.empty(Layout(state.leaves, state.mesh, part).nbytes, dtype=torch.uint8)
+            buffers[part] = torch.empty(Layout(state.leaves, state.mesh, part).nbytes, dtype=torch.uint8, device="cpu")
             blocks += _blocks(part, buffers[part], needs[part], offers)
         fetched = Fetched()
         if plane is not None:
@@ -166,7 +166,7 @@ def assemble(
     olds = {part: Layout(layout.leaves, old, part) for part in buffers}
     found = []
     for index, leaf in enumerate(layout.leaves):
-        tensor = torch.empty(layout.shapes[index], dtype=leaf.torch_dtype)
+        tensor = torch.empty(layout.shapes[index], dtype=leaf.torch_dtype, device="cpu")
         for piece in pieces[index]:
             source = olds[piece.part].view(buffers[piece.part], index)
             _cut(tensor, piece.box, layout.boxes[index]).copy_(_cut(source, piece.box, olds[piece.part].boxes[index]))
