@@ -165,7 +165,7 @@ class CallPath(_FastPath):
     """
 
     def __init__(
-        self, size: int, order: Order, plan: Any, observers: Any, journal: Any, timeout: float, failed: Any
+        self, rank: int, size: int, order: Order, plan: Any, observers: Any, journal: Any, timeout: float, failed: Any
     ) -> None: ...
 
 class GroupCall:

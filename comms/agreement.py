@@ -6,8 +6,6 @@ all ranks raise the same `Mismatch`, and no byte of the op has moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from holdfast.comms.errors import Mismatch
@@ -21,27 +19,19 @@ class Agreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._mine = torch.zeros(_BYTES, dtype=torch.uint8)
-        self._count = 0
-        self._all = [torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(transport.size)]
+        self._mine = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
+        self._all = [torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
 
-    def checked(self, body: Callable[[float], None], op: str, agreed: Callable[[], str]) -> Callable[[float], None]:
-        """`body`, behind the check that every rank issues `op` with the same words, as its next collective.
+    def check(self, words: str, deadline: float) -> None:
+        """Raise `Mismatch` unless every rank says the same words of its next collective: the op and its number.
 
         Sends and receives do not count: ranks may well differ in those.
         """
-        self._count += 1
-        number = self._count
-
-        def run(deadline: float) -> None:
-            said = f"{op}({agreed()}) as op {number}".encode()[:_BYTES]
-            self._mine.zero_()
-            self._mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-            self._transport.all_gather(self._all, self._mine, deadline)
-            self._compare()
-            body(deadline)
-
-        return run
+        said = words.encode()[:_BYTES]
+        self._mine.zero_()
+        self._mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        self._transport.all_gather(self._all, self._mine, deadline)
+        self._compare()
 
     def _compare(self) -> None:
         if all(torch.equal(self._all[0], other) for other in self._all[1:]):

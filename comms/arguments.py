@@ -10,6 +10,7 @@ import torch
 from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducible
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.overlap import check_outputs
 from holdfast.comms.plugins import BackendInfo
 from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import plain
@@ -44,6 +45,19 @@ class Arguments:
         """Each as `operand`."""
         return [self.operand(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
 
+    def output(self, tensor: Any, what: str = "tensor") -> Tensor:
+        """As `operand`; ValueError if elements of it share memory."""
+        given = self.operand(tensor, what)
+        if not given.is_contiguous():
+            check_outputs([given], [what])
+        return given
+
+    def outputs(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
+        """Each as `output`; ValueError if two share memory."""
+        given = self.operands(tensors, what)
+        check_outputs(given, [f"{what}[{i}]" for i in range(len(given))])
+        return given
+
     def as_it_is(self, tensor: Tensor) -> bool:
         """Whether `packed(tensor)` would be itself."""
         return self._on_cpu and plain(tensor)
@@ -57,14 +71,6 @@ class Arguments:
                 raise Unsupported(f"moving {name} over {self._backend!r}", "view it as uint8")
             self._movable.add(tensor.dtype)
         return itself
-
-    def movable_pair(self, tensor: Tensor, output: Tensor) -> bool:
-        """As `movable`, and `output` as `like` it. True if both would be themselves."""
-        alike = self._on_cpu and plain(tensor) and plain(output) and tensor.dtype == output.dtype
-        if alike and tensor.dtype in self._movable:
-            return True
-        itself = self.movable(tensor)
-        return self.like(output, tensor) and itself
 
     def reducible(self, tensor: Tensor, op: Any) -> bool:
         """Whether `carrier(packed(tensor))` would be itself; `Unsupported` unless the backend reduces its dtype by
@@ -91,15 +97,14 @@ class Arguments:
         if not isinstance(rank, int) or not 0 <= rank < self._size:
             raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
 
-    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> bool:
+    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> None:
         """As `movable`; ValueError unless `peer` is another rank, and `tag` one that every backend can tell."""
-        itself = self.movable(tensor)
+        self.movable(tensor)
         self.rank(peer, what)
         if peer == self._rank:
             raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
         if not isinstance(tag, int) or not 0 <= tag < TAGS:
             raise ValueError(f"tag={tag!r} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
-        return itself
 
     def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
         """ValueError unless there is one tensor for each rank, all of `dtype`."""
@@ -120,12 +125,10 @@ class Arguments:
         self.one_for_each(items, what, tensor.dtype)
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
-    def like(self, tensor: Tensor, checked: Tensor) -> bool:
-        """As `as_it_is`, and of the dtype of one that has been checked already."""
-        itself = self.as_it_is(tensor)
+    def like(self, tensor: Tensor, checked: Tensor) -> None:
+        """ValueError unless it has the dtype of one that has been checked already."""
         if tensor.dtype != checked.dtype:
             raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
-        return itself
 
     def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
         if tensor.numel() != count:

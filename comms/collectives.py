@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 
 from holdfast.comms.arguments import Arguments
-from holdfast.comms.execution import Executor
+from holdfast.comms.execution import Body, Executor
 from holdfast.comms.ops import Recv, ReduceOp, Send
+from holdfast.comms.overlap import apart, check_outputs
 from holdfast.comms.reproducible import check_exact, reduce_exactly
-from holdfast.comms.tensors import packed, rows, unpack, unpack_all
+from holdfast.comms.tensors import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport import Transport
 from holdfast.comms.work import DONE, Work
 
@@ -50,25 +51,28 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and not reproducible and fast.all_reduce(tensor, op):
             return DONE
-        tensor = self._check.operand(tensor)
-        itself = self._check.reducible(tensor, op)
+        tensor = self._check.output(tensor)
+        self._check.reducible(tensor, op)
         if reproducible:
             check_exact(op)
         transport = self._transport
 
-        def body(deadline: float) -> None:
-            flat = tensor if itself else self._check.carrier(packed(tensor))
-            if reproducible:
-                reduce_exactly(transport, flat, op, deadline)
-            else:
-                transport.all_reduce(flat, op, deadline)
-            if flat is not tensor:
+        def prepare() -> Body:
+            flat = self._check.carrier(packed(tensor))
+
+            def body(deadline: float) -> None:
+                if reproducible:
+                    reduce_exactly(transport, flat, op, deadline)
+                else:
+                    transport.all_reduce(flat, op, deadline)
                 unpack(flat, tensor)
+
+            return body
 
         return self._executor.issue(
             "all_reduce",
             tensor.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: _alike(tensor, op.name, "reproducible" * reproducible),
@@ -85,18 +89,23 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
-        tensor = self._check.operand(tensor)
-        itself = self._check.reducible(tensor, op)
         self._check.rank(dst, "dst")
+        tensor = self._check.output(tensor) if dst == self.rank else self._check.operand(tensor)
+        self._check.reducible(tensor, op)
 
-        def body(deadline: float) -> None:
-            flat = tensor if itself else self._check.carrier(packed(tensor))
-            self._transport.reduce(flat, dst, op, deadline)
-            unpack(flat, tensor)
+        def prepare() -> Body:
+            flat = self._check.carrier(packed(tensor))
+
+            def body(deadline: float) -> None:
+                self._transport.reduce(flat, dst, op, deadline)
+                if dst == self.rank:
+                    unpack(flat, tensor)
+
+            return body
 
         words = op.name, f"to {dst}"
         return self._executor.issue(
-            "reduce", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, *words), tensor, words, dst
+            "reduce", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor, *words), tensor, words, dst
         )
 
     def reduce_scatter(
@@ -108,20 +117,26 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
-        output, inputs = self._check.operand(output, "output"), self._check.operands(inputs, "inputs")
+        output, inputs = self._check.output(output, "output"), self._check.operands(inputs, "inputs")
         self._check.reducible(output, op)
         self._check.one_for_each(inputs, "inputs", output.dtype)
         self._check.same_count(output, inputs[self.rank].numel(), "output", f"as many as inputs[{self.rank}]")
 
-        def body(deadline: float) -> None:
+        def prepare() -> Body:
             flat = self._check.carrier(packed(output))
-            self._transport.reduce_scatter(flat, [self._check.carrier(packed(t)) for t in inputs], op, deadline)
-            unpack(flat, output)
+            given = [self._check.carrier(packed(each)) for each in inputs]
+            given = [apart(each, [flat], 0 if i == self.rank else None) for i, each in enumerate(given)]
+
+            def body(deadline: float) -> None:
+                self._transport.reduce_scatter(flat, given, op, deadline)
+                unpack(flat, output)
+
+            return body
 
         return self._executor.issue(
             "reduce_scatter",
             output.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: _alike_list(inputs, op.name),
@@ -141,22 +156,26 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
             return DONE
-        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
-        themselves = self._check.reducible(output, op) & self._check.like(tensor, output)
+        output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
+        self._check.reducible(output, op)
+        self._check.like(tensor, output)
         self._check.whole(tensor, output, "tensor", "output's")
 
-        def body(deadline: float) -> None:
-            flat, given = output, tensor
-            if not themselves:
-                flat, given = self._check.carrier(packed(output)), self._check.carrier(packed(tensor))
-            self._transport.reduce_scatter_single(flat, given, op, deadline)
-            if not themselves:
+        def prepare() -> Body:
+            flat, given = self._check.carrier(packed(output)), self._check.carrier(packed(tensor))
+            if apart(flat, parts(given, self.size), self.rank) is not flat:
+                given = given.clone()
+
+            def body(deadline: float) -> None:
+                self._transport.reduce_scatter_single(flat, given, op, deadline)
                 unpack(flat, output)
+
+            return body
 
         return self._executor.issue(
             "reduce_scatter_single",
             output.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: _alike(output, op.name),
@@ -171,38 +190,47 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.broadcast(tensor, src):
             return DONE
-        tensor = self._check.operand(tensor)
-        itself = self._check.movable(tensor)
         self._check.rank(src, "src")
+        tensor = self._check.operand(tensor) if src == self.rank else self._check.output(tensor)
+        self._check.movable(tensor)
         words = f"from {src}"
 
-        def body(deadline: float) -> None:
-            flat = tensor if itself else packed(tensor)
-            self._transport.broadcast(flat, src, deadline)
-            if not itself:
-                unpack(flat, tensor)
+        def prepare() -> Body:
+            flat = packed(tensor)
+
+            def body(deadline: float) -> None:
+                self._transport.broadcast(flat, src, deadline)
+                if src != self.rank:
+                    unpack(flat, tensor)
+
+            return body
 
         return self._executor.issue(
-            "broadcast", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor, words), tensor, words, src
+            "broadcast", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor, words), tensor, words, src
         )
 
     def all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
-        outputs, tensor = self._check.operands(outputs, "outputs"), self._check.operand(tensor)
+        outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.one_for_each(outputs, "outputs", tensor.dtype)
         own = outputs[self.rank]
         self._check.same_count(own, tensor.numel(), f"outputs[{self.rank}]", "as many as tensor")
 
-        def body(deadline: float) -> None:
+        def prepare() -> Body:
             flats = [packed(t) for t in outputs]
-            self._transport.all_gather(flats, packed(tensor), deadline)
-            unpack_all(flats, outputs)
+            given = apart(packed(tensor), flats, self.rank)
+
+            def body(deadline: float) -> None:
+                self._transport.all_gather(flats, given, deadline)
+                unpack_all(flats, outputs)
+
+            return body
 
         return self._executor.issue(
-            "all_gather", tensor.nbytes, body, async_op, timeout, lambda: _alike_list(outputs), tuple(outputs)
+            "all_gather", tensor.nbytes, prepare, async_op, timeout, lambda: _alike_list(outputs), tuple(outputs)
         )
 
     def all_gather_single(
@@ -212,18 +240,23 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.all_gather(output, tensor):
             return DONE
-        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
-        themselves = self._check.movable_pair(tensor, output)
+        output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
+        self._check.movable(tensor)
+        self._check.like(output, tensor)
         self._check.whole(output, tensor, "output", "tensor's")
 
-        def body(deadline: float) -> None:
-            flat, given = (output, tensor) if themselves else (packed(output), packed(tensor))
-            self._transport.all_gather_single(flat, given, deadline)
-            if not themselves:
+        def prepare() -> Body:
+            flat = packed(output)
+            given = apart(packed(tensor), parts(flat, self.size), self.rank)
+
+            def body(deadline: float) -> None:
+                self._transport.all_gather_single(flat, given, deadline)
                 unpack(flat, output)
 
+            return body
+
         return self._executor.issue(
-            "all_gather_single", tensor.nbytes, body, async_op, timeout, lambda: _alike(tensor), tensor
+            "all_gather_single", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor), tensor
         )
 
     def all_to_all(
@@ -236,7 +269,7 @@ class Collectives:
         """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
         if len(inputs) != self.size:
             raise ValueError(f"inputs has {len(inputs)} tensors; it needs one for each of {self.size} ranks")
-        inputs, outputs = self._check.operands(inputs, "inputs"), self._check.operands(outputs, "outputs")
+        inputs, outputs = self._check.operands(inputs, "inputs"), self._check.outputs(outputs, "outputs")
         self._check.movable(inputs[0])
         dtype = inputs[0].dtype
         self._check.one_for_each(inputs, "inputs", dtype)
@@ -244,13 +277,18 @@ class Collectives:
         own = inputs[self.rank].numel()
         self._check.same_count(outputs[self.rank], own, f"outputs[{self.rank}]", f"as many as inputs[{self.rank}]")
 
-        def body(deadline: float) -> None:
-            flats = [packed(t) for t in outputs]
-            self._transport.all_to_all(flats, [packed(t) for t in inputs], deadline)
-            unpack_all(flats, outputs)
+        def prepare() -> Body:
+            flats, given = [packed(t) for t in outputs], [packed(t) for t in inputs]
+            given = [apart(each, flats, i if i == self.rank else None) for i, each in enumerate(given)]
+
+            def body(deadline: float) -> None:
+                self._transport.all_to_all(flats, given, deadline)
+                unpack_all(flats, outputs)
+
+            return body
 
         return self._executor.issue(
-            "all_to_all", sum(t.nbytes for t in inputs), body, async_op, timeout, lambda: str(dtype), None, dtype
+            "all_to_all", sum(t.nbytes for t in inputs), prepare, async_op, timeout, lambda: str(dtype), None, dtype
         )
 
     def all_to_all_single(
@@ -269,8 +307,9 @@ class Collectives:
         fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
         if fast and even and not async_op and timeout is None and fast.all_to_all(output, tensor):
             return DONE
-        output, tensor = self._check.operand(output, "output"), self._check.operand(tensor)
-        themselves = self._check.movable_pair(tensor, output)
+        output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
+        self._check.movable(tensor)
+        self._check.like(output, tensor)
         splits = None
         if even and output.numel() == tensor.numel():
             self._check.divided(output, "output")
@@ -281,20 +320,24 @@ class Collectives:
             self._check.own_part(output, to_output, tensor, of_tensor)
             splits = to_output, of_tensor
 
-        def body(deadline: float) -> None:
-            flat, given = (output, tensor) if themselves else (packed(output), packed(tensor))
-            if splits is None:
-                self._transport.all_to_all_single(flat, given, deadline)
-            else:
-                into, out_of = rows(flat, output, splits[0]), rows(given, tensor, splits[1])
-                self._transport.all_to_all(into, out_of, deadline)
-            if not themselves:
+        def prepare() -> Body:
+            flat = packed(output)
+            given = apart(packed(tensor), [flat])
+
+            def body(deadline: float) -> None:
+                if splits is None:
+                    self._transport.all_to_all_single(flat, given, deadline)
+                else:
+                    into, out_of = rows(flat, output, splits[0]), rows(given, tensor, splits[1])
+                    self._transport.all_to_all(into, out_of, deadline)
                 unpack(flat, output)
+
+            return body
 
         return self._executor.issue(
             "all_to_all_single",
             tensor.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: str(tensor.dtype),
@@ -312,23 +355,25 @@ class Collectives:
     ) -> Work:
         """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
         tensor = self._check.operand(tensor)
-        outputs = self._check.operands(outputs, "outputs") if outputs else outputs
+        outputs = self._check.outputs(outputs, "outputs") if outputs else outputs
         self._check.movable(tensor)
         self._check.rank(dst, "dst")
         self._check.of_root(outputs, "outputs", dst, tensor)
 
-        def body(deadline: float) -> None:
-            if self.rank != dst or outputs is None:
-                self._transport.gather(packed(tensor), None, dst, deadline)
-                return
-            flats = [packed(t) for t in outputs]
-            self._transport.gather(packed(tensor), flats, dst, deadline)
-            unpack_all(flats, outputs)
+        def prepare() -> Body:
+            flats = [packed(t) for t in outputs or ()]
+            given = apart(packed(tensor), flats, dst)
+
+            def body(deadline: float) -> None:
+                self._transport.gather(given, flats if self.rank == dst else None, dst, deadline)
+                unpack_all(flats, outputs or ())
+
+            return body
 
         return self._executor.issue(
             "gather",
             tensor.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: f"{tensor.dtype} to {dst}",
@@ -346,22 +391,26 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
-        tensor = self._check.operand(tensor)
+        tensor = self._check.output(tensor)
         inputs = self._check.operands(inputs, "inputs") if inputs else inputs
         self._check.movable(tensor)
         self._check.rank(src, "src")
         self._check.of_root(inputs, "inputs", src, tensor)
 
-        def body(deadline: float) -> None:
+        def prepare() -> Body:
             flat = packed(tensor)
-            given = [packed(t) for t in inputs] if self.rank == src and inputs is not None else None
-            self._transport.scatter(flat, given, src, deadline)
-            unpack(flat, tensor)
+            given = [apart(packed(each), [flat], 0 if i == src else None) for i, each in enumerate(inputs or ())]
+
+            def body(deadline: float) -> None:
+                self._transport.scatter(flat, given if self.rank == src else None, src, deadline)
+                unpack(flat, tensor)
+
+            return body
 
         return self._executor.issue(
             "scatter",
             tensor.nbytes,
-            body,
+            prepare,
             async_op,
             timeout,
             lambda: f"{tensor.dtype} from {src}",
@@ -375,7 +424,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.barrier():
             return DONE
-        return self._executor.issue("barrier", 0, self._transport.barrier, async_op, timeout, lambda: "")
+        return self._executor.issue("barrier", 0, lambda: self._transport.barrier, async_op, timeout, lambda: "")
 
     # -- point to point
 
@@ -384,26 +433,31 @@ class Collectives:
     ) -> Work:
         """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
         tensor = self._check.operand(tensor)
-        itself = self._check.message(tensor, dst, "dst", tag)
+        self._check.message(tensor, dst, "dst", tag)
 
-        def body(deadline: float) -> None:
-            self._transport.send(tensor if itself else packed(tensor), dst, tag, deadline)
+        def prepare() -> Body:
+            flat = packed(tensor)
+            return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
-        return self._executor.issue("send", tensor.nbytes, body, async_op, timeout, None, tensor, tag, dst)
+        return self._executor.issue("send", tensor.nbytes, prepare, async_op, timeout, None, tensor, tag, dst)
 
     def recv(
         self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
-        tensor = self._check.operand(tensor)
-        itself = self._check.message(tensor, src, "src", tag)
+        tensor = self._check.output(tensor)
+        self._check.message(tensor, src, "src", tag)
 
-        def body(deadline: float) -> None:
-            flat = tensor if itself else packed(tensor)
-            self._transport.recv(flat, src, tag, deadline)
-            unpack(flat, tensor)
+        def prepare() -> Body:
+            flat = packed(tensor)
 
-        return self._executor.issue("recv", tensor.nbytes, body, async_op, timeout, None, tensor, tag, src)
+            def body(deadline: float) -> None:
+                self._transport.recv(flat, src, tag, deadline)
+                unpack(flat, tensor)
+
+            return body
+
+        return self._executor.issue("recv", tensor.nbytes, prepare, async_op, timeout, None, tensor, tag, src)
 
     def batch_send_recv(
         self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
@@ -416,20 +470,24 @@ class Collectives:
         recvs = [item for item in items if isinstance(item, Recv)]
         for send in sends:
             self._check.message(send.tensor, send.dst, "dst", send.tag)
+        received = {f"batch[{i}]": item.tensor for i, item in enumerate(items) if isinstance(item, Recv)}
+        check_outputs(list(received.values()), list(received))
         for recv in recvs:
             self._check.message(recv.tensor, recv.src, "src", recv.tag)
 
-        def body(deadline: float) -> None:
+        def prepare() -> Body:
             flats = [packed(recv.tensor) for recv in recvs]
-            self._transport.batch_send_recv(
-                [(packed(send.tensor), send.dst, send.tag) for send in sends],
-                [(flat, recv.src, recv.tag) for flat, recv in zip(flats, recvs, strict=True)],
-                deadline,
-            )
-            unpack_all(flats, [recv.tensor for recv in recvs])
+            given = [(apart(packed(send.tensor), flats), send.dst, send.tag) for send in sends]
+            into = [(flat, recv.src, recv.tag) for flat, recv in zip(flats, recvs, strict=True)]
+
+            def body(deadline: float) -> None:
+                self._transport.batch_send_recv(given, into, deadline)
+                unpack_all(flats, [recv.tensor for recv in recvs])
+
+            return body
 
         nbytes = sum(send.tensor.nbytes for send in sends)
-        return self._executor.issue("batch_send_recv", nbytes, body, async_op, timeout, None)
+        return self._executor.issue("batch_send_recv", nbytes, prepare, async_op, timeout, None)
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

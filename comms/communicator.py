@@ -169,7 +169,7 @@ class Communicator(Collectives):
         self._executor.issue(
             "window",
             tensor.nbytes,
-            lambda deadline: made.append(self._transport.window(tensor, deadline)),
+            lambda: lambda deadline: made.append(self._transport.window(tensor, deadline)),
             False,
             timeout,
             lambda: str(tensor.dtype),
@@ -186,7 +186,7 @@ class Communicator(Collectives):
         self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
     ) -> Work:
         """Run an op of one's own, in order with the others: `body(deadline)` works on the transport alone."""
-        return self._executor.issue(name, nbytes, body, False, timeout, agreed)
+        return self._executor.issue(name, nbytes, lambda: body, False, timeout, agreed)
 
     # -- the end
 

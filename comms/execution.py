@@ -32,6 +32,9 @@ from holdfast.comms.work import DONE, Work
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
 
+Prepare = Callable[[], Body]
+"""Makes the body of an op once its turn has come, and moves no byte: its errors leave the communicator as it was."""
+
 _CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.0005
 """How often `close` looks whether the op that it has aborted is over."""
@@ -89,7 +92,14 @@ class Executor:
             return own
         plan = partial(_plan, self._transport, check, self.timeout)
         return _native.CallPath(
-            self._transport.size, self._order, plan, self._registry, self._journal, self.timeout, self._failed
+            self._transport.rank,
+            self._transport.size,
+            self._order,
+            plan,
+            self._registry,
+            self._journal,
+            self.timeout,
+            self._failed,
         )
 
     @property
@@ -106,7 +116,7 @@ class Executor:
         self,
         name: str,
         nbytes: int,
-        body: Body,
+        prepare: Prepare,
         async_op: bool,
         timeout: float | None,
         agreed: Callable[[], str] | None,
@@ -142,13 +152,14 @@ class Executor:
             joint = 0
             if agreed is not None:
                 joint = order.joint = order.joint + 1
-            seq = order.seq
+            op = _Op(name, order.seq, joint, prepare, order.begun)
             if self._agreement is not None and agreed is not None:
-                body = self._agreement.checked(body, name, agreed)
+                op.check = partial(self._agreement.check, f"{name}({agreed()}) as op {joint}")
+            body: Body = op.run
             if self._registry.observed:
-                body = self._observed(body, name, seq, nbytes)
+                body = self._observed(body, name, op.seq, nbytes)
             if self._journal is not None:
-                said = None if order.begun else (name, seq, nbytes, about, detail, peer)
+                said = None if order.begun else (name, op.seq, nbytes, about, detail, peer)
                 body = partial(_recorded, self._journal, said, body)
             if not async_op:
                 if order.queued:
@@ -156,11 +167,11 @@ class Executor:
                         order.queued = False
                     else:
                         body = partial(self._after, self._last, body)
-                self._run(name, seq, joint, body, deadline)
+                self._run(op, body, deadline)
                 return DONE
             if self._transport.streams:
-                return self._transport.launch(name, lambda: self._run(name, seq, joint, body, deadline))
-            return self._enqueue(name, seq, joint, body, deadline)
+                return self._transport.launch(name, lambda: self._run(op, body, deadline))
+            return self._enqueue(op, body, deadline)
         finally:
             order.leave()
 
@@ -175,15 +186,30 @@ class Executor:
             self._refuse()
         body(deadline)
 
-    def _run(self, name: str, seq: int, joint: int, body: Body, deadline: float) -> None:
+    def _run(self, op: _Op, body: Body, deadline: float) -> None:
         try:
             body(deadline)
         except BaseException as error:
-            self._failed(name, seq, joint, error)
+            if op.refused:
+                self._take_back(op.seq, op.joint)
+                raise
+            self._failed(op.name, op.seq, op.joint, error)
+
+    def _take_back(self, seq: int, joint: int) -> None:
+        """No byte of an op has moved: the next has its number, as on ranks where it was not refused."""
+        order = self._order
+        if order.seq == seq:
+            order.seq -= 1
+            order.joint -= 1 if joint else 0
 
     def _failed(self, name: str, seq: int, joint: int, error: BaseException) -> NoReturn:
-        """An op has failed, and with it the communicator. Raises `error`, or what it means here."""
+        """An op has failed, and with it the communicator, unless no byte has moved, as `Unsupported` says. Raises
+        `error`, or what it means here.
+        """
         try:
+            if isinstance(error, Unsupported):
+                self._take_back(seq, joint)
+                raise error
             if isinstance(error, OpTimeout):
                 error = self._named(error, name, seq, joint)
             elif isinstance(error, PeerFailed):
@@ -205,18 +231,21 @@ class Executor:
         over = self._over
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
-    def _enqueue(self, name: str, seq: int, joint: int, body: Body, deadline: float) -> Work:
+    def _enqueue(self, op: _Op, body: Body, deadline: float) -> Work:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
             self._worker.start()
 
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
         def task() -> None:
             if self._over is not None:
                 self._refuse()
-            self._run(name, seq, joint, body, deadline)
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):  # as in the caller's thread
+                self._run(op, body, deadline)
 
         self._order.queued = True
-        self._last = work = Work(name)
+        self._last = work = Work(op.name)
         self._queue.put((work, task))
         return work
 
@@ -300,6 +329,28 @@ class Executor:
         self._transport.close()
         if self._on_close is not None:
             self._on_close()
+
+
+class _Op:
+    """One op from its issue to its end."""
+
+    __slots__ = ("begun", "check", "joint", "name", "prepare", "refused", "seq")
+
+    def __init__(self, name: str, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
+        self.name, self.seq, self.joint, self.prepare, self.begun = name, seq, joint, prepare, begun
+        self.check: Body | None = None
+        self.refused = False
+        """Whether it has failed before any byte moved."""
+
+    def run(self, deadline: float) -> None:
+        try:
+            body = self.prepare()
+        except BaseException:
+            self.refused = not self.begun
+            raise
+        if self.check is not None:
+            self.check(deadline)
+        body(deadline)
 
 
 def _recorded(

@@ -19,6 +19,7 @@ import torch
 
 from holdfast.comms import _native, forks
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
+from holdfast.comms.overlap import check_outputs
 from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import packed, unpack
 
@@ -88,7 +89,7 @@ class Window:
         self._elements = [size // dtype.itemsize for size in memory.sizes]
         self._timeout = timeout
         self._calls = _native.Calls(closed_here)
-        self._reach = _native.Reach(torch.empty(0, dtype=dtype), tuple(memory.sizes))
+        self._reach = _native.Reach(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
         forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
 
     @property
@@ -111,6 +112,7 @@ class Window:
             at, flat = self._reach.place(dst, rank, offset), dst
             if at < 0:
                 dst = plain_tensor(dst, "dst")
+                check_outputs([dst], ["dst"])
                 at, flat = self._checked(dst, rank, offset), packed(dst)
             self._memory.read(rank, at, flat, self._deadline(timeout))
             unpack(flat, dst)

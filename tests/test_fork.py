@@ -145,7 +145,7 @@ def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -
             begun.set()
             go.wait(20.0)
 
-        works: list[Work] = [comm._executor.issue("slow", 0, slow, True, None, None) for _ in range(3)]
+        works: list[Work] = [comm._executor.issue("slow", 0, lambda: slow, True, None, None) for _ in range(3)]
         assert begun.wait(20.0)
         try:
             assert in_child(lambda: [bool(refusal(work.wait)) for work in works] + [bool(refusal(done.wait))]) == [

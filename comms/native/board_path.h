@@ -170,7 +170,8 @@ static int board_path_init(PyObject *object, PyObject *args, PyObject *named) {
         return -1;
     self->board = (Board *)Py_NewRef(board);
     self->path.learn = learn_signature, self->path.run = board_path_run;
-    return fast_init(&self->path, order, asked, observers, journal, self->board->b.size, &made->known);
+    return fast_init(&self->path, order, asked, observers, journal, self->board->b.rank, self->board->b.size,
+                     &made->known);
 }
 
 static void board_path_dealloc(PyObject *object) {

@@ -64,20 +64,20 @@ static int call_path_run(fast_path *path, fast_call *call) {
 
 static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     CallPath *self = (CallPath *)object;
-    static char *names[] = {"size", "order", "plan", "observers", "journal", "timeout", "failed", NULL};
+    static char *names[] = {"rank", "size", "order", "plan", "observers", "journal", "timeout", "failed", NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
     PyObject *order, *asked, *observers, *journal, *failed;
-    int size;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "iO!OOOdO", names, &size, made->order, &order, &asked, &observers,
+    int rank, size;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO", names, &rank, &size, made->order, &order, &asked, &observers,
                                      &journal, &self->timeout, &failed))
         return -1;
-    if (size < 1) {
-        PyErr_SetString(PyExc_ValueError, "there are no ranks");
+    if (size < 1 || rank < 0 || rank >= size) {
+        PyErr_SetString(PyExc_ValueError, "there is no such rank");
         return -1;
     }
     self->failed = Py_NewRef(failed);
     self->path.run = call_path_run;
-    return fast_init(&self->path, order, asked, observers, journal, size, &made->known);
+    return fast_init(&self->path, order, asked, observers, journal, rank, size, &made->known);
 }
 
 static void call_path_dealloc(PyObject *object) {

@@ -45,7 +45,7 @@ typedef struct fast_path {
     PyObject *enter, *leave;        /* of the journal, or NULL */
     PyObject *names[BARRIER + 1];
     const tensors *known;
-    int size;
+    int rank, size;
     int (*learn)(plan *);
     int (*run)(struct fast_path *, fast_call *);
     plan plans[PLANS];
@@ -65,6 +65,13 @@ static int usual(const fast_path *self, PyObject *tensor, operand *into) {
 static int usual_pair(const fast_path *self, PyObject *const *args, fast_call *call) {
     return usual(self, args[0], &call->output) && usual(self, args[1], &call->tensor) &&
            call->output.dtype == call->tensor.dtype;
+}
+
+/* Whether an op may have both as they are: they share no memory, or `part` of the larger one is the smaller. */
+static int apart(const fast_call *call, const char *part, const operand *smaller) {
+    const operand *tensor = &call->tensor, *output = &call->output;
+    return tensor->where.data + tensor->nbytes <= output->where.data ||
+           output->where.data + output->nbytes <= tensor->where.data || (smaller && part == smaller->where.data);
 }
 
 static int divides(const operand *rows, int size) { return rows->where.ndim && rows->where.shape[0] % size == 0; }
@@ -142,14 +149,15 @@ static int leave_journal(const fast_path *self, PyObject *error) {
 
 static int recognise(fast_path *self, PyObject *const *args, fast_call *call) {
     operand *tensor = &call->tensor, *output = &call->output;
-    uint64_t size = (uint64_t)self->size;
+    uint64_t size = (uint64_t)self->size, rank = (uint64_t)self->rank;
     switch (call->op) {
     case ALL_REDUCE:
         if (usual(self, args[0], tensor))
             call->as = planned(self, ALL_REDUCE, tensor, 0, args[1]);
         break;
     case REDUCE_SCATTER:
-        if (usual_pair(self, args, call) && tensor->count == output->count * size)
+        if (usual_pair(self, args, call) && tensor->count == output->count * size &&
+            apart(call, tensor->where.data + rank * output->nbytes, output))
             call->as = planned(self, REDUCE_SCATTER, tensor, 0, args[2]);
         break;
     case BROADCAST:
@@ -159,11 +167,12 @@ static int recognise(fast_path *self, PyObject *const *args, fast_call *call) {
         PyErr_Clear();
         break;
     case ALL_GATHER:
-        if (usual_pair(self, args, call) && output->count == tensor->count * size)
+        if (usual_pair(self, args, call) && output->count == tensor->count * size &&
+            apart(call, output->where.data + rank * tensor->nbytes, tensor))
             call->as = planned(self, ALL_GATHER, tensor, 0, NULL);
         break;
     case ALL_TO_ALL:
-        if (usual_pair(self, args, call) && output->count == tensor->count && divides(output, self->size) &&
+        if (usual_pair(self, args, call) && output->count == tensor->count && apart(call, NULL, NULL) && divides(output, self->size) &&
             divides(tensor, self->size))
             call->as = planned(self, ALL_TO_ALL, tensor, 0, NULL);
         break;
@@ -217,12 +226,12 @@ static PyMethodDef fast_methods[] = {
 /* -- its beginning and end */
 
 /* Takes the arguments that all paths have. */
-static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, PyObject *journal, int size,
+static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, PyObject *journal, int rank, int size,
                      const tensors *known) {
     self->order = (Order *)Py_NewRef(order);
     self->asked = Py_NewRef(asked), self->observers = Py_NewRef(observers);
     self->observed = PyUnicode_InternFromString("observed");
-    self->known = known, self->size = size;
+    self->known = known, self->rank = rank, self->size = size;
     for (int op = 0; op <= BARRIER; op++)
         if (!(self->names[op] = PyUnicode_InternFromString(fast_ops[op])))
             return -1;

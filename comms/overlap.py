@@ -1,0 +1,91 @@
+"""Memory that the tensors of one op share: outputs must have theirs to themselves, inputs are copied out of the way.
+
+What a library does with an input that it overwrites while it still reads it differs; a copy of the input is right on
+all. Only the places where NCCL has an input lie in its own output (this rank's part) are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ValueError, by name, for an output whose elements share memory with each other, or with another output."""
+    for output, name in zip(outputs, names, strict=True):
+        if not output.is_contiguous() and _overlaps_itself(output):
+            raise ValueError(
+                f"several elements of {name} share memory (expand() and as_strided() make such tensors): "
+                "nothing can be received into it; pass a contiguous tensor and copy from that"
+            )
+    if len(outputs) < 2:
+        return
+    spans = sorted((*_span(output), i) for i, output in enumerate(outputs) if output.numel())
+    reached: list[tuple[int, int]] = []  # (end, which) of those that begin before
+    for start, end, i in spans:
+        reached = [(stop, j) for stop, j in reached if stop > start]
+        for _, j in reached:
+            if _share(outputs[i], outputs[j]):
+                raise ValueError(f"{names[min(i, j)]} and {names[max(i, j)]} share memory: each needs its own")
+        reached.append((end, i))
+
+
+def apart(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
+    """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous.
+
+    It may be just the memory of output number `own`, which the op copies it to.
+    """
+    start, end = _span(given)
+    for i, output in enumerate(outputs):
+        at, stop = _span(output)
+        if at < end and start < stop and not (i == own and (at, stop) == (start, end)):
+            return given.clone()
+    return given
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """From its first byte to the end of its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return stride == 0 or _repeats(_addresses(tensor))
+            reach += stride * (size - 1)
+    return False
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Of two whose spans overlap, whether any byte belongs to both."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return _repeats(torch.cat([_bytes(one), _bytes(other)]))
+
+
+def _repeats(numbers: Tensor) -> bool:
+    ordered = numbers.sort().values
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return (_addresses(tensor)[:, None] + torch.arange(tensor.itemsize, device="cpu")).view(-1)
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """The address of every element."""
+    found = torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        steps = torch.arange(size, device="cpu") * (stride * tensor.itemsize)
+        found = (found[:, None] + steps).view(-1)
+    return found

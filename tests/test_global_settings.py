@@ -1,0 +1,147 @@
+"""Nothing of ours follows what a program sets for all of torch: default device and dtype, determinism, inference."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import comms
+from holdfast.comms import Communicator, Recv, ReduceOp, Send
+from holdfast.ft import Session, Timeouts
+from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
+
+QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+STEPS = 30
+CPU = torch.device("cpu")
+
+
+class Total:
+    """What the job adds up."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(5, dtype=torch.float64, device=CPU)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value.copy_(state["value"])
+
+
+def add_up(session: Session) -> list[float]:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    total = Total()
+    session.attach("total", total)
+    for attempt in session.steps(STEPS):
+        with attempt:
+            part = torch.full((5,), float(sum(attempt.shards)), dtype=torch.float64, device=CPU)
+            attempt.comm.all_reduce(part)
+            if attempt.step == 5 and attempt.epoch == 1 and session.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if attempt.committed:
+            total.value += part
+    return total.value.tolist()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: str) -> None:
+    with LocalCluster(2, backend, spares=1, session={"timeouts": QUICK}) as cluster:
+        job = cluster.start(add_up)
+        results = job.results(60.0)
+    assert results == [[STEPS * 1.0] * 5] * 2
+
+
+def every_op(comm: Communicator) -> bool:
+    """Some of everything, in numbers that are known."""
+    peer, ones = 1 - comm.rank, torch.ones(8, device=CPU)
+    for count in (8, 100_000):
+        given = torch.full((count,), comm.rank + 1.0, device=CPU)
+        comm.all_reduce(given, reproducible=count == 8)
+        comm.all_reduce(given[::2], ReduceOp.MAX)
+        gathered = torch.empty(2 * count, device=CPU)
+        comm.all_gather_single(gathered, given)
+        comm.reduce_scatter_single(given, gathered)
+        comm.all_to_all_single(gathered, gathered, [count, count], [count, count])
+        comm.reduce(given, 0)
+        comm.broadcast(given, 1)
+        comm.barrier()
+        outputs = [torch.empty(count, device=CPU) for _ in range(2)]
+        comm.gather(given, outputs if comm.rank == 0 else None)
+        comm.scatter(given, outputs if comm.rank == 0 else None)
+        comm.all_reduce(given, async_op=True).wait()
+        into = torch.empty(count, device=CPU)
+        comm.batch_send_recv([Send(given, peer), Recv(into, peer)])
+        assert torch.equal(into, given)
+    assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": 0}, {"rank": 1}]
+    assert comm.broadcast_object([1, "two"], 0) == [1, "two"]
+    if comm.backend != "gloo":
+        with comm.window(torch.zeros(8, device=CPU)) as window:
+            comm.barrier()
+            window.put(ones, peer)
+            comm.barrier()
+            window.get(torch.empty(8, device=CPU), peer)
+            comm.barrier()
+    return True
+
+
+def under_default_device(comm: Communicator) -> bool:
+    with torch.device("meta"):
+        return every_op(comm)
+
+
+def under_inference_mode(comm: Communicator) -> bool:
+    with torch.inference_mode():
+        return every_op(comm)
+
+
+def under_double(comm: Communicator) -> bool:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return every_op(comm)
+    finally:
+        comm.barrier()
+        torch.set_default_dtype(torch.float32)
+
+
+def under_deterministic_algorithms(comm: Communicator) -> bool:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return every_op(comm)
+    finally:
+        comm.barrier()
+        torch.use_deterministic_algorithms(False)
+
+
+def test_every_op_runs_under_every_setting(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        for settings in (under_default_device, under_inference_mode, under_double, under_deterministic_algorithms):
+            assert cluster.run(settings) == [True, True], settings.__name__
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_planes_and_the_store_run_under_every_setting(setting: str) -> None:
+    with SETTINGS[setting]():
+        weights = {"weight": torch.ones(8, device=CPU), "large": torch.ones(1 << 18, device=CPU)}
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        with comms.memory("shm") as plane, plane.expose(weights["weight"], writable=True) as region:
+            plane.write(region.handle, weights["weight"]).wait()
+            plane.read(region.handle, into["weight"]).wait()
+        with WeightStore("memory://") as store:
+            store.publish(1, weights)
+            store.get("latest", into)
+        assert all(torch.equal(into[name], weights[name]) for name in weights)

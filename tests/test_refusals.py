@@ -1,0 +1,193 @@
+"""An op that is refused before any byte moves leaves the communicator as it was; and async ops are their caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, ReduceOp, Send, collectives
+from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.transport import Transport
+from holdfast.harness import LocalCluster
+
+
+@pytest.fixture(params=["0", "1"], ids=["fast", "checked"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", request.param)
+
+
+def _works(comm: Communicator) -> bool:
+    total = torch.ones(4)
+    comm.all_reduce(total)
+    comm.all_reduce(total, async_op=True).wait()
+    return total.tolist() == [comm.size**2] * 4 and comm.over is None
+
+
+def _arguments(comm: Communicator) -> list[str]:
+    """Bad arguments of every kind."""
+    x, peer, size = torch.ones(4), 1 - comm.rank, comm.size
+    calls: list[Callable[[], object]] = [
+        lambda: comm.all_reduce(torch.ones(4).to(torch.float8_e8m0fnu)),
+        lambda: comm.all_reduce(torch.ones(4, dtype=torch.complex64), ReduceOp.MAX),
+        lambda: comm.all_reduce(x, ReduceOp.MAX, reproducible=True),
+        lambda: comm.all_reduce(x, "sum"),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(x, timeout=float("nan")),
+        lambda: comm.all_reduce(x, timeout=float("inf")),
+        lambda: comm.all_reduce(x, timeout="5"),  # type: ignore[arg-type]
+        lambda: comm.broadcast(x, size),
+        lambda: comm.all_gather_single(x, x),
+        lambda: comm.all_gather([x], x),
+        lambda: comm.all_to_all_single(x, x, [1, 1]),
+        lambda: comm.send(x, comm.rank),
+        lambda: comm.recv(x, peer, -1),
+        lambda: comm.batch_send_recv([Send(x, peer, 1 << 40)]),
+        lambda: comm.window(torch.zeros(4, 4).t()),
+        lambda: comm.split([0, 0]),
+    ]
+    wrong = []
+    for number, call in enumerate(calls):
+        try:
+            call()
+            wrong.append(f"call {number} was taken")
+        except (Unsupported, ValueError, TypeError):
+            pass
+        if not _works(comm):
+            wrong.append(f"after call {number}: {comm.over}")
+    return wrong
+
+
+@pytest.mark.usefixtures("_way")
+def test_a_communicator_works_after_every_refused_argument(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_arguments) == [[], []]
+
+
+class Refusing:
+    """A transport that cannot do one thing."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._kind = type(comm.transport)
+
+    def __enter__(self) -> None:
+        def refuse(*args: Any) -> None:
+            raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
+
+        self._before = {name: getattr(self._kind, name) for name in ("all_reduce", "function")}
+        self._kind.all_reduce = refuse  # type: ignore[method-assign]
+        self._kind.function = Transport.function  # type: ignore[method-assign]
+
+    def __exit__(self, *error: object) -> None:
+        for name, method in self._before.items():
+            setattr(self._kind, name, method)
+
+
+def _unsupported(comm: Communicator) -> list[str]:
+    """What a transport says once the op has begun."""
+    wrong, before = [], comm.progress
+    for refused in (
+        lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG),
+        lambda: comm.all_reduce(torch.ones(4, 2)[:, 0], async_op=True).wait(),
+    ):
+        comm.barrier()
+        with Refusing(comm):
+            try:
+                refused()
+                wrong.append("it was taken")
+            except Unsupported:
+                pass
+            comm.barrier()
+        if not _works(comm):
+            wrong.append(f"{comm.over}")
+    return wrong + ["ops are numbered differently"] * (comm.progress[0] - before[0] != 8)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
+def test_a_communicator_works_after_a_transport_refused_an_op(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_unsupported) == [[], []]
+
+
+def _prepare_fails(comm: Communicator) -> list[str]:
+    """One rank alone has no memory for a copy; it tries again, and meets the others."""
+    wrong, packed, view = [], collectives.packed, torch.ones(4, 2)[:, 0]
+    if comm.rank == 0:
+
+        def fail(tensor: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("for a copy")
+
+        collectives.packed = fail
+        try:
+            for call in (lambda: comm.all_reduce(view), lambda: comm.all_reduce(view, timeout=5.0)):
+                with pytest.raises(MemoryError):
+                    call()
+        finally:
+            collectives.packed = packed
+    comm.all_reduce(view)
+    if view.tolist() != [2.0] * 4 or comm.progress[0] != 1:
+        wrong.append(f"{view.tolist()} {comm.progress}")
+    return wrong + [f"{comm.over}"] * (not _works(comm))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
+@pytest.mark.usefixtures("_way")
+def test_an_op_that_could_not_be_prepared_can_be_called_again(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_prepare_fails) == [[], []]
+
+
+def _modes(comm: Communicator) -> list[str]:
+    """Ops on the worker thread, with tensors that only the caller's modes let be written."""
+    wrong = []
+    kind = type(comm.transport)
+    seen: list[tuple[bool, bool]] = []
+    original = kind.barrier
+
+    def barrier(self: Any, deadline: float) -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        original(self, deadline)
+
+    modes: dict[str, Callable[[], Any]] = {
+        "gradients": torch.enable_grad,
+        "no gradients": torch.no_grad,
+        "inference": torch.inference_mode,
+    }
+    for name, mode in modes.items():
+        with mode():
+            for make in (
+                lambda: torch.ones(4, 2)[:, 0],
+                lambda: torch.ones(4),
+                lambda: torch.ones(4, requires_grad=not torch.is_inference_mode_enabled()),
+                lambda: torch.ones(4, dtype=torch.float16),
+                lambda: torch.ones(4, dtype=torch.complex64).conj(),
+            ):
+                tensor = make()
+                try:
+                    comm.all_reduce(tensor, async_op=True).wait()
+                    comm.broadcast(tensor, 0, async_op=True).wait()
+                    comm.all_gather(
+                        [torch.empty(4, 2, dtype=tensor.dtype)[:, 0] for _ in range(2)], tensor, True
+                    ).wait()
+                except HoldfastError as error:
+                    return [f"{name}: {error}"]
+                if tensor.tolist() != [2.0] * 4:
+                    wrong.append(f"{name}: {tensor.tolist()}")
+            if comm.backend != "inproc":  # its ranks share the class
+                kind.barrier = barrier  # type: ignore[method-assign]
+                try:
+                    comm.barrier(async_op=True).wait()
+                finally:
+                    kind.barrier = original  # type: ignore[method-assign]
+                if seen[-1] != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
+                    wrong.append(f"{name}: {seen[-1]}")
+    outside = torch.inference_mode()(lambda: torch.ones(4, 2)[:, 0])()
+    comm.all_reduce(outside, async_op=True).wait()
+    comm.all_reduce(outside)
+    return wrong + ["an inference tensor"] * (outside.tolist() != [4.0] * 4)
+
+
+def test_asynchronous_ops_run_with_the_modes_of_their_caller(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_modes) == [[], []]
