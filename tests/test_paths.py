@@ -54,6 +54,12 @@ def test_no_two_urls_mean_one_file_by_leaving_something_out(url: str) -> None:
         comms.connect("inproc", rank=0, size=1, rendezvous=url)
 
 
+def test_a_register_whose_name_is_a_pattern_leaves_others_alone(tmp_path: Path) -> None:
+    (tmp_path / ".job1.5.5.new").write_text("another register, which is being made")
+    open_cell(url_of("sqlite", tmp_path / "job[1]"), "view").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".job1.5.5.new", "job[1]"]
+
+
 def test_four_slashes_are_an_absolute_path_too(tmp_path: Path) -> None:
     """As SQLAlchemy has it."""
     four = open_cell(f"sqlite:///{tmp_path}/job.sqlite", "view")
@@ -97,14 +103,16 @@ with ft.Session() as session:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
-def test_a_job_runs_in_a_temporary_folder_with_an_odd_and_long_name(tmp_path: Path, backend: str) -> None:
+def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_name(
+    tmp_path: Path, backend: str
+) -> None:
     folder = tmp_path / ODD / LONG / LONG
     folder.mkdir(parents=True)
     script = folder / "job.py"
     script.write_text(JOB)
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.harness.cli", "run", "-n", "2", "--backend", backend, str(script)],
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")},
         capture_output=True,
         text=True,
         timeout=120,

@@ -708,6 +708,11 @@ def test_whoever_finds_nobody_serves_a_tcp_register_as_long_as_it_has_it_open() 
         child.end()
 
 
+def test_that_a_tcp_register_is_open_to_all_is_said_where_it_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    with tcp.serving() as url, cells(f"{url}/job", "view"):
+        assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
+
+
 def test_a_tcp_register_whose_server_was_begun_anew_is_not_taken_for_the_old_one() -> None:
     port = free_ports(1)[0]
 

@@ -26,6 +26,7 @@ from holdfast import comms
 from holdfast.comms.connect import connect_members
 from holdfast.comms.keys import create_key
 from holdfast.comms.liveness import is_gone, this_process
+from holdfast.comms.rendezvous import place as places
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
 from holdfast.comms.rendezvous.seal import Seal
@@ -261,6 +262,17 @@ def test_the_store_listens_at_the_named_interface_only() -> None:
             return [each for each in listening if each.endswith(f":{port:04X}")]
 
     assert in_threads(2, body) == [[f"0100007F:{port:04X}"]] * 2
+
+
+def test_a_machine_whose_own_name_means_loopback_can_be_reached_by_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost.localdomain")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    assert places._interface("localhost.localdomain") == "0.0.0.0"
+    assert "listens on all interfaces" in caplog.text
+    assert places._interface("localhost") == "localhost"
+    assert places._interface("127.0.0.1") == "127.0.0.1"
 
 
 def test_an_address_of_another_machine_is_refused_with_the_reason() -> None:

@@ -182,7 +182,7 @@ class Gathering:
         while True:
             try:
                 store.wait([key], timedelta(seconds=LOOK_SECONDS))
-                return decode_offer(key, store.get(key))
+                return decode_offer(key, store.read(key))
             except CorruptData:
                 patience = patience or min(self._deadline, time.monotonic() + _FORGED_SECONDS)
                 if self._key is None or time.monotonic() >= patience:
@@ -228,6 +228,10 @@ class Gathering:
     def _give_up(self, store: MeetingStore, error: BaseException) -> None:
         """Say that this meeting is over. The rank that serves the store lets the others read that."""
         if store.lost or isinstance(error, StoreLost):
+            return
+        try:
+            self._look()
+        except HoldfastError:  # what the ranks were to be part of is over itself
             return
         now = time.monotonic()
         left = max(0.0, self._deadline - now)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import itertools
+import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -24,6 +27,8 @@ _OWN_PORT_SECONDS = 5.0
 """How long rank 0 gives what listens at its port already to show that it is a store."""
 
 _FILE = "file:///path"
+
+log = logging.getLogger("holdfast.comms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,8 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Plac
     if rank != 0:
         return Place(rank, size, _dialled(host, port, timeout, 0), key, address, by_rank_0=True)
     try:
-        return Place(rank, size, tcp.serve(host, port, timeout), key, address, served=True, by_rank_0=True)
+        store = tcp.serve(host, port, timeout, _interface(host))
+        return Place(rank, size, store, key, address, served=True, by_rank_0=True)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             hint = "; name an address of its machine" if error.errno == errno.EADDRNOTAVAIL else ""
@@ -144,6 +150,27 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Plac
             f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is no store of "
             f"torch's ({error}); choose another port"
         ) from error
+
+
+def _interface(host: str) -> str:
+    """Where rank 0 listens: at `host`, but for the name of this machine if that means loopback here.
+
+    Debian writes it so into /etc/hosts, and other machines see another address behind the same name.
+    """
+    if host == "localhost" or host not in (socket.gethostname(), socket.getfqdn()):
+        return host
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        if not all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+            return host
+    except (OSError, ValueError):
+        return host
+    log.warning(
+        "%s is a loopback address on this machine, and another one elsewhere: the rendezvous listens on all "
+        "interfaces; name an address of this machine to choose one",
+        host,
+    )
+    return "0.0.0.0"
 
 
 def _dialled(host: str, port: int, timeout: float, serving_rank: int | None) -> dist.TCPStore:

@@ -76,6 +76,10 @@ class MeetingStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
+        return self.read(key)
+
+    def read(self, key: str) -> bytes:
+        """The value of a key that is there."""
         return self.opened(key, self._call(lambda: self._store.get(self._name(key))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

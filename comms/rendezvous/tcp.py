@@ -38,8 +38,8 @@ class NoAnswer(ConnectionError):
     """Nothing that is a TCPStore answered in time."""
 
 
-def serve(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """A store that this process serves at one interface; the same one while anybody refers to it.
+def serve(host: str, port: int, timeout: float, interface: str | None = None) -> dist.TCPStore:
+    """A store that this process serves at one interface (default: `host`); the same one while anybody refers to it.
 
     A group that torch makes in this process at the same port shares the server. Port 0 takes a free one. Raises OSError
     if `host` is not an address of this machine, or the port is in use.
@@ -48,7 +48,7 @@ def serve(host: str, port: int, timeout: float) -> dist.TCPStore:
     with _lock:
         store = _served.get(place)
         if store is None:
-            listener = _listen(host, port)
+            listener = _listen(interface or host, port)
             store = dist.TCPStore(
                 host,
                 listener.getsockname()[1],

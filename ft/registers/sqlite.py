@@ -11,6 +11,7 @@ safe against the death of processes, not of the host: with the host the job is g
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import sqlite3
 import stat
@@ -87,7 +88,7 @@ def _create(path: Path) -> None:
                 raise
     finally:
         draft.unlink(missing_ok=True)
-    for other in path.parent.glob(f".{path.name}.*.new"):  # of creators that were killed, or come too late
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.new"):  # of creators that were killed, or come too late
         other.unlink(missing_ok=True)
 
 
