@@ -8,6 +8,9 @@ notices. What failed is raised by the next op, or by whoever waits. Barriers and
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
 import threading
 import time
@@ -19,11 +22,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from holdfast.backends import cuda_devices
+from holdfast.backends import nccl_settings as settings
+from holdfast.backends.cuda_devices import own_device
 from holdfast.backends.device_reduction import carried, combine
-from holdfast.backends.streams import SideStream, passed, until, wait_for
+from holdfast.backends.grouped_calls import CallingThread, in_a_group, may_leave_open
+from holdfast.backends.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.tensors import DTYPES, names
@@ -39,15 +47,20 @@ _NATIVE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_CLEAN_UP_ONLY = "2"
-"""torch's watchdog ends a group whose op timed out, and not the process, which is its default."""
-
 _LOOK_SECONDS = 0.05
 """How often to ask torch whether its watchdog has ended the group."""
 
 _GRACE_SECONDS = 0.2
-_making = threading.Lock()
+_TIMEOUT_STEP = 0.1
+"""torch's watchdog looks at timeouts this often: finer ones make no difference."""
+
+_ABORT_SECONDS = 10.0
+"""How long an abort is waited for. torch raises if one takes longer than the group's timeout, so that is set to it."""
+
+_CLOSE_SECONDS = 5.0
+"""How long the other ranks may take to close too, before this one leaves without them."""
+
+_log = logging.getLogger("holdfast.nccl")
 
 
 class NcclTransport(TorchGroup):
@@ -58,11 +71,10 @@ class NcclTransport(TorchGroup):
 
     def __init__(self, context: Context, name: str) -> None:
         super().__init__(context)
-        index = context.device.index
-        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._ended = False
         try:
-            self._group = make_group(context)
+            self.device = self._device = own_device(context)
+            self._begin(make_group(context))
         except BaseException:
             self._forget_peers()
             raise
@@ -70,11 +82,38 @@ class NcclTransport(TorchGroup):
         self._side = SideStream(self._device, self._check)
         self._flag = torch.zeros(1, dtype=torch.uint8, device=self._device)
 
-    def meet(self, deadline: float) -> None:
-        """Return once every rank is connected to every other. NCCL connects with the first op."""
-        with torch.cuda.device(self._device):
-            self._call("connect", self._group.eager_connect_single_device, self._device)
-            self.barrier(deadline)
+    def _begin(self, group: Any) -> None:
+        self._group = group
+        self._allowed = 0.0
+        self._calls = CallingThread(self._stream_here)
+
+    def _stream_here(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """The current stream, to be made current in another thread."""
+        stream = torch.cuda.current_stream(self._device)
+        return lambda: torch.cuda.stream(stream)
+
+    def meet(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
+        """Return once every rank is connected to every other. NCCL connects with the first op, a barrier here.
+
+        A rank that never comes, or one that dies meanwhile, holds that up with the communicator's lock held, against
+        which no abort can do anything: the op is left behind then, and ends by what `bound_waits` has set.
+        """
+        began = time.monotonic()
+
+        def look() -> None:
+            self._check()
+            if (reason := over()) is not None:
+                raise reason
+            if time.monotonic() > deadline:
+                raise OpTimeout("connect", 0, time.monotonic() - began)
+
+        entered = self._stream_here()
+
+        def first_op() -> None:
+            with entered():
+                self.barrier(deadline)
+
+        run_interruptible(first_op, look)
 
     # -- how an op is put in order, and how it ends
 
@@ -85,15 +124,25 @@ class NcclTransport(TorchGroup):
         if self._error is not None:
             raise self._error.again()
 
-    def _call(self, op: str, start: Callable[..., Any], *arguments: Any) -> None:
+    def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
         self._seq += 1
         self._check()
+        self._allow(deadline - time.monotonic())
         try:
-            work = start(*arguments)
-            if work is not None:
-                work.wait()
+            self._calls.run(_issue, start, *arguments)
         except RuntimeError as error:
+            of_nccl = isinstance(error, dist.DistError) or str(error).startswith("NCCL")
+            if self._error is None and not of_nccl:
+                raise  # an error of this process: out of memory, for one
             raise self._explain(op, error) from error
+
+    def _allow(self, seconds: float) -> None:
+        """Let the next op take so long. torch looks at the timeout of the group alone, not at those of ops' options."""
+        steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
+        allowed = max(steps, 1) * _TIMEOUT_STEP
+        if allowed != self._allowed:
+            self._group._set_default_timeout(timedelta(seconds=allowed))
+            self._allowed = allowed
 
     def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
         """What a failure of torch's group means: our own abort, a peer's end, a timeout, or NCCL's own trouble."""
@@ -106,7 +155,10 @@ class NcclTransport(TorchGroup):
 
     def _own_failure(self) -> HoldfastError | None:
         state = getattr(self._group, "get_error", None)
-        kind = "SUCCESS" if state is None or self._ended else state().name
+        try:
+            kind = "SUCCESS" if state is None or self._ended else state().name
+        except RuntimeError as error:
+            return PeerFailed((), f"torch cannot say how the group is: {str(error).splitlines()[0]}")
         if kind == "SUCCESS":
             return None
         if kind == "TIMEOUT":
@@ -116,14 +168,20 @@ class NcclTransport(TorchGroup):
     def _end_group(self) -> None:
         if not self._ended:
             self._ended = True
-            self._group.abort()
+            group = self._group
+            self._allow(_ABORT_SECONDS)
+            _ended_within(_ABORT_SECONDS, "abort", lambda: group.abort())
 
     def _release_group(self) -> None:
+        """Leave with the others, who let NCCL send what is left; or without them, if they take too long."""
         self._side.release()
+        self._calls.close()
+        left, self._group = [self._group], None
         if not self._ended:
             self._ended = True
-            self._group.shutdown()
-        self._group = None
+            if not _ended_within(_CLOSE_SECONDS, "shutdown", lambda: left[0].shutdown()):
+                _ended_within(_ABORT_SECONDS, "abort", lambda: left[0].abort())
+        _ended_within(_ABORT_SECONDS, "release", left.clear)
 
     # -- reductions
 
@@ -138,7 +196,7 @@ class NcclTransport(TorchGroup):
             return
         given = plan.given(tensor)
         limit = options(dist.AllreduceOptions, until(deadline), reduceOp=_native(plan.native), asyncOp=False)
-        self._call("all_reduce", self._group.allreduce, [given], limit)
+        self._call("all_reduce", deadline, self._group.allreduce, [given], limit)
         plan.finish(given, tensor, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
@@ -153,7 +211,7 @@ class NcclTransport(TorchGroup):
             return
         given = plan.given(tensor)
         limit = options(dist.ReduceOptions, until(deadline), reduceOp=_native(plan.native), rootRank=dst, asyncOp=False)
-        self._call("reduce", self._group.reduce, [given], limit)
+        self._call("reduce", deadline, self._group.reduce, [given], limit)
         if self.rank == dst:
             plan.finish(given, tensor, self.size)
 
@@ -174,7 +232,7 @@ class NcclTransport(TorchGroup):
         straight = whole.dtype == output.dtype
         part = output.view(-1) if straight else whole.new_empty(whole.numel() // self.size)
         limit = options(dist.ReduceScatterOptions, until(deadline), reduceOp=_native(plan.native), asyncOp=False)
-        self._call("reduce_scatter", self._group._reduce_scatter_base, part, whole, limit)
+        self._call("reduce_scatter", deadline, self._group._reduce_scatter_base, part, whole, limit)
         plan.finish(part.view(-1, 2) if output.dtype.is_complex else part, output.view(-1), self.size)
 
     def _reduce_each(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
@@ -190,7 +248,7 @@ class NcclTransport(TorchGroup):
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
         if tensor.numel():
             limit = options(dist.BroadcastOptions, until(deadline), rootRank=src, rootTensor=0, asyncOp=False)
-            self._call("broadcast", self._group.broadcast, [bytes_of(tensor)], limit)
+            self._call("broadcast", deadline, self._group.broadcast, [bytes_of(tensor)], limit)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if tensor.device.type == "cpu":
@@ -204,10 +262,10 @@ class NcclTransport(TorchGroup):
         limit = options(AllgatherOptions, until(deadline), asyncOp=False)
         whole = _as_one(outputs)
         if whole is not None:
-            self._call("all_gather", self._group._allgather_base, whole, bytes_of(tensor), limit)
+            self._call("all_gather", deadline, self._group._allgather_base, whole, bytes_of(tensor), limit)
         else:
             taken = [[bytes_of(output) for output in outputs]]
-            self._call("all_gather", self._group.allgather, taken, [bytes_of(tensor)], limit)
+            self._call("all_gather", deadline, self._group.allgather, taken, [bytes_of(tensor)], limit)
 
     def _all_gather_of_host(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         """For the agreement checks, whose words are in host memory: through the device, waiting for it."""
@@ -221,12 +279,12 @@ class NcclTransport(TorchGroup):
         """Every rank's `inputs[j]` to rank j: NCCL's all-to-all is a group of sends and receives without empty ones."""
         limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)
         taken, given = [bytes_of(each) for each in outputs], [bytes_of(each) for each in inputs]
-        self._call(op, self._group.alltoall, taken, given, limit)
+        self._call(op, deadline, may_leave_open(self._group.alltoall), taken, given, limit)
 
     def barrier(self, deadline: float) -> None:
         """Waits for the device, as torch's own does: a barrier is about the host."""
         limit = options(dist.AllreduceOptions, until(deadline), reduceOp=dist.ReduceOp.MAX, asyncOp=False)
-        self._call("barrier", self._group.allreduce, [self._flag], limit)
+        self._call("barrier", deadline, self._group.allreduce, [self._flag], limit)
         self._wait("barrier", deadline)
 
     def _wait(self, op: str, deadline: float) -> None:
@@ -255,37 +313,55 @@ class NcclTransport(TorchGroup):
         if not sends and not recvs:
             return
 
-        def start() -> Any:
-            self._group._start_coalescing()
+        def ops() -> None:
             for tensor, dst, tag in sends:
                 self._group.send([bytes_of(tensor)], dst, tag)
             for tensor, src, tag in recvs:
                 self._group.recv([bytes_of(tensor)], src, tag)
-            return self._group._end_coalescing()
 
-        self._call("batch_send_recv", start)
+        self._call("batch_send_recv", deadline, in_a_group, self._group, ops)
 
 
 def make_group(context: Context) -> Any:
-    """A ProcessGroupNCCL whose communicator can be aborted while it connects, and whose watchdog ends it, not us.
+    """A ProcessGroupNCCL that connects without blocking and with its first op, and whose watchdog ends it, not us.
 
-    What the user says by torch's own variables (TORCH_NCCL_USE_COMM_NONBLOCKING) goes before.
+    torch has turned off connecting eagerly without blocking, which hung; lazily it is bounded, blocking it is not. What
+    the user says by torch's own variables (TORCH_NCCL_USE_COMM_NONBLOCKING) goes before.
     """
     kind: Any = dist.ProcessGroupNCCL
-    settings = kind.Options()
-    settings._timeout = timedelta(seconds=max(context.deadline - time.monotonic(), 0.001))
-    if "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:
-        settings.config.blocking = 0
-    with _making:
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = _CLEAN_UP_ONLY
-        try:
-            return kind(context.store, context.rank, context.size, settings)
-        finally:
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
+    options_ = kind.Options()
+    limit = until(context.deadline)
+    options_._timeout = limit
+    if settings.NONBLOCKING not in os.environ:
+        options_.config.blocking = 0
+    settings.bound_waits(limit.total_seconds())
+    with settings.settings_of_a_group():
+        return kind(context.store, context.rank, context.size, options_)
+
+
+def _issue(start: Callable[..., Any], *arguments: Any) -> None:
+    work = start(*arguments)
+    if work is not None:
+        work.wait()
+
+
+def _ended_within(seconds: float, what: str, call: Callable[[], object]) -> bool:
+    """Whether `call()`, of torch's group, ended by itself within so long. It is left behind if not."""
+    until_ = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until_:
+            raise TimeoutError
+
+    try:
+        run_interruptible(call, look)
+    except TimeoutError:
+        _log.warning("%s of a NCCL group takes longer than %g s: left behind", what, seconds)
+        return False
+    except Exception as error:
+        _log.warning("%s of a NCCL group failed: %s", what, str(error).splitlines()[:1])
+        return False
+    return True
 
 
 def _native(op: ReduceOp) -> Any:
@@ -325,10 +401,18 @@ def probe_torch(library: str) -> Available | Unavailable:
         return Unavailable("this torch is not built for ROCm", hint)
     if not dist.is_available() or not dist.is_nccl_available():
         return Unavailable(f"this torch ({torch.__version__}) was built without {library.upper()}", hint)
-    if not torch.cuda.is_available():
+    gpus = cuda_devices.count()
+    if gpus == 0:
         return Unavailable("torch sees no GPU", "check the driver, and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Available(f"torch {torch.__version__}, {library.upper()} {version}, {torch.cuda.get_device_name()}")
+    blind = "" if finds_failures() else "; this torch does not say when an op timed out or a connection broke"
+    return Available(f"torch {torch.__version__}, {library.upper()} {version}, {gpus} GPU{'s' * (gpus > 1)}{blind}")
+
+
+def finds_failures() -> bool:
+    """Whether torch's group says that its watchdog has found an op's timeout, or a broken connection."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    return kind is None or hasattr(kind, "get_error")
 
 
 def connect_over(context: Context, library: str) -> NcclTransport:
@@ -337,12 +421,20 @@ def connect_over(context: Context, library: str) -> NcclTransport:
         raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
     transport = NcclTransport(context, library)
     try:
-        transport.meet(context.deadline)
+        transport.meet(context.deadline, context.over)
     except BaseException as error:
-        transport.abort(error if isinstance(error, HoldfastError) else HoldfastError(str(error)))
-        transport.close()
+        over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
+        leaving = threading.Thread(target=_leave, args=(transport, over), name=f"holdfast-{library}-leave")
+        leaving.start()
+        leaving.join(_GRACE_SECONDS)
         raise
     return transport
+
+
+def _leave(transport: NcclTransport, error: HoldfastError) -> None:
+    """End a group that has not connected. That takes as long as torch waits with the communicator's lock held."""
+    transport.abort(error)
+    transport.close()
 
 
 def capabilities() -> Capabilities:
@@ -350,6 +442,7 @@ def capabilities() -> Capabilities:
     return Capabilities(
         reduces={"cuda": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))},
         moves={"cuda": names(DTYPES)},
+        finds_failures=finds_failures(),
     )
 
 

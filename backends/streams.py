@@ -12,28 +12,31 @@ import torch
 
 from holdfast.comms.work import Work
 
+LONGEST_SECONDS = 1e8
 _LOOK_SECONDS = 0.0005
 _cuda: Any = torch.cuda  # streams and events have no types
 Event = Any
 
 
 class StreamWork(Work):
-    """An op that is in order on a stream. `wait` puts the current stream behind it, and returns at once.
+    """An op that is in order on a stream of `device`. `wait` puts that device's current stream behind it, and returns
+    at once.
 
     With a timeout `wait` blocks until the device has done it, as torch's own work does. `failed` says what has ended
     the transport since; a wait raises that.
     """
 
-    __slots__ = ("_event", "_failed")
+    __slots__ = ("_device", "_event", "_failed")
 
-    def __init__(self, name: str, event: Event, failed: Callable[[], None]) -> None:
+    def __init__(self, name: str, device: torch.device, event: Event, failed: Callable[[], None]) -> None:
         super().__init__(name)
+        self._device = device
         self._event = event
         self._failed = failed
 
     def wait(self, timeout: float | None = None) -> None:
         self._failed()
-        _cuda.current_stream().wait_event(self._event)
+        _cuda.current_stream(self._device).wait_event(self._event)
         if timeout is None:
             return
         until = time.monotonic() + timeout
@@ -73,11 +76,13 @@ class SideStream:
             op()
             event = _cuda.Event()
             event.record(self._stream)
-        if not _cuda.is_current_stream_capturing():
+        with _cuda.device(self._device):
+            capturing = _cuda.is_current_stream_capturing()
+        if not capturing:
             while self._running and self._running[0][0].query():
                 self._running.popleft()
             self._running.append((event, op))
-        return StreamWork(name, event, self._failed)
+        return StreamWork(name, self._device, event, self._failed)
 
     def release(self) -> None:
         """Let go of what the ops referred to."""
@@ -102,5 +107,5 @@ def wait_for(event: Event, deadline: float, failed: Callable[[], None]) -> bool:
 
 
 def until(deadline: float) -> timedelta:
-    """The time left until `deadline`, at least a millisecond."""
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    """The time left until `deadline`, at least a millisecond, at most what torch can count."""
+    return timedelta(seconds=min(max(deadline - time.monotonic(), 0.001), LONGEST_SECONDS))

@@ -6,6 +6,7 @@ moment the kernel says that one is gone, or somebody calls `abort`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import abstractmethod
@@ -18,6 +19,8 @@ import torch
 from holdfast.comms.errors import HoldfastError, PeerFailed
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Context, Transport
+
+_log = logging.getLogger("holdfast.backends")
 
 
 class TorchGroup(Transport):
@@ -91,7 +94,10 @@ class TorchGroup(Transport):
         with self._ending:
             if self._error is None:
                 self._error = error
-            self._end_group()
+            try:
+                self._end_group()
+            except Exception:
+                _log.exception("the group of rank %d could not be ended; its ops end by their timeouts", self.rank)
 
     def close(self) -> None:
         self._forget_peers()

@@ -46,14 +46,14 @@ class Communicator(Collectives):
         on_close: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        self.device: torch.device = transport.device or context.device
         super().__init__(
             transport,
-            Arguments(context.rank, context.size, context.device, info),
+            Arguments(context.rank, context.size, self.device, info),
             Executor(transport, context, timeout, check, on_close, context.journal),
         )
         self.name: str = context.name
         self.epoch: int = context.epoch
-        self.device: torch.device = context.device
         self.backend: str = info.name
         self._context = context
         self._recorder = recorder

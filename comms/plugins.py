@@ -87,6 +87,7 @@ class Capabilities:
     memory_plane: bool = False
     passive_target: str = ""
     abortable: bool = True
+    finds_failures: bool = True
     native_shrink: bool = False
     native_grow: bool = False
     launcher: str = ""

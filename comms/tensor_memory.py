@@ -24,7 +24,7 @@ def check_memory(tensor: Any, what: str = "tensor") -> None:
 
 def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None = None) -> Tensor:
     """`tensor`, or the same memory as a `torch.Tensor` where it is of another type. Errors as in `check_memory`, and
-    ValueError if it is not on a device of the same type as `device`.
+    ValueError if it is not on `device`, which may leave open which of its type it is.
 
     What transports do to it then does not depend on what a subclass makes of torch's functions.
     """
@@ -33,7 +33,7 @@ def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None 
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: expected a tensor, not {type(tensor).__name__}")
     with torch._C.DisableTorchFunctionSubclass():
-        if device is not None and tensor.device.type != device.type:
+        if device is not None and not _same_device(tensor.device, device):
             raise ValueError(f"{what} is on {tensor.device}, which a communicator on {device} cannot use")
         _check(tensor, what)
         if type(tensor) in _PLAIN_TYPES and (not tensor.is_inference() or torch.is_inference_mode_enabled()):
@@ -48,6 +48,10 @@ def locate(tensor: Any) -> tuple[int, int]:
         if not tensor.is_contiguous():
             raise ValueError("a tensor that is not contiguous has no single stretch of memory")
         return tensor.data_ptr(), tensor.nbytes
+
+
+def _same_device(found: torch.device, wanted: torch.device) -> bool:
+    return found.type == wanted.type and wanted.index in (None, found.index)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -112,6 +112,8 @@ class Transport(ABC):
     rank: int
     size: int
     streams: ClassVar[bool] = False
+    device: torch.device | None = None
+    """The one device whose tensors it takes; None for any of the context's type."""
     greetings: Sequence[tuple[int, ...]] | None = None
     """Each rank's `Context.greeting`, if connecting has carried them."""
 

@@ -1,0 +1,73 @@
+"""What torch's ProcessGroupNCCL reads from the environment, set so that a failed op ends its group and not the process.
+
+torch reads most of it when a group is made: it is set for that moment alone. By default torch's watchdog sleeps for a
+minute after a failure and then ends the process, and a monitor ends a process that sees a failure of any group that
+shares its store, one of an earlier epoch too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"
+_UNLESS_SET = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+LONGEST_WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+_log = logging.getLogger("holdfast.nccl")
+_lock = threading.Lock()
+_said: set[str] = set()
+
+
+@contextmanager
+def settings_of_a_group() -> Iterator[None]:
+    """Within this a ProcessGroupNCCL is made. What the user has set stays, and is told, but for what a failure does."""
+    with _lock:
+        before = os.environ.get(_ERROR_HANDLING)
+        if before not in (None, _CLEAN_UP_ONLY):
+            _say(
+                f"{_ERROR_HANDLING}={before} is taken as {_CLEAN_UP_ONLY}: a failed op ends its group, not the process"
+            )
+        ours = {name: value for name, value in _UNLESS_SET.items() if name not in os.environ}
+        for name in _UNLESS_SET.keys() - ours.keys():
+            if os.environ[name] != _UNLESS_SET[name]:
+                _say(f"{name}={os.environ[name]} stays so: torch may hold up, or end, this process after a failure")
+        if os.environ.get(BLOCKING_WAIT, "0") not in ("", "0"):
+            _say(f"{BLOCKING_WAIT} is set: torch has no watchdog then; timeouts are found only by waits")
+        os.environ.update({**ours, _ERROR_HANDLING: _CLEAN_UP_ONLY})
+        try:
+            yield
+        finally:
+            for name in ours:
+                del os.environ[name]
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
+
+
+def bound_waits(seconds: float) -> None:
+    """torch waits for a communicator that connects, or ends, with its lock held: an abort has to wait for that as well.
+
+    How long, torch reads once in a process, when it first waits: so this holds for the process, and the first counts.
+    """
+    with _lock:
+        os.environ.setdefault(LONGEST_WAIT, str(max(1, math.ceil(seconds))))
+
+
+def _say(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        _log.warning("%s", what)
