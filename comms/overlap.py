@@ -16,14 +16,14 @@ Tensor = torch.Tensor
 def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
     """ValueError, by name, for an output whose elements share memory with each other, or with another output."""
     for output, name in zip(outputs, names, strict=True):
-        if not output.is_contiguous() and _overlaps_itself(output):
+        if not output.is_contiguous() and overlaps_itself(output):
             raise ValueError(
                 f"several elements of {name} share memory (expand() and as_strided() make such tensors): "
                 "nothing can be received into it; pass a contiguous tensor and copy from that"
             )
     if len(outputs) < 2:
         return
-    spans = sorted((*_span(output), i) for i, output in enumerate(outputs) if output.numel())
+    spans = sorted((*span(output), i) for i, output in enumerate(outputs) if output.numel())
     reached: list[tuple[int, int]] = []  # (end, which) of those that begin before
     for start, end, i in spans:
         reached = [(stop, j) for stop, j in reached if stop > start]
@@ -38,23 +38,24 @@ def apart(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> T
 
     It may be just the memory of output number `own`, which the op copies it to.
     """
-    start, end = _span(given)
+    start, end = span(given)
     for i, output in enumerate(outputs):
-        at, stop = _span(output)
+        at, stop = span(output)
         if at < end and start < stop and not (i == own and (at, stop) == (start, end)):
             return given.clone()
     return given
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """From its first byte to the end of its last."""
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the end of its last; 0, 0 without elements."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two of its elements share memory."""
     if not tensor.numel():
         return False
     reach = 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.overlap import overlaps_itself, span
 
 Tensor = torch.Tensor
 
@@ -22,7 +23,7 @@ def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
     Tensors that interleave without a common byte are a group too: `check_agreement` looks at bytes, this at extents.
     """
-    extents = sorted((str(each.device), *extent(each), name) for name, each in tensors.items() if each.numel())
+    extents = sorted((str(each.device), *span(each), name) for name, each in tensors.items() if each.numel())
     groups: list[list[str]] = []
     device, end = "", 0
     for where, first, last, name in extents:
@@ -33,23 +34,6 @@ def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
             groups.append([name])
             device, end = where, last
     return [group for group in groups if len(group) > 1 or overlaps_itself(tensors[group[0]])]
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor with elements, and of the one behind its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
-
-
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of a tensor may share memory: its dimensions do not lie one within the other."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 def aliases(tensor: Tensor) -> tuple[object, ...]:
@@ -83,7 +67,7 @@ def check_agreement(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]
 
 def _disagreeing(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
     """Write these sources into a shadow of the targets' memory; the first target that does not hold its source then."""
-    extents = [extent(targets[name]) for name in names]
+    extents = [span(targets[name]) for name in names]
     begin, end = min(first for first, _ in extents), max(last for _, last in extents)
     shadow = np.zeros(end - begin, np.uint8)
     written = [(name, _window(shadow, targets[name], begin), _stored(sources[name], targets[name])) for name in names]

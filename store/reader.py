@@ -14,8 +14,9 @@ import xxhash
 
 from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
 from holdfast.comms.liveness import this_process
+from holdfast.comms.overlap import overlaps_itself
 from holdfast.comms.plane import MemoryPlane
-from holdfast.comms.shared_tensors import aliases, check_agreement, overlaps_itself, sharing
+from holdfast.comms.shared_tensors import aliases, check_agreement, sharing
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
 from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of, lies_in_order

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.shared_tensors import extent, overlaps_itself, sharing
+from holdfast.comms.overlap import overlaps_itself, span
+from holdfast.comms.shared_tensors import sharing
 from holdfast.ft import transfer
 from holdfast.store import WeightStore
 
@@ -82,7 +83,7 @@ def test_tensors_that_are_not_said_to_share_memory_have_no_byte_in_common(kinds:
     together = {name for group in sharing(into) for name in group}
     alone = [each for name, each in into.items() if name not in together and each.numel()]
     for each in alone:
-        first, last = extent(each)
+        first, last = span(each)
         assert memory.data_ptr() <= first < last <= memory.data_ptr() + memory.nbytes
         assert not overlaps_itself(each)
     taken = [place for each in alone for place in places(each)]
