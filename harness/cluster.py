@@ -25,6 +25,7 @@ from holdfast.harness.outcomes import Outcome, values
 from holdfast.harness.process_ranks import ProcessRanks
 from holdfast.harness.ranks import Ranks, Settings
 from holdfast.harness.thread_ranks import ThreadRanks
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
@@ -103,7 +104,7 @@ class LocalCluster:
         self._jobs: list[Job] = []
 
     def __repr__(self) -> str:
-        return f"<LocalCluster of {self.size} over {self.backend}, {self.spares} spares>"
+        return f"<LocalCluster of {self.size} over {self.backend}, {counted(self.spares, 'spare')}>"
 
     def __enter__(self) -> LocalCluster:
         return self

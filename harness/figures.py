@@ -18,6 +18,7 @@ from holdfast.harness.bench.chart import Bar, draw_bars
 from holdfast.harness.bench.recovery import RecoveryBench
 from holdfast.harness.bench.recovery_peer import PeerRecovery
 from holdfast.harness.bench.show import show_time
+from holdfast.harness.words import counted
 
 TIMELINE = "A timeline of every process of the run, with the faults"
 """What a chaos report calls its timeline, for those who cannot see it."""
@@ -52,9 +53,8 @@ def _recovery(folder: Path) -> Iterator[tuple[str, str]]:
         Bar(f"holdfast over {ours.backend}", ours.total.median, ours.total.p90, ours.total.p99, 0),
         Bar(theirs.library, theirs.total.median, theirs.total.p90, theirs.total.p99, 1),
     ]
-    heading = (
-        f"SIGKILL of 1 of {ours.ranks} ranks in an all_reduce, to the survivors' next: {len(ours.kills)} kills each"
-    )
+    kills = counted(len(ours.kills), "kill")
+    heading = f"SIGKILL of 1 of {ours.ranks} ranks in an all_reduce, to the survivors' next: {kills} each"
     yield "recovery", draw_bars(heading, bars, lambda milliseconds: show_time(1e3 * milliseconds), standalone=True)
 
 

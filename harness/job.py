@@ -32,6 +32,7 @@ from holdfast.harness.processes import Process, zygote
 from holdfast.harness.ranks import Settings
 from holdfast.harness.session_worker import WHERE_ARE_YOU, Ended, session_target
 from holdfast.harness.standby import standing_by
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.links.client import Links
@@ -277,7 +278,9 @@ class Job:
     def _holder(self, rank: int) -> Process:
         view = self.view()
         if not 0 <= rank < len(view.members):
-            raise ValueError(f"rank {rank} is out of range: epoch {view.epoch} has {len(view.members)} members")
+            raise ValueError(
+                f"rank {rank} is out of range: epoch {view.epoch} has {counted(len(view.members), 'member')}"
+            )
         return self._process(view, rank)
 
     def _process(self, view: View, rank: int) -> Process:

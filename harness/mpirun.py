@@ -24,6 +24,7 @@ from holdfast.harness import mpirun_proxy
 from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.harness.launching import Launch
 from holdfast.harness.processes import StartFailed
+from holdfast.harness.words import counted
 
 _START_SECONDS = 60.0
 _END_SECONDS = 5.0
@@ -90,7 +91,7 @@ class MpiJob(Launch):
             if self._process is None or self._process.poll() is not None:
                 raise StartFailed(f"mpirun ended while starting: {self._said()}")
             if time.monotonic() > deadline:
-                raise StartFailed(f"mpirun did not start {size} processes in time: {self._said()}")
+                raise StartFailed(f"mpirun did not start {counted(size, 'process')} in time: {self._said()}")
             try:
                 line, _ = listener.accept()
             except TimeoutError:

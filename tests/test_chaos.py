@@ -37,6 +37,8 @@ from holdfast.harness.chaos.workload import Store
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli import app
 from holdfast.harness.invariants import Bounds, Event
+from holdfast.harness.report.chaos import write_comparison, write_report
+from holdfast.harness.words import counted
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -205,6 +207,44 @@ def test_two_runs_side_by_side(killed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "compare.html").stat().st_size > 5000
     report = load_report(killed)
     assert all(row.judgement in ("equal", "") for row in compared(report.runs[0], report.runs[0]))
+
+
+CUT = """<script>
+for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
+  if (each.scrollWidth > each.clientWidth + 1) document.title += " CUT " + each.className + each.tagName;
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1280, 800])
+def test_nothing_on_the_pages_is_cut(killed: Path, tmp_path: Path, width: int) -> None:
+    assert invoke("compare", str(killed), str(killed), "--report", str(tmp_path)).exit_code == 0
+    for page in (killed / "report.html", tmp_path / "compare.html"):
+        looked = tmp_path / f"looked-{page.name}"
+        looked.write_text(page.read_text() + CUT)
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1200"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{looked}"]
+        shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+        assert "<title>" in shown
+        assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
+
+
+def test_what_is_drawn_has_a_legend(killed: Path, tmp_path: Path) -> None:
+    """Bands where no step was committed, the dashed line, and what the headline counts."""
+    (run,) = load_report(killed).runs
+    still = msgspec.structs.replace(run, progress=((0.0, 0), (0.1, 1), (0.2, 2), (0.3, 3), (3.0, 4)), seconds=3.0)
+    report = ChaosReport(version="1", machine="here", runs=(still,))
+    write_report(report, tmp_path / "report.html")
+    write_comparison(report, report, ("a", "b"), tmp_path / "compare.html")
+    for page in ("report.html", "compare.html"):
+        text = (tmp_path / page).read_text()
+        assert 'class="outage"' in text
+        assert "no step was committed for longer than usual" in text
+        assert "at the speed of a run without faults" in text
+    text = (tmp_path / "report.html").read_text()
+    assert run.reference is not None
+    assert f"{run.speed.rate:.1f} here, {run.reference.rate:.1f} without faults" in text
+    assert counted(run.rebuilds, "rebuild") in text
 
 
 def test_a_slower_run_is_worse() -> None:

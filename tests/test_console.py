@@ -21,6 +21,7 @@ from holdfast.harness.gate.gate import Finding, GateReport
 from holdfast.harness.gate.show import show as show_gate
 from holdfast.harness.output import LONGEST_LINE, LineSplitter
 from holdfast.harness.visible import visible, visible_but_colours
+from holdfast.harness.words import counted
 
 # -- control characters
 
@@ -235,6 +236,38 @@ def offences(source: str) -> Iterator[str]:
             yield f"{node.lineno}: TextColumn() reads markup: markup=False"
         if name == "Panel" and isinstance(given.get("title"), ast.Constant | ast.JoinedStr):
             yield f"{node.lineno}: the title of a Panel is markup unless it is a Text"
+
+
+PLURALS = re.compile(r"^ (rebuilds|ranks|steps|faults|spares|members|events|recordings|kills|jobs|violations|times)\b")
+
+
+def disagreements(source: str) -> Iterator[str]:
+    """Counts in front of a plural in f-strings: 1 rebuilds. Not "3 of 5 ranks" nor "3/5 steps", which are shares."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for before, value, after in zip([None, *node.values], node.values, node.values[1:], strict=False):
+            if not (isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant)):
+                continue
+            share = isinstance(before, ast.Constant) and before.value.endswith((" of ", "/", " x ", "<= "))
+            if value.format_spec is None and not share and PLURALS.match(after.value):
+                yield f"{node.lineno}:{ast.unparse(value.value)}{after.value[:12]}: use counted()"
+
+
+def test_a_count_and_its_noun_agree() -> None:
+    found = [
+        f"{path.relative_to(HARNESS)}:{each}"
+        for path in sorted(HARNESS.rglob("*.py"))
+        for each in disagreements(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+    assert list(disagreements('f"{rebuilds} rebuilds"'))
+    assert [counted(count, "rebuild") for count in (0, 1, 2, 1000)] == [
+        "0 rebuilds",
+        "1 rebuild",
+        "2 rebuilds",
+        "1,000 rebuilds",
+    ]
 
 
 def test_nobody_but_the_console_module_gives_text_to_rich() -> None:

@@ -12,6 +12,7 @@ import typer
 
 from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup
+from holdfast.harness.words import counted
 
 app = CommandGroup(
     name="bench",
@@ -274,7 +275,9 @@ def recovery(
         raise typer.BadParameter(str(error)) from error
     notes, out = console(stderr=True), console()
     try:
-        with working(notes, f"{kills} kills of ranks over {backend}, about a second each", every=2.0) as progress:
+        with working(
+            notes, f"{counted(kills, 'kill')} of ranks over {backend}, about a second each", every=2.0
+        ) as progress:
             bench = run(
                 backend,
                 ranks,
@@ -300,8 +303,9 @@ def recovery(
     if peer is not None:
         spread = peer.total
         out.print(
-            f"{peer.library}, {peer.ranks} ranks, {len(peer.kills)} kills: median {spread.median:.2f} ms, "
-            f"p90 {spread.p90:.2f}, p99 {spread.p99:.2f}, max {spread.max:.2f}; {peer.hung} jobs "
+            f"{peer.library}, {counted(peer.ranks, 'rank')}, {counted(len(peer.kills), 'kill')}: "
+            f"median {spread.median:.2f} ms, p90 {spread.p90:.2f}, p99 {spread.p99:.2f}, max {spread.max:.2f}; "
+            f"{counted(peer.hung, 'job')} "
             f"did not come back; others used {peer.others:.2f} CPUs"
         )
 
@@ -329,7 +333,7 @@ def evictions(
     from holdfast.harness.bench.evictions import measure
     from holdfast.harness.console import print_json
 
-    typer.echo(f"{ranks} ranks work on {cores} cores for {minutes:g} minutes", err=True)
+    typer.echo(f"{counted(ranks, 'rank')} work on {counted(cores, 'core')} for {minutes:g} minutes", err=True)
     try:
         found = measure(60 * minutes, ranks, cores, suspect, seed)
     except ValueError as error:
@@ -342,7 +346,7 @@ def evictions(
         slow = ", ".join(f"{name} {count}" for name, count in sorted(found.hogs.items()))
         typer.echo(
             f"{len(found.evictions)} false evictions in {found.seconds:g} s: "
-            f"{found.ranks} ranks on {found.cores} cores, suspect time {found.suspect:g} s, "
+            f"{counted(found.ranks, 'rank')} on {counted(found.cores, 'core')}, suspect time {found.suspect:g} s, "
             f"{found.rounds} rounds, {found.epochs} epoch(s); slow: {slow}"
         )
         for event in found.evictions:

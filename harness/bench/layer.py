@@ -20,6 +20,7 @@ from holdfast.harness.bench.definitions import show_size
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.cluster import LocalCluster
 from holdfast.harness.processes import zygote_pid
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +171,9 @@ def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tup
 
 def table(cost: LayerCost) -> str:
     """For people."""
-    lines = [f"all_reduce over {cost.backend}, {cost.ranks} ranks, us a call: median, least; beside the first"]
+    lines = [
+        f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}, us a call: median, least; beside the first"
+    ]
     lines += [
         f"  {show_size(call.nbytes):>8}  {call.way:30} {call.us:10.2f} {call.least_us:10.2f}"
         f"  {call.extra_us:+9.2f} us  x{call.speed:.3f}"

@@ -24,6 +24,7 @@ import msgspec
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.cluster import LocalCluster
 from holdfast.harness.processes import zygote_pid
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
@@ -269,7 +270,10 @@ def _step_cost(by_rank: Sequence[_Steps], alone: _Steps, work_ms: float) -> Step
 
 def table(cost: Overhead) -> str:
     """For people."""
-    lines = [f"{cost.backend}, {cost.ranks} ranks, all_reduce of {cost.nbytes} B, {os.cpu_count()} CPUs"]
+    lines = [
+        f"{cost.backend}, {counted(cost.ranks, 'rank')}, all_reduce of {cost.nbytes} B, "
+        f"{counted(os.cpu_count() or 1, 'CPU')}"
+    ]
     lines += [
         f"  {op.variant:22} {op.us:8.2f} us  {op.extra_us:+7.2f} us  x{op.ratio:.3f}"
         f"   alone, CPU time: {op.alone_us:6.2f} us  {op.alone_extra_us:+6.2f} us"

@@ -13,6 +13,7 @@ from holdfast.harness.bench.definitions import OPERATIONS, show_size
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench
 from holdfast.harness.bench.show import show_time
+from holdfast.harness.words import counted
 
 TEMPLATE = "page.html.j2"
 
@@ -32,7 +33,7 @@ def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": show_size, "time": show_time, "short": pictures.short}
+    environment.filters |= {"counted": counted, "size": show_size, "time": show_time, "short": pictures.short}
     charts = [*pictures.bandwidths(bench), *pictures.times(bench), *pictures.sweeps(bench)]
     ours = [failure for failure in bench.failures if failure.contestant.startswith(HOLDFAST)]
     page = environment.get_template(TEMPLATE).render(

@@ -10,6 +10,7 @@ from holdfast.harness.bench.definitions import show_size
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench, Row
 from holdfast.harness.bench.show import show_time
+from holdfast.harness.words import counted
 
 ROOF = "copy in memory"
 """What the line of `memcpy` is called: each rank copies as many bytes in its own memory, all at once."""
@@ -52,7 +53,7 @@ def bandwidths(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, st
         rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks) and row.nbytes]
         if len({row.nbytes for row in rows}) > 1:
             series = _series(rows, colours, over_ranks=False, bandwidth=True)
-            heading = f"{op}, {ranks} ranks"
+            heading = f"{op}, {counted(ranks, 'rank')}"
             chart = draw_lines(heading, series, _size, _bandwidth, "bus bandwidth, GB/s", standalone)
             yield f"{op}-{ranks}", chart
 
@@ -64,7 +65,10 @@ def times(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
         rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks) and row.contestant != MEMCPY]
         if len({row.nbytes for row in rows if row.nbytes}) > 1:
             series = _series(rows, colours, over_ranks=False, bandwidth=False)
-            yield f"{op}-{ranks}-time", draw_lines(f"{op}, {ranks} ranks", series, _size, show_time, "p50", standalone)
+            yield (
+                f"{op}-{ranks}-time",
+                draw_lines(f"{op}, {counted(ranks, 'rank')}", series, _size, show_time, "p50", standalone),
+            )
 
 
 def sweeps(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:

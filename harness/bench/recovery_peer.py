@@ -27,6 +27,7 @@ from holdfast.harness.bench.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.recovery import LIMIT, SETTLE, NotRecovered, Spread
 from holdfast.harness.folders import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.harness.words import counted
 
 HANGS_SECONDS = 10.0
 """A job that has not recovered by then is given up."""
@@ -140,7 +141,7 @@ def run(
                 raise
             continue
         taken.append(milliseconds)
-        progress(f"{len(taken)} of {kills} kills: {milliseconds:.1f} ms; {hung} jobs hung")
+        progress(f"{len(taken)} of {kills} kills: {milliseconds:.1f} ms; {counted(hung, 'job')} hung")
     return PeerRecovery(library, ranks, nbytes, noise.cpus(), tuple(taken), Spread.of(taken), hung)
 
 

@@ -22,6 +22,7 @@ from holdfast.harness.bench.failure import ContestantFailed
 from holdfast.harness.bench.noise import Noise
 from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
 from holdfast.harness.bench.wire import Measure, Measured
+from holdfast.harness.words import counted
 
 Progress = Callable[[str], None]
 
@@ -224,15 +225,15 @@ def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
     with Arena() as arena:
         for ranks in plan.ranks:
             names = [name for name in plan.contestants if name not in skipped]
-            progress(f"starting {ranks} ranks of {', '.join(names)}")
+            progress(f"starting {counted(ranks, 'rank')} of {', '.join(names)}")
             with arena.groups():
                 groups = _start(plan, ranks, arena, skipped)
-                taking_part |= {f"{group.contestant}, {ranks} ranks": group.detail for group in groups}
+                taking_part |= {f"{group.contestant}, {counted(ranks, 'rank')}": group.detail for group in groups}
                 for name in plan.operations:
                     operation = OPERATIONS[name]
                     for size in plan.sizes if operation.layout not in SIZELESS else (0,):
                         contest = Contest(plan, operation, size, ranks)
-                        progress(f"{name}, {ranks} ranks, {contest.nbytes} bytes")
+                        progress(f"{name}, {counted(ranks, 'rank')}, {contest.nbytes} bytes")
                         done, failed = _compete(contest, groups, arena)
                         rows += done
                         failures += failed

@@ -15,6 +15,7 @@ from holdfast.harness.bench.definitions import OPERATIONS, show_size
 from holdfast.harness.bench.launch import HOLDFAST
 from holdfast.harness.bench.results import Bench, Ratio, Row
 from holdfast.harness.console import FoldingTable, styled
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +50,7 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     table = FoldingTable(
-        title=f"{op}, {ranks} ranks" + (", inputs written anew before each op" if fresh else ""),
+        title=f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
         title_justify="left",
         caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
         + ("; speed-up: how many times as fast, median over the rounds" if ours else ""),
@@ -85,7 +86,10 @@ def show(bench: Bench, out: Console) -> None:
     """Print the whole bench."""
     here = bench.machine
     out.print(
-        Text(f"{here.processor}, {here.cpus} CPUs, Linux {here.kernel}, Python {here.python}, torch {here.torch}; ")
+        Text(
+            f"{here.processor}, {counted(here.cpus, 'CPU')}, Linux {here.kernel}, "
+            f"Python {here.python}, torch {here.torch}; "
+        )
         + styled(f"other processes used {here.others:.2f} CPUs meanwhile", "yellow" if here.others > QUIET else "")
     )
     for name, detail in bench.contestants.items():
@@ -99,7 +103,7 @@ def show(bench: Bench, out: Console) -> None:
         out.print(_table(op, ranks, chosen, ratios, bench.fresh))
     for failure in bench.failures:
         out.print(
-            styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {failure.ranks} ranks, "
+            styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {counted(failure.ranks, 'rank')}, "
             f"{show_size(failure.nbytes)}: {failure.reason}"
         )
 
@@ -134,7 +138,7 @@ def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: C
 
 def show_recovery(bench: RecoveryBench, out: Console) -> None:
     """Print the spread of the whole recovery and of its parts."""
-    spares = f", {bench.spares} spares" if bench.spares else ", no spares"
+    spares = f", {counted(bench.spares, 'spare')}" if bench.spares else ", no spares"
     signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
     proposer = " and then of the proposer" if bench.proposer else ""
     table = FoldingTable(
@@ -226,7 +230,7 @@ def plot(bench: Bench, path: Path) -> None:
         rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
         _panel(times, rows, bandwidth=False)
         _panel(bandwidths, rows, bandwidth=True)
-        times.set_title(f"{op}, {ranks} ranks", loc="left", fontsize=11)
+        times.set_title(f"{op}, {counted(ranks, 'rank')}", loc="left", fontsize=11)
         times.set_ylabel("us an op: p50, min to p99 shaded")
         bandwidths.set_ylabel("bus bandwidth, GB/s")
         bandwidths.legend(fontsize=8, frameon=False)

@@ -9,6 +9,7 @@ from rich.text import Text
 from holdfast.harness.blame.evidence import Evidence
 from holdfast.harness.blame.finding import MEANING, Finding
 from holdfast.harness.console import FoldingTable
+from holdfast.harness.words import counted
 
 _COLOURS = {"crash": "bold red", "hang": "red", "cut": "magenta", "mismatch": "yellow", "slow": "cyan", "stuck": "dim"}
 
@@ -36,7 +37,8 @@ def render(evidence: Evidence, findings: list[Finding], limit: int) -> Renderabl
         )
     ops = sum(len(recording.ops) for recording in evidence.recordings)
     torn = sum(recording.torn for recording in evidence.recordings)
-    basis = f"{len(evidence.recordings)} recordings, {ops} ops, {len(evidence.events)} events"
-    lines.append(Text(basis + (f", {torn} ops torn" if torn else ""), "dim"))
+    counts = ((len(evidence.recordings), "recording"), (ops, "op"), (len(evidence.events), "event"))
+    basis = ", ".join(counted(count, noun) for count, noun in counts)
+    lines.append(Text(basis + (f", {counted(torn, 'op')} torn" if torn else ""), "dim"))
     lines += [Text(f"not read: {reason}", "yellow") for reason in evidence.bad]
     return Lines(*lines)

@@ -28,6 +28,7 @@ from holdfast.harness.contract import LocalContract
 from holdfast.harness.job import Job
 from holdfast.harness.output import tail
 from holdfast.harness.processes import Process, zygote
+from holdfast.harness.words import counted
 
 END_SECONDS = 10.0
 
@@ -197,7 +198,7 @@ class SessionCast(RunningCast):
         if isinstance(name, int) or name in ("coordinator", "last"):
             rank = {"coordinator": 0, "last": len(members) - 1}.get(name, name) if isinstance(name, str) else name
             if not 0 <= int(rank) < len(members):
-                raise NobodyThere(f"there is no rank {rank}: the job has {len(members)} members now")
+                raise NobodyThere(f"there is no rank {rank}: the job has {counted(len(members), 'member')} now")
             return [self._member(view, int(rank))]
         if name == "joiner":
             return [self._victim(self.begun[-1])]

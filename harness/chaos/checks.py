@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import ClassVar
 
 from holdfast.harness.invariants import Bounds, Checker, Event, Finding, Violation
+from holdfast.harness.words import counted
 
 WEIGHTS = "same weights as without faults"
 LEAKS = "nothing leaks"
@@ -160,7 +161,7 @@ def growth(events: list[Event], least_rebuilds: int = 3) -> Finding:
             before = max(event.integer(name) for event in all_of_it[:third])
             after = min(event.integer(name) for event in all_of_it[-third:])
             if after > before + slack:
-                text = f"{name} grew from {before} to {after} over {rebuilt[process]} rebuilds"
+                text = f"{name} grew from {before} to {after} over {counted(rebuilt[process], 'rebuild')}"
                 violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
     return Finding(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
 

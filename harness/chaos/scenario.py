@@ -21,6 +21,7 @@ from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.locate import line_of, path_of
 from holdfast.harness.chaos.workload import Workload
+from holdfast.harness.words import counted
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -80,7 +81,7 @@ class JobSpec(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.min_size > self.ranks:
-            raise ValueError(f"min_size = {self.min_size}: the job has {self.ranks} ranks only")
+            raise ValueError(f"min_size = {self.min_size}: the job has {counted(self.ranks, 'rank')} only")
         if self.register_nodes != 1 and self.register != "etcd":
             raise ValueError(f'register_nodes = {self.register_nodes}: only register = "etcd" has more nodes than one')
         if self.register != "sqlite" and self.hosts == "namespaces":
@@ -264,7 +265,7 @@ def check_fits(scenario: Scenario, fault: Fault) -> None:
         raise ValueError(f"lasts = {fault.lasts} must be positive seconds")
     steps = scenario.workload.steps
     if fault.at.step is not None and steps is not None and fault.at.step >= steps:
-        raise ValueError(f"at.step = {fault.at.step}, but the workload has {steps} steps")
+        raise ValueError(f"at.step = {fault.at.step}, but the workload has {counted(steps, 'step')}")
     if fault.at.point is not None and scenario.workload.family != "session":
         raise ValueError("points of the protocol are reached by workloads with an ft.Session only")
     fault.what.check(scenario)

@@ -21,6 +21,7 @@ from holdfast.harness.chaos.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.console import FoldingTable, panel, styled
 from holdfast.harness.report.svg import duration
+from holdfast.harness.words import counted
 
 _LINE_SECONDS = 10.0
 
@@ -29,7 +30,7 @@ def machine() -> str:
     """Where a run was made, in a few words."""
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.release()}"
-    return f"{cores} cores, {system}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]]) -> Iterator[RenderableType]:
@@ -81,7 +82,7 @@ class Bar:
             self._end_phase()
             self._began = time.monotonic()
             self._next = self._began + _LINE_SECONDS
-            self._notes.print(f"  {phase}: begins, {total} steps" if total else f"  {phase}: begins")
+            self._notes.print(f"  {phase}: begins, {counted(total, 'step')}" if total else f"  {phase}: begins")
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
             self._notes.print(f"  {phase}: {done}/{total} steps")
@@ -101,7 +102,7 @@ class Bar:
     def _end_phase(self) -> None:
         if self._phase and self._progress is None:
             done, _ = self._last
-            self._notes.print(f"  {self._phase}: {done} steps in {time.monotonic() - self._began:.1f} s")
+            self._notes.print(f"  {self._phase}: {counted(done, 'step')} in {time.monotonic() - self._began:.1f} s")
 
     def _drop(self) -> None:
         self._end_phase()

@@ -9,6 +9,7 @@ from holdfast.harness.chaos.performance import Raw
 from holdfast.harness.chaos.record import Speed, Strike
 from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.invariants import Finding
+from holdfast.harness.words import counted
 
 LEFT = OnlyTheStruckLeave.name
 SHOWN = 3
@@ -40,7 +41,7 @@ def failures(
         if each.time is None and not each.refused and each.number not in outlived
     ]
     if raw.too_long:
-        found.append(f"the run was not over after {scenario.limit:.0f} s: {speed.steps} steps were committed")
+        found.append(f"the run was not over after {scenario.limit:.0f} s: {counted(speed.steps, 'step')} committed")
     elif expect.finishes:
         found += [f"a process failed: {error.splitlines()[0]}" for error in raw.results.errors]
         found += _lost(raw)
@@ -50,11 +51,11 @@ def failures(
     elif not raw.results.errors:
         found.append("the job finished, and it was expected that it does not")
     if expect.ranks is not None and raw.results.ranks != expect.ranks:
-        found.append(f"the job ended with {raw.results.ranks} ranks, expected are {expect.ranks}")
+        found.append(f"the job ended with {counted(raw.results.ranks, 'rank')}, expected are {expect.ranks}")
     if expect.rebuilds is not None and not expect.rebuilds[0] <= rebuilds <= expect.rebuilds[1]:
         least, most = expect.rebuilds
         wanted = f"{least}" if least == most else f"{least} to {most}"
-        found.append(f"the communicator was rebuilt {rebuilds} times, expected is {wanted}")
+        found.append(f"the communicator was rebuilt {counted(rebuilds, 'time')}, expected is {wanted}")
     if expect.goodput and reference is not None and reference.rate > 0:
         share = speed.rate / reference.rate
         if share < expect.goodput:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from holdfast.harness.console import FoldingTable, panel, styled
 from holdfast.harness.demo.record import Blow, DemoRun
+from holdfast.harness.words import counted
 
 TITLES = {"trainer": "trainer rank killed", "generator": "generator killed", "holder": "weight holder killed"}
 
@@ -78,7 +79,7 @@ def _figures(run: DemoRun) -> Table:
     violations = sum(len(finding.violations) for finding in run.findings)
     table.add_row(
         "invariants",
-        Text(f"{len(run.findings)} checked over {looked} events; violations: ") + styled(violations, "bold"),
+        Text(f"{len(run.findings)} checked over {counted(looked, 'event')}; violations: ") + styled(violations, "bold"),
     )
     table.add_row(
         "speed",

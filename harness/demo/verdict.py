@@ -12,6 +12,7 @@ from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Outcome, Vic
 from holdfast.harness.demo.recorder import Recorder
 from holdfast.harness.demo.recovery import complete
 from holdfast.harness.invariants import Event, Finding
+from holdfast.harness.words import counted
 from holdfast.rl.happenings import WorkerLost
 
 AVERAGED = 3
@@ -59,9 +60,9 @@ def judge(
     if not plan.too_short and after < before + RISE:
         failures.append(f"held-out exact match went from {before:.1%} to {after:.1%}: it had to rise by {RISE:.0%}")
     if steps:
-        failures.append(f"{steps} steps were lost")
+        failures.append(f"lost: {counted(steps, 'step')}")
     if versions:
-        failures.append(f"{versions} versions of the weights were lost")
+        failures.append(f"lost: {counted(versions, 'version')} of the weights")
     failures += [f"the {victim} was not struck" for victim in sorted(pending)]
     failures += [
         f"the recovery from the death of {blow.process} is not complete" for blow in struck if not complete(blow)

@@ -10,6 +10,7 @@ from holdfast.harness.console import FoldingTable, styled
 from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Finding, GateReport
+from holdfast.harness.words import counted
 
 _MARK = {
     "does not run": "❌ does not run",
@@ -104,7 +105,8 @@ def show_calibration(found: Calibration, out: Console) -> None:
     """Print how often the gate was right."""
     table = FoldingTable(
         title=(
-            f"{found.commit}, both sides: {found.trials} trials of {found.workloads} workloads, {found.seconds:.0f} s; "
+            f"{found.commit}, both sides: {counted(found.trials, 'trial')} of {found.workloads} workloads, "
+            f"{found.seconds:.0f} s; "
             f"other processes used {found.others:.2f} CPUs meanwhile"
         ),
         title_justify="left",
@@ -130,7 +132,8 @@ def show_calibration(found: Calibration, out: Console) -> None:
 def calibration_markdown(found: Calibration) -> str:
     """How often the gate was right, as Markdown."""
     lines = [
-        f"{found.trials} trials of each kind at `{found.commit}`, of {found.workloads} workloads at once, in "
+        f"{counted(found.trials, 'trial')} of each kind at `{found.commit}`, of {found.workloads} workloads at once, "
+        f"in "
         f"{found.seconds / 60:.0f} minutes, while other processes used {found.others:.2f} CPUs. Equal code was called "
         f"slower in {found.alarms} of {found.trials} runs; {found.injected:.0%} put in was found in {found.power:.1%}.",
         "",

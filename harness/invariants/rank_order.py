@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from holdfast.harness.invariants.checker import Bounds, Checker
 from holdfast.harness.invariants.events import Event
+from holdfast.harness.words import counted
 
 
 class RankOrder(Checker):
@@ -30,7 +31,9 @@ class RankOrder(Checker):
         if len(known) != len(new):
             self.violated(event, f"somebody has two ranks of epoch {epoch}: {_few(new)}")
         if "min_size" in event.fields and len(new) < event.integer("min_size"):
-            self.violated(event, f"epoch {epoch} has {len(new)} members, the job needs {event.integer('min_size')}")
+            self.violated(
+                event, f"epoch {epoch} has {counted(len(new), 'member')}, the job needs {event.integer('min_size')}"
+            )
         if before == 0 or epoch != before + 1:
             return
         were = set(old)

@@ -11,12 +11,13 @@ import msgspec
 from holdfast.harness.chaos.compare import Row, compared
 from holdfast.harness.chaos.record import ChaosReport, ChaosRun, Strike
 from holdfast.harness.report.model import Fault, Figure, Lane, Span, Stage
-from holdfast.harness.report.progress import draw_progress
+from holdfast.harness.report.progress import OUTAGE, draw_progress
 from holdfast.harness.report.render import environment
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.strip import draw_strip
 from holdfast.harness.report.svg import duration
 from holdfast.harness.report.timeline import draw_timeline
+from holdfast.harness.words import counted
 
 SCENES = 6
 """How many recoveries are shown call by call."""
@@ -32,6 +33,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     figures: tuple[Figure, ...]
     progress: Any
+    stood_still: bool
     timeline: Any
     strip: Any
     faults: tuple[Fault, ...]
@@ -57,14 +59,15 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
     old, new = ({run.name: run for run in report.runs} for report in (before, after))
     both = [(old[name], new[name]) for name in new if name in old]
     pictures = [
-        tuple(Markup(draw_progress(run.progress, _faults(run), run.seconds, _rate(run))) for run in pair)
+        tuple(Markup(draw_progress(run.progress, _faults(run), longest, _rate(run))) for run in pair)
         for pair in both
+        for longest in [max(run.seconds for run in pair)]
     ]
     rows: list[tuple[ChaosRun, ChaosRun, list[Row]]] = [(a, b, compared(a, b)) for a, b in both]
     page = (
         environment()
         .get_template("chaos_compare.html.j2")
-        .render(rows=rows, pictures=pictures, names=names, before=before, after=after)
+        .render(rows=rows, pictures=pictures, names=names, before=before, after=after, outage=OUTAGE)
     )
     path.write_text(page + "\n", encoding="utf-8")
 
@@ -82,12 +85,14 @@ def _section(run: ChaosRun, markup: Any) -> Section:
         recovered = any(stage.name == "detected" for stage in strike.stages)
         for stage in strike.stages:
             rows.setdefault(stage.name if recovered else "next step", []).append((stage.seconds, strike.words))
+    progress = draw_progress(run.progress, faults, run.seconds, _rate(run))
     return Section(
         run=run,
         when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
         verdict=_verdict(run),
         figures=_figures(run),
-        progress=markup(draw_progress(run.progress, faults, run.seconds, _rate(run))),
+        progress=markup(progress),
+        stood_still=OUTAGE in progress,
         timeline=markup(draw_timeline(lanes, spans, faults, run.seconds)),
         strip=markup(draw_strip(rows)) if rows else "",
         faults=tuple(faults),
@@ -135,7 +140,7 @@ def _figures(run: ChaosRun) -> tuple[Figure, ...]:
     if run.goodput is not None:
         found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
     struck = sum(strike.time is not None for strike in run.strikes)
-    found.append(Figure("Faults", f"{struck}", f"{run.rebuilds} rebuilds"))
+    found.append(Figure("Faults", f"{struck}", counted(run.rebuilds, "rebuild")))
     for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
         if name in run.percentiles:
             found.append(Figure(name.capitalize(), duration(run.percentiles[name].p50), note))
@@ -151,5 +156,5 @@ def _figures(run: ChaosRun) -> tuple[Figure, ...]:
         )
     broken = sum(len(finding.violations) for finding in run.findings)
     looked = sum(finding.looked for finding in run.findings)
-    found.append(Figure("Violations", f"{broken}", f"{looked:,} events checked", "bad" if broken else "good"))
+    found.append(Figure("Violations", f"{broken}", f"{counted(looked, 'event')} checked", "bad" if broken else "good"))
     return tuple(found)

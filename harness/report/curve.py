@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.harness.report.model import Curve, Fault, Point
 from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
+from holdfast.harness.words import counted
 
 WIDTH, HEIGHT = 1000.0, 380.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 24.0, 44.0, 48.0
@@ -38,7 +39,7 @@ def _evaluations(evaluations: Sequence[Point], x: Scale, y: Scale) -> list[str]:
     points = [(x(point.steps), y(point.value)) for point in evaluations]
     parts = [polyline(points, "held-out")]
     for point, (across, up) in zip(evaluations, points, strict=True):
-        words = f"held-out exact match after {point.steps} steps: {point.value:.1%}"
+        words = f"held-out exact match after {counted(point.steps, 'step')}: {point.value:.1%}"
         parts.append(element("circle", title(words), cx=across, cy=up, r=4, cls="held-out-point"))
     if points:
         (across, up), value = points[0], evaluations[0].value
@@ -61,5 +62,7 @@ def draw_curve(curve: Curve, faults: Sequence[Fault]) -> str:
     for number, fault in enumerate(faults, start=1):
         across = x(fault.steps)
         parts.append(line(across, TOP - 12, across, y.start, "fault-line"))
-        parts.append(badge(across, TOP - 20, number, f"{fault.title} ({fault.target}), after {fault.steps} steps"))
+        parts.append(
+            badge(across, TOP - 20, number, f"{fault.title} ({fault.target}), after {counted(fault.steps, 'step')}")
+        )
     return drawing(WIDTH, HEIGHT, parts, "Reward and held-out exact match over committed steps, with the faults")

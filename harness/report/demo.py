@@ -6,8 +6,10 @@ import shlex
 from datetime import datetime
 
 from holdfast.harness.demo.record import Blow, DemoRun, Life
+from holdfast.harness.demo.verdict import AVERAGED
 from holdfast.harness.report.model import Curve, Fault, Figure, Lane, Point, Report, Span, Stage
 from holdfast.harness.report.svg import duration
+from holdfast.harness.words import counted
 
 _TITLES = {
     "trainer": "SIGKILL of a trainer",
@@ -29,6 +31,7 @@ def report_of(run: DemoRun) -> Report:
         curve=Curve(
             rewards=tuple(Point(step.step + 1, step.reward) for step in run.steps),
             evaluations=tuple(Point(one.version, one.exact_match) for one in run.evaluations),
+            averaged=min(AVERAGED, max(1, len(run.evaluations) - 1)),
             untrained=run.outcome.untrained,
             warmup_steps=run.recipe.warmup_steps,
         ),
@@ -55,7 +58,7 @@ def _summary(run: DemoRun) -> str:
     victims = [f"a {blow.victim}" for blow in run.blows]
     killed = " and ".join(filter(None, (", ".join(victims[:-1]), victims[-1])))
     verb = "was" if len(victims) == 1 else "were"
-    lost = f"{outcome.steps_lost} steps and {outcome.versions_lost} versions of the weights were lost"
+    lost = f"lost: {counted(outcome.steps_lost, 'step')} and {counted(outcome.versions_lost, 'version')} of the weights"
     if not (outcome.steps_lost or outcome.versions_lost):
         lost = "no step and no version of the weights was lost"
     return f"{learnt} On the way {killed} {verb} killed with SIGKILL; {lost}, and the job was never restarted."
@@ -71,7 +74,7 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
         Figure(
             "Held-out exact match",
             f"{outcome.before:.1%} → {outcome.after:.1%}",
-            f"before and after {len(run.steps):,} steps of GRPO",
+            f"before and after {counted(len(run.steps), 'step')} of GRPO",
             "plain" if outcome.too_short else "good" if outcome.after > outcome.before else "bad",
         ),
         Figure(

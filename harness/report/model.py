@@ -31,11 +31,13 @@ class Point(msgspec.Struct, frozen=True):
 class Curve(msgspec.Struct, frozen=True):
     """What was learnt: the mean reward of each step's samples, and exact match on held-out prompts.
 
-    `untrained` is the held-out rate before the supervised warm-up of `warmup_steps` steps, which comes first.
+    `untrained` is the held-out rate before the supervised warm-up of `warmup_steps` steps, which comes first. The
+    headline is the mean of the last `averaged` evaluations.
     """
 
     rewards: tuple[Point, ...]
     evaluations: tuple[Point, ...]
+    averaged: int = 1
     untrained: float | None = None
     warmup_steps: int = 0
 

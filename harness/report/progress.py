@@ -12,6 +12,9 @@ WIDTH, HEIGHT = 1000.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 44.0, 46.0
 LEAST_OUTAGE = 0.006
 """As a share of the run: shorter standstills are not shaded, nor are those that are usual in it."""
+OUTAGE = "outage"
+"""The class of the bands in which no step was committed: a picture with this word has some."""
+
 USUAL = 8.0
 """So many times the median distance of two steps is usual."""
 
@@ -34,7 +37,7 @@ def draw_progress(
         if after[0] - before[0] > least and after[1] - before[1] <= 1:
             words = title(f"no step was committed for {after[0] - before[0]:.3g} s")
             width = x(after[0]) - x(before[0])
-            parts.append(element("rect", words, x=x(before[0]), y=TOP, width=width, height=y.start - TOP, cls="outage"))
+            parts.append(element("rect", words, x=x(before[0]), y=TOP, width=width, height=y.start - TOP, cls=OUTAGE))
     if rate and points:
         start, first = points[0]
         end = min(seconds, start + (most - first) / rate)

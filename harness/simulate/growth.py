@@ -11,6 +11,7 @@ import numpy as np
 from holdfast.harness.simulate.scale import Scale, measure
 from holdfast.harness.simulate.scenarios import scenario
 from holdfast.harness.simulate.soak import Soak, soak
+from holdfast.harness.words import counted
 
 SIZES = (1_000, 10_000, 100_000)
 RANKS_A_HOST = 8
@@ -46,7 +47,7 @@ def study(
     done: dict[str, list[Scale]] = {"host-loss": [], "crash": []}
     for index, ranks in enumerate(sizes):
         for name, scales in done.items():
-            progress(0.9 * (index + 0.5 * (name == "crash")) / len(sizes), f"{name}, {ranks:,} ranks")
+            progress(0.9 * (index + 0.5 * (name == "crash")) / len(sizes), f"{name}, {counted(ranks, 'rank')}")
             scales.append(measure(scenario(name, ranks, ranks // RANKS_A_HOST, seed)))
     progress(0.9, "heartbeats under loss")
     soaks = tuple(soak(hours, burst=burst, shared=shared, seed=seed) for burst, shared in BURSTS)

@@ -27,6 +27,7 @@ from holdfast.harness.simulate.schedule import Schedule, load, save
 from holdfast.harness.simulate.shrink import shrink as make_smaller
 from holdfast.harness.simulate.story import Story
 from holdfast.harness.simulate.trace import TraceWriter
+from holdfast.harness.words import counted
 
 SMALL = 64
 STEPS = 40
@@ -103,7 +104,7 @@ def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[Outcome, str]:
 
 def _show_outcomes(outcomes: list[Outcome], schedule: Schedule, story: str, written: Path | None) -> None:
     out, last = console(), outcomes[-1]
-    table = FoldingTable(title=f"{len(outcomes)} simulations, seeds {outcomes[0].seed} to {last.seed}")
+    table = FoldingTable(title=f"{counted(len(outcomes), 'simulation')}, seeds {outcomes[0].seed} to {last.seed}")
     for name in ("events", "simulated", "epochs", "steps", "faults", "invariants", "broken", "trace of the last"):
         table.add_column(name, justify="right")
     table.add_row(
@@ -133,8 +134,8 @@ def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | 
     if name != "swarm" and ranks <= SMALL:
         return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
     schedule = make_scenario(name, ranks, hosts, seed)
-    with _working(f"{name}: setting up {ranks:,} ranks") as say:
-        result = measure(schedule, trace, lambda share, events: say(f"{name}: {share:.0%}, {events:,} events"))
+    with _working(f"{name}: setting up {counted(ranks, 'rank')}") as say:
+        result = measure(schedule, trace, lambda share, events: say(f"{name}: {share:.0%}, {counted(events, 'event')}"))
     if json:
         print_json(result)
     else:
@@ -164,7 +165,7 @@ def _show_scales(name: str, scales: Iterable[Scale]) -> None:
             out.print(styled("BROKEN", "red") + f" {scale.violation.invariant}: {scale.violation.message}")
     out.print(table)
     for scale in scales:
-        out.print(f"trace {scale.trace}, {scale.events:,} events, seed {scale.seed}")
+        out.print(f"trace {scale.trace}, {counted(scale.events, 'event')}, seed {scale.seed}")
 
 
 def figures(directory: Path, seed: int, json: bool) -> int:
@@ -192,7 +193,7 @@ def figures(directory: Path, seed: int, json: bool) -> int:
 def tour(seeds: int, first: int, json: bool) -> int:
     """Look for every bug of the museum."""
     notes, cores = console(stderr=True), len(os.sched_getaffinity(0))
-    begin = f"{len(EXHIBITS)} bugs on {cores} cores: about {MUSEUM_SECONDS / cores:.0f} s"
+    begin = f"{counted(len(EXHIBITS), 'bug')} on {counted(cores, 'core')}: about {MUSEUM_SECONDS / cores:.0f} s"
     looked = 0
     with working(notes, begin) as say:
 
@@ -231,4 +232,4 @@ def _show_sightings(sightings: list[Sighting]) -> None:
     found = sorted(seen.seeds for seen in sightings if seen.found)
     if found:
         largest = max(seen.shrunk for seen in sightings)
-        out.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {largest} events")
+        out.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {counted(largest, 'event')}")

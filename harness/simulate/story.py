@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.harness.invariants import Event, Violation
 from holdfast.harness.simulate.schedule import Schedule
+from holdfast.harness.words import counted
 
 LONGEST = 160
 TOLD = (
@@ -69,8 +70,9 @@ class Story:
         """The whole story."""
         layout = schedule.layout
         head = (
-            f"{layout.ranks} ranks on {layout.hosts} hosts, {layout.spares} spares, at least {layout.min_size} needed; "
-            f"{layout.steps} steps of {layout.compute:g} s; seed {schedule.seed}."
+            f"{counted(layout.ranks, 'rank')} on {layout.hosts} hosts, {counted(layout.spares, 'spare')}, "
+            f"at least {layout.min_size} needed; "
+            f"{counted(layout.steps, 'step')} of {layout.compute:g} s; seed {schedule.seed}."
         )
         committed = f"Steps 0 to {max(self._steps)} were committed." if self._steps else "No step was committed."
         if violation is None:

@@ -27,6 +27,7 @@ from holdfast.harness.simulate.register import SimulatedRegister
 from holdfast.harness.simulate.schedule import AtPoint, Fault, Schedule
 from holdfast.harness.simulate.trace import Trace, TraceWriter
 from holdfast.harness.simulate.worker import Worker
+from holdfast.harness.words import counted
 
 PROOF_SECONDS = 0.0004
 """How long the kernel takes, at the median, to tell of the end of a process."""
@@ -79,7 +80,7 @@ class World:
         members = [self._new_member(number, layout.host_of(number)) for number in range(layout.ranks + layout.spares)]
         view: View | None = None
         if not layout.form:
-            reason = f"all {layout.ranks} members are here"
+            reason = f"all {counted(layout.ranks, 'member')} are here"
             view = View(1, "running", tuple(members[: layout.ranks]), self._job, reason)
             self.register.view = view
         for number, member in enumerate(members):

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from holdfast.harness.console import FoldingTable
 from holdfast.harness.top.state import Fault, JobState, Row
+from holdfast.harness.words import counted
 
 _STATES = {
     "running": "green",
@@ -29,7 +30,7 @@ def render(job: JobState) -> RenderableType:
         (job.name or "?", "bold"),
         "  ",
         (job.phase, _PHASES.get(job.phase, "")),
-        f"  epoch {job.epoch}  {job.members} members",
+        f"  epoch {job.epoch}  {counted(job.members, 'member')}",
         f"  {job.backend}" * bool(job.backend),
         ("  step ", "dim"),
         (str(job.step) if job.step >= 0 else "-", "bold"),

@@ -13,6 +13,7 @@ from msgspec import Meta
 from holdfast.harness.chaos.fault_type import FaultType, Undo
 from holdfast.harness.chaos.links.breakable import unbreakable
 from holdfast.harness.chaos.links.policy import Plane, Policy, Rule
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario import Scenario
@@ -33,7 +34,7 @@ class _Linked(FaultType, frozen=True, kw_only=True):
             raise ValueError(f'{why}; use gloo, or plane = "control"')
         for rank in self.named:
             if not 0 <= rank < scenario.job.ranks:
-                raise ValueError(f"no rank {rank} ({scenario.job.ranks} ranks)")
+                raise ValueError(f"no rank {rank} ({counted(scenario.job.ranks, 'rank')})")
 
     @property
     def named(self) -> tuple[int, ...]:

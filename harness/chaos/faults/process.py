@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from holdfast.harness.chaos.fault_type import FaultType, Undo
 from holdfast.harness.chaos.stage import Victim
+from holdfast.harness.words import counted
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario import Scenario
@@ -49,7 +50,7 @@ class Aimed(FaultType, frozen=True, kw_only=True):
             if isinstance(name, str) and name not in ROLES[family]:
                 raise ValueError(f"who = {name!r}: there are {', '.join(ROLES[family])}")
             if isinstance(name, int) and (family != "session" or not 0 <= name < scenario.job.ranks):
-                raise ValueError(f"who = {name}: no such rank ({scenario.job.ranks} ranks)")
+                raise ValueError(f"who = {name}: no such rank ({counted(scenario.job.ranks, 'rank')})")
 
     def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
         """With ranks, all different, in place of "random"."""
