@@ -231,7 +231,7 @@ def test_nothing_on_the_pages_is_cut(killed: Path, tmp_path: Path, width: int) -
 
 def test_what_is_drawn_has_a_legend(killed: Path, tmp_path: Path) -> None:
     """Bands where no step was committed, the dashed line, and what the headline counts."""
-    (run,) = load_report(killed).runs
+    run, *_ = load_report(killed).runs
     still = msgspec.structs.replace(run, progress=((0.0, 0), (0.1, 1), (0.2, 2), (0.3, 3), (3.0, 4)), seconds=3.0)
     report = ChaosReport(version="1", machine="here", runs=(still,))
     write_report(report, tmp_path / "report.html")

@@ -533,6 +533,15 @@ def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
     return launch(Plan(python_command(str(path), [str(tmp_path)]), 1, **plan))
 
 
+def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(tmp_path, r"""print("10%\r20%\r30%\n\x1b[2J\x1b[31mred\x1b[0m [/dev/shm]", flush=True)""")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "0%" in line] == ["[0] 10%", "[0] 20%", "[0] 30%"]
+    assert "[0] \\x1b[2Jred [/dev/shm]" in lines
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not of the job's last view, or stopped, is given hardly any time after its end."""

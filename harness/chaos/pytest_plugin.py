@@ -25,7 +25,8 @@ class Chaos:
         """See `holdfast.harness.chaos.run`."""
         from holdfast.harness.chaos import api
 
-        repeat = f"pytest '{self._nodeid}' --chaos-seed {self.seed}"
+        quoted = "'" + self._nodeid.replace("'", "'\"'\"'") + "'"
+        repeat = f"pytest {quoted} --chaos-seed {self.seed}"
         result = api.run(fn, *args, **{"seed": self.seed, "repeat": repeat, **options})
         if not result.passed:
             result.write(self._folder / "chaos")
