@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,19 @@ BLOCK_BYTES = 2 << 20
 
 SHARE_BYTES = 8 << 20
 """Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""
+
+
+class OwnMemory:
+    """Where a region of this process lies, as long as it is exposed."""
+
+    __slots__ = ("__weakref__", "address")
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
+        self.address = tensor.data_ptr()
+        _own[os.getpid(), handle.plane, handle.address] = self
+
+
+_own: weakref.WeakValueDictionary[tuple[int, str, bytes], OwnMemory] = weakref.WeakValueDictionary()
 
 
 class Reach(ABC):
@@ -91,6 +106,7 @@ class CheckedPlane(MemoryPlane):
         self._check_open()
         began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
         self._check(op, handle, offset, nbytes)
+        self._check_apart(op, handle, address, offset, nbytes)
         deadline = began + timeout
 
         def look() -> None:
@@ -126,6 +142,14 @@ class CheckedPlane(MemoryPlane):
             raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
         if handle.plane != self.name:
             raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+
+    def _check_apart(self, op: str, handle: Handle, address: int, offset: int, nbytes: int) -> None:
+        """Raise ValueError if a block of the copy would overwrite what a later block reads."""
+        own = _own.get((os.getpid(), handle.plane, handle.address))
+        if own is not None and 0 < abs(own.address + offset - address) < nbytes:
+            raise ValueError(
+                f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -178,12 +202,13 @@ class TableRegion(Region):
     def __init__(self, handle: Handle, tensor: torch.Tensor, strike_out: Callable[[Any], None]) -> None:
         self.handle = handle
         self._tensor, self._strike_out = tensor, strike_out
+        self._memory: OwnMemory | None = OwnMemory(handle, tensor)
         self._open = True
         forks.own(self, "a region of exposed memory", ("handle",))
 
     def close(self) -> None:
         if self._open:
-            self._open = False
+            self._open, self._memory = False, None
             self._strike_out(self)
 
 

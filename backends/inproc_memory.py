@@ -15,7 +15,7 @@ import threading
 import msgspec
 import torch
 
-from holdfast.backends.block_copy import BlockCopyPlane, Reach, contiguous_address
+from holdfast.backends.block_copy import BlockCopyPlane, OwnMemory, Reach, contiguous_address
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.liveness import this_process
@@ -54,13 +54,14 @@ class InprocRegion(Region):
         self.number, self.tensor, self.writable = next(_numbers), tensor, writable
         address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
         self.handle = Handle(plane.name, address, tensor.nbytes)
+        self._memory: OwnMemory | None = OwnMemory(self.handle, tensor)
         self.writing = threading.Lock()
         self.open = True
         forks.own(self, "a region of exposed memory", ("handle", "open"))
 
     def close(self) -> None:
         with self.writing:
-            self.open = False
+            self.open, self._memory = False, None
         _regions.pop(self.number, None)
 
 

@@ -119,6 +119,25 @@ def test_a_read_only_region_is_not_written(plane: MemoryPlane) -> None:
     assert tensor.tolist() == [0.0] * 6
 
 
+def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
+    """Block by block it would read what it has overwritten."""
+    base = torch.arange(3 * block_copy.BLOCK_BYTES // 4, dtype=torch.int32)
+    before, half = base.clone(), base.numel() // 2
+    with plane.expose(base, writable=True) as region:
+        for copy in (plane.read, plane.write):
+            for first, offset in ((1, 0), (0, 4), (half - 1, 0)):
+                with pytest.raises(ValueError, match="overlaps"):
+                    copy(region.handle, base[first : first + half], offset)
+        assert torch.equal(base, before)
+        plane.read(region.handle, base[:half]).wait()
+        assert torch.equal(base, before)
+        plane.read(region.handle, base[half:], 0).wait()
+        assert torch.equal(base, torch.cat([before[:half], before[:half]]))
+    with plane.expose(before) as region:
+        plane.read(region.handle, base).wait()
+        assert torch.equal(base, before)
+
+
 @pytest.mark.parametrize("offset", [-1, 1, 1 << 70])
 def test_a_range_outside_the_region_is_refused_at_once(plane: MemoryPlane, offset: int) -> None:
     tensor, into = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
