@@ -114,12 +114,19 @@ def _pieces(entries: tuple[Entry, ...]) -> Iterator[Piece]:
         yield Piece(start, end - start, tuple(run))
 
 
-def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Names and tensors of a state dict; those of nested mappings are joined with dots.
 
-    Raises TypeError for anything but tensors, ValueError for a name that occurs twice, `Unsupported` for
-    tensors without plain memory of their own.
+    Raises TypeError for anything but tensors, ValueError for a name that occurs twice or is not valid text,
+    `Unsupported` for tensors without plain memory of their own.
     """
+    try:
+        return _flatten(state, "")
+    except RecursionError:
+        raise TypeError("the state dict is nested too deeply, or contains itself") from None
+
+
+def _flatten(state: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping):
         raise TypeError(f"a state dict maps names to tensors; this is a {type(state).__name__}")
     flat: dict[str, torch.Tensor] = {}
@@ -127,11 +134,21 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
         if not isinstance(key, str):
             raise TypeError(f"{prefix}{key!r}: names in a state dict are strings, not {type(key).__name__}")
         name = prefix + key
-        found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: _plain(name, value)}
+        if not _is_text(name):
+            raise ValueError(f"{name!r}, a name in the state dict, is not valid Unicode text")
+        found = _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: _plain(name, value)}
         if twice := flat.keys() & found.keys():
             raise ValueError(f"{min(twice)!r} is in the state dict twice")
         flat.update(found)
     return flat
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(name: str, value: object) -> torch.Tensor:

@@ -181,11 +181,15 @@ def test_what_does_not_fit_is_refused_before_anything_changes(store: WeightStore
 
 
 def test_bad_arguments(store: WeightStore) -> None:
+    contains_itself: dict[str, Any] = {}
+    contains_itself["a"] = contains_itself
     for state, kind in [
         ({"a": 3.0}, TypeError),
         ({1: torch.ones(1)}, TypeError),
         ([torch.ones(1)], TypeError),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError),
+        ({"\ud800": torch.ones(1)}, ValueError),
+        (contains_itself, TypeError),
         ({"a": torch.eye(3).to_sparse()}, Unsupported),
         ({"a": torch.ones(3, device="meta")}, Unsupported),
     ]:
