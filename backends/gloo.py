@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from holdfast.backends.gloo_sockets import duplicates, listens, name_of, sockets
+from holdfast.backends.gloo_errors import meaning_of
+from holdfast.backends.gloo_sockets import close_to_strangers, duplicates, listens, name_of, sockets
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms import _native, forks
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again, describe
 from holdfast.comms.interruptible import run_interruptible
+from holdfast.comms.local_causes import local_cause, out_of_descriptors
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import (
     API_VERSION,
@@ -108,7 +110,8 @@ class GlooTransport(TorchGroup):
         with _making_device:
             before = sockets()
             settings._devices = [_device(one_host)]
-            listening = {name_of(number) for number, _ in sockets() - before if listens(number)}
+            doors = [number for number, _ in sockets() - before if listens(number)]
+            listening = {name_of(number) for number in doors}
         context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
         theirs: set[tuple[str, int]] = set()
         for rank in range(self.size):
@@ -122,7 +125,7 @@ class GlooTransport(TorchGroup):
 
         def look() -> None:
             if (error := context.over()) is not None:
-                raise error
+                raise again(error)
             if dead := self._liveness.dead():
                 raise PeerFailed(dead, "its process ended while the ranks connected")
 
@@ -136,11 +139,17 @@ class GlooTransport(TorchGroup):
         except HoldfastError:
             raise
         except RuntimeError as error:
+            if (
+                cause := local_cause(error, "connecting over gloo") or out_of_descriptors("connecting over gloo")
+            ) is not None:
+                raise cause from error
             if time.monotonic() - began >= limit:
                 raise OpTimeout("connect", 0, limit) from error
             self._liveness.wait(self._wake, _GRACE_SECONDS)
             look()
             raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
+        for door in doors:
+            close_to_strangers(door)
         self._sockets = duplicates(listening, theirs)
         return group
 
@@ -175,7 +184,7 @@ class GlooTransport(TorchGroup):
 
     def _go_on(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
         """After the first error of a collective, which may be that it has taken longer than `waited`."""
-        began = time.monotonic() - (waited.total_seconds() if "imed out" in str(error) else 0.0)
+        began = time.monotonic() - (waited.total_seconds() if meaning_of(error) == "timeout" else 0.0)
         try:
             if work is None:
                 raise error
@@ -235,13 +244,18 @@ class GlooTransport(TorchGroup):
         self, op: str, error: RuntimeError, began: float, deadline: float, awaited: Sequence[int]
     ) -> HoldfastError:
         """What a failure of gloo means: our own abort, a peer's end, a timeout, or a broken connection."""
+        meaning = meaning_of(error)
         until = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        while self._error is None and time.monotonic() < until and "imed out" not in str(error):
+        while self._error is None and time.monotonic() < until and meaning == "connection":
             time.sleep(0.001)
         if self._error is not None:
             return self._error.again()
+        if (cause := local_cause(error, op)) is not None:
+            return cause
+        if meaning == "local":
+            return HoldfastError(f"{op} (op {self._seq}) failed in this process, by no peer's fault: {describe(error)}")
         waited = time.monotonic() - began
-        if "imed out" in str(error) or time.monotonic() >= deadline:
+        if meaning == "timeout" or time.monotonic() >= deadline:
             return OpTimeout(op, self._seq, waited, awaited)
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
@@ -393,10 +407,17 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def _device(one_host: bool) -> Any:
-    """Loopback among ranks of one host; else what GLOO_SOCKET_IFNAME names, as torch does, or gloo finds by itself."""
+    """Loopback among ranks of one host; else what GLOO_SOCKET_IFNAME names, as torch does, or gloo finds by itself.
+
+    Not lazy: once the group stands nobody can connect to it any more.
+    """
     gloo: Any = dist.ProcessGroupGloo
     interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
-    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    return (
+        gloo.create_device(interface=interface, lazy_init=False)
+        if interface
+        else gloo.create_default_device(lazy_init=False)
+    )
 
 
 def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:

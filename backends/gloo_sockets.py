@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_BPF_RETURN = 0x06  # BPF_RET | BPF_K
+_SO_ATTACH_FILTER = 26
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -44,6 +48,18 @@ def name_of(number: int) -> tuple[str, int]:
     with _borrowed(number) as each:
         address = each.getsockname()
         return str(address[0]), int(address[1])
+
+
+def close_to_strangers(number: int) -> None:
+    """Let nobody connect to a listening socket any more; the connections that it has accepted stand.
+
+    The kernel drops what comes to it: to close it, gloo's own loop would have to do without it, which it does not.
+    """
+    accept_nothing = struct.pack("HBBI", _BPF_RETURN, 0, 0, 0)
+    program = ctypes.create_string_buffer(accept_nothing)
+    with _borrowed(number) as each:
+        filters = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+        each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
 
 
 def duplicates(listening: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> list[socket.socket]:

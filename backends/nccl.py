@@ -30,7 +30,7 @@ from holdfast.backends.grouped_calls import CallingThread, in_a_group, may_leave
 from holdfast.backends.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
@@ -103,7 +103,7 @@ class NcclTransport(TorchGroup):
         def look() -> None:
             self._check()
             if (reason := over()) is not None:
-                raise reason
+                raise again(reason)
             if time.monotonic() > deadline:
                 raise OpTimeout("connect", 0, time.monotonic() - began)
 

@@ -12,15 +12,12 @@ import time
 from pathlib import Path
 
 from holdfast.comms import _native
+from holdfast.comms.local_causes import MEMORY_HINT
 from holdfast.comms.plugins import Available, Unavailable
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-HINT = (
-    "allow it (CAP_SYS_PTRACE, `sysctl kernel.yama.ptrace_scope=0`, or a container profile that permits "
-    "process_vm_readv), and run all processes of the job as one user"
-)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -75,13 +72,13 @@ def probe() -> Available | Unavailable:
     try:
         read_process(os.getpid(), ctypes.addressof(copy), ctypes.addressof(word), 8)
     except OSError as error:
-        return Unavailable(f"process_vm_readv fails: {error.strerror}", HINT)
+        return Unavailable(f"process_vm_readv fails: {error.strerror}", MEMORY_HINT)
     try:
         scope = int(_YAMA.read_text())
     except (OSError, ValueError):
         scope = 0
     if scope >= 2 and not (scope == 2 and _may_trace_anybody()):
-        return Unavailable(f"Yama forbids reading other processes (ptrace_scope {scope})", HINT)
+        return Unavailable(f"Yama forbids reading other processes (ptrace_scope {scope})", MEMORY_HINT)
     return Available("process_vm_readv")
 
 

@@ -7,7 +7,6 @@ are read with process_vm_readv from the tensor where they are.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 import torch
@@ -21,7 +20,9 @@ from holdfast.comms.algorithms.board import Board
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.comms.algorithms.mapped_window import MappedWindow
 from holdfast.comms.errors import OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.kernel_calls import refused
 from holdfast.comms.liveness import Liveness
+from holdfast.comms.local_causes import unreadable
 from holdfast.comms.plugins import (
     API_VERSION,
     Available,
@@ -76,7 +77,7 @@ class ShmTransport(DirectTransport):
         except ProcessLookupError:
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
-            raise PeerFailed((rank,), f"its memory cannot be read: {error}") from error
+            raise unreadable(rank, error.errno or 0) from error
         if copied != nbytes:
             raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 
@@ -184,9 +185,7 @@ def _said(context: Context) -> Place | None:
 
 def probe() -> Available | Unavailable:
     """Whether one process may read another's memory here."""
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return Unavailable("it needs Linux 5.3 with memfd and pidfd", "use gloo")
-    return probe_copies()
+    return refused("memfd_create", "pidfd_open") or probe_copies()
 
 
 @hookimpl

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.comms.algorithms.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.local_causes import not_openable
 from holdfast.comms.transport import Peer
 
 PLOTS = 4
@@ -85,7 +86,7 @@ class Ground:
         try:
             descriptor = os.open(f"/proc/{peers[0].pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise PeerFailed((0,), f"its shared memory cannot be opened: {error}") from error
+            raise not_openable(0, "shared memory", error) from error
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (place.inode, PLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)

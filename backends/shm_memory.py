@@ -20,11 +20,12 @@ from contextlib import ExitStack, suppress
 import torch
 
 from holdfast.backends.block_copy import BlockCopyPlane, Reach, TableRegion, contiguous_address
-from holdfast.backends.process_memory import HINT, permit_peers, read_process, write_process
+from holdfast.backends.process_memory import permit_peers, read_process, write_process
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
 from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.liveness import this_host, this_process
+from holdfast.comms.local_causes import MEMORY_HINT
 from holdfast.comms.plane import Handle
 
 LOCK_SECONDS = 5.0
@@ -224,7 +225,7 @@ def _run(copy: Callable[..., int], pid: int, *pieces: int) -> None:
         if error.errno == errno.ESRCH:
             raise RegionGone(f"process {pid}, which exposed this region, is gone") from error
         if error.errno != errno.EFAULT:
-            raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", HINT) from error
+            raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", MEMORY_HINT) from error
         copied = 0
     if copied != sum(pieces[2::3]):
         raise RegionGone(f"process {pid} has no such memory any more")

@@ -21,7 +21,8 @@ import torch
 
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
-from holdfast.comms.errors import OpTimeout, PeerFailed
+from holdfast.comms.errors import OpTimeout
+from holdfast.comms.local_causes import not_openable
 from holdfast.comms.transport import Peer, Transport
 
 _PLACE = struct.Struct("=qqqq")
@@ -88,7 +89,7 @@ def _map(held: ExitStack, pid: int, rank: int, place: tuple[int, ...], header_by
             held.callback(whole.close)
             address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
     except OSError as error:
-        raise PeerFailed((rank,), f"its window cannot be opened: {error}") from error
+        raise not_openable(rank, "window", error) from error
     return Part(header, address, nbytes, _lock_of(descriptor, rank))
 
 

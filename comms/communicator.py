@@ -215,5 +215,5 @@ class Communicator(Collectives):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         self.close()

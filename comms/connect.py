@@ -22,10 +22,11 @@ import torch.distributed as dist
 from holdfast.comms import forks
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported
+from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
 from holdfast.comms.journal import Recorder
 from holdfast.comms.keys import job_key
 from holdfast.comms.liveness import this_process
+from holdfast.comms.local_causes import told_as_local
 from holdfast.comms.plugins import BackendInfo, Unavailable
 from holdfast.comms.registry import registry
 from holdfast.comms.rendezvous.gathering import Gathering
@@ -52,6 +53,7 @@ def checks_are_on() -> bool:
     return os.environ.get("HOLDFAST_CHECK", "0") not in ("", "0")
 
 
+@told_as_local("connecting")
 def connect(
     backend: str = "auto",
     *,
@@ -136,6 +138,7 @@ def connect(
         raise
 
 
+@told_as_local("connecting")
 def connect_part(
     whole: Communicator,
     members: tuple[int, ...],
@@ -157,7 +160,7 @@ def connect_part(
 
     def look() -> None:
         if (error := whole.over) is not None:
-            raise error
+            raise again(error)
 
     gathering = Gathering(place, within, count, deadline=deadline, timeout=timeout, look=look)
     with gathering.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
@@ -177,6 +180,7 @@ def connect_part(
         )
 
 
+@told_as_local("connecting")
 def connect_members(
     backend: str,
     *,

@@ -34,16 +34,31 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
     return error
 
 
+def describe(error: BaseException) -> str:
+    """An error in words that are never empty: with its type, unless it is one of ours, which say all."""
+    text = str(error)
+    if isinstance(error, HoldfastError) and text:
+        return text
+    return type(error).__name__ + (f": {text}" if text else "")
+
+
+def again(error: BaseException) -> BaseException:
+    """An equal error without a traceback, for one that is kept and may be raised many times.
+
+    A kept error that is raised itself would hold the frames it passed through, and all that they hold.
+    """
+    fields = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
+    copy = rebuild(type(error), error.args, fields)
+    copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copy
+
+
 class HoldfastError(RuntimeError):
     """Root of the tree: catch this to catch everything that holdfast itself raises."""
 
     def again(self) -> Self:
-        """An equal error without a traceback: raise this where an error is kept and may be raised many times.
-
-        A kept error that is raised itself would hold the frames it passed through, and all that they hold.
-        """
-        fields = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
-        return cast(Self, rebuild(type(self), self.args, fields))
+        """An equal error without a traceback: see the function `again`."""
+        return cast(Self, again(self))
 
     def __reduce__(self) -> tuple[object, ...]:
         return rebuild, (type(self), self.args, self.__dict__)
@@ -67,6 +82,15 @@ class Unsupported(HoldfastError):
 
 class Mismatch(HoldfastError):
     """Ranks, threads or processes disagree about what is being done."""
+
+
+class ResourceExhausted(HoldfastError):
+    """This process lacks something that it needs; no peer is to blame. `resource` names it, `need` and `limit` say how
+    much was needed and how much there is."""
+
+    def __init__(self, resource: str, need: str, limit: str, hint: str = "") -> None:
+        self.resource, self.need, self.limit = resource, need, limit
+        super().__init__(f"this process is out of {resource}: it needs {need}, {limit}" + (f"; {hint}" * bool(hint)))
 
 
 class UsedAfterFork(HoldfastError):
@@ -97,6 +121,14 @@ class OpTimeout(HoldfastError, TimeoutError):
         )
 
 
+class StillRunning(OpTimeout):
+    """Whoever waited for a work did so for too short a time; the op goes on, until the timeout that it was given."""
+
+    def __init__(self, op: str, waited: float) -> None:
+        super().__init__(op, 0, waited)
+        self.args = (f"{op} is still running after {waited:.3g} s of waiting; it goes on: wait again, or longer",)
+
+
 class PeerFailed(HoldfastError):
     """Other ranks are gone. `ranks` names them, `evidence` says how that is known. `communicator` names the one whose
     ranks these are, if an op of one has failed."""
@@ -108,10 +140,11 @@ class PeerFailed(HoldfastError):
 
 
 class Revoked(HoldfastError):
-    """The communicator of this epoch is over: aborted, closed or replaced by a later one."""
+    """The communicator of this epoch is over: aborted, closed or replaced by a later one. `failure` is the type of the
+    error that an op here failed with, if that ended it."""
 
-    def __init__(self, epoch: int, reason: str = "aborted") -> None:
-        self.epoch, self.reason = epoch, reason
+    def __init__(self, epoch: int, reason: str = "aborted", failure: type[BaseException] | None = None) -> None:
+        self.epoch, self.reason, self.failure = epoch, reason, failure
         super().__init__(f"the communicator of epoch {epoch} is over: {reason}; use the next one")
 
 

@@ -21,9 +21,19 @@ import torch
 from holdfast.comms import _native, forks
 from holdfast.comms.agreement import Agreement
 from holdfast.comms.arguments import Arguments
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, UsedAfterFork
+from holdfast.comms.errors import (
+    HoldfastError,
+    Mismatch,
+    OpTimeout,
+    PeerFailed,
+    Revoked,
+    Unsupported,
+    UsedAfterFork,
+    describe,
+)
 from holdfast.comms.journal import About, Journal
 from holdfast.comms.liveness import stopped
+from holdfast.comms.local_causes import local_cause
 from holdfast.comms.plugins import OpEvent
 from holdfast.comms.registry import registry
 from holdfast.comms.transport import Context, FastPath, Form, Transport
@@ -214,7 +224,10 @@ class Executor:
                 error = self._named(error, name, seq, joint)
             elif isinstance(error, PeerFailed):
                 error.communicator = self._name
-            self._end(Revoked(self._epoch, f"an earlier op failed: {error}"))
+            elif (mine := _own(error, name)) is not None:
+                mine.__cause__ = error
+                error = mine
+            self._end(Revoked(self._epoch, f"an earlier op failed: {describe(error)}", type(error)))
             raise error
         finally:
             del error  # this frame is in its traceback: together they would keep all that was tried alive
@@ -351,6 +364,16 @@ class _Op:
         if self.check is not None:
             self.check(deadline)
         body(deadline)
+
+
+def _own(error: BaseException, op: str) -> HoldfastError | None:
+    """What a failure of this process's own libraries or resources is told as; None if it tells all by itself."""
+    if isinstance(error, OSError | RuntimeError | MemoryError) and not isinstance(error, HoldfastError):
+        if (cause := local_cause(error, op)) is not None:
+            return cause
+        if type(error) is RuntimeError:
+            return HoldfastError(f"{op} failed in this process, by no peer's fault: {describe(error)}")
+    return None
 
 
 def _recorded(

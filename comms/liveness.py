@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, again
 from holdfast.comms.file_io import read_all
+from holdfast.comms.local_causes import exhausted
 from holdfast.comms.transport import Peer
 
 HOST = "HOLDFAST_HOST"
 """The environment variable that sets processes of one machine apart: those with different values take themselves to be
 on different hosts, and judge each other by what comes over the network alone.
 """
+
+
+_LOOK_SECONDS = 0.05
+"""How often to look at processes where pidfds cannot be had."""
 
 
 @functools.cache
@@ -39,15 +46,23 @@ def this_process() -> Peer:
     return Peer(this_host(), os.getpid(), started(os.getpid()))
 
 
+class PidfdsRefused(OSError):
+    """This process may not have pidfds: it looks at other processes from time to time instead (`is_gone`)."""
+
+
 def open_pidfd(peer: Peer) -> int | None:
     """A descriptor that becomes readable when the process ends; None if it is gone already.
 
-    Only for peers of this host; the caller closes it.
+    Only for peers of this host; the caller closes it. Raises `PidfdsRefused` where a container profile forbids it.
     """
     try:
         fd = os.pidfd_open(peer.pid)
     except ProcessLookupError:
         return None
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS):
+            raise PidfdsRefused(error.errno, error.strerror) from error
+        raise
     try:
         if started(peer.pid) == peer.started:
             return fd
@@ -61,15 +76,20 @@ def is_gone(peer: Peer) -> bool:
     """Whether a process of this host has ended. False for one of another host."""
     if peer.host != this_host():
         return False
-    fields = stat(peer.pid)
+    try:
+        fields = stat(peer.pid)
+    except OSError:  # of this process, and no proof of anything
+        return False
     return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
 
 
 def stat(pid: int) -> list[bytes]:
-    """/proc/pid/stat from the state on; empty for a process that is gone."""
+    """/proc/pid/stat from the state on; empty for a process that is gone. OSError if this one lacks a descriptor."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if exhausted(error.errno, "a look at a process") is not None:
+            raise
         return []
     try:
         text = read_all(fd)
@@ -84,7 +104,10 @@ def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger, a frozen cgroup) now. False for one that is gone, or
     cannot be looked at.
     """
-    state = stat(pid)[:1]
+    try:
+        state = stat(pid)[:1]
+    except OSError:
+        return False
     return bool(state) and (state[0] in (b"T", b"t") or _is_frozen(pid))
 
 
@@ -120,6 +143,7 @@ class Liveness:
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
         self._waited_for = 0
+        self._looked_at: dict[int, Peer] = {}
         self._poll = select.poll()
 
     def _open(self) -> None:
@@ -128,7 +152,14 @@ class Liveness:
             peer_rank, peer = self._unopened.popitem()
             if peer.host != this_host() or peer.pid == os.getpid():
                 continue
-            fd = open_pidfd(peer)
+            try:
+                fd = open_pidfd(peer)
+            except PidfdsRefused:
+                self._looked_at[peer_rank] = peer
+                continue
+            except BaseException:
+                self._unopened[peer_rank] = peer
+                raise
             if fd is None:
                 self._dead.add(peer_rank)
             else:
@@ -138,11 +169,12 @@ class Liveness:
     def dead(self) -> tuple[int, ...]:
         """The ranks whose process is gone, in order. From any thread."""
         if (error := self._over()) is not None:
-            raise error
+            raise again(error)
         with self._lock:
             self._open()
             if self._ranks:
                 self._note(self._poll.poll(0))
+            self._look()
             return tuple(sorted(self._dead))
 
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
@@ -160,11 +192,23 @@ class Liveness:
             for fd, peer_rank in self._ranks.items():
                 if peer_rank not in self._dead:
                     watched.register(fd, select.POLLIN)
-        ready = watched.poll(None if seconds is None else seconds * 1000)
-        with self._lock:
-            self._note([event for event in ready if event[0] != wake_fd])
-            self._waited_for = len(self._dead)
-        return all(fd != wake_fd for fd, _ in ready)
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if end is None else max(end - time.monotonic(), 0.0)
+            pause = min(left if left is not None else _LOOK_SECONDS, _LOOK_SECONDS) if self._looked_at else left
+            ready = watched.poll(None if pause is None else pause * 1000)
+            with self._lock:
+                self._note([event for event in ready if event[0] != wake_fd])
+                self._look()
+                found, self._waited_for = len(self._dead) > self._waited_for, len(self._dead)
+            if ready or found or (end is not None and time.monotonic() >= end):
+                return all(fd != wake_fd for fd, _ in ready)
+
+    def _look(self) -> None:
+        """Where there are no pidfds. The lock is held."""
+        for peer_rank in [rank for rank, peer in self._looked_at.items() if is_gone(peer)]:
+            del self._looked_at[peer_rank]
+            self._dead.add(peer_rank)
 
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:
         """The lock is held."""
@@ -176,6 +220,7 @@ class Liveness:
     def close(self) -> None:
         with self._lock:
             self._unopened.clear()
+            self._looked_at.clear()
             for fd in self._ranks:
                 os.close(fd)
             self._ranks.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from holdfast.comms.errors import StillRunning, again
+
 
 class Work:
     """What every op returns: `wait` for it, ask whether it is `done`, look at its `exception`.
@@ -20,14 +22,14 @@ class Work:
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the op is complete; raise its error, or `TimeoutError` after `timeout` seconds of waiting.
+        """Return when the op is complete; raise its error, or `StillRunning` after `timeout` seconds of waiting.
 
-        The op itself goes on after such a `TimeoutError`: its own timeout is the one given when it was issued.
+        The op itself goes on then: its own timeout is the one given when it was issued.
         """
         if not self._done.wait(timeout):
-            raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
+            raise StillRunning(self._name, timeout or 0.0)
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def done(self) -> bool:
         """True once the op is complete or has failed."""

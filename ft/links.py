@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 
+from holdfast.comms.errors import ResourceExhausted
 from holdfast.ft.control.errors import ConnectionLost, ControlError
 from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.view import Member
@@ -101,7 +102,7 @@ class Links:
         link: RpcConnection | None = None
         try:
             link = await self._dialled_link(member)
-        except ControlError as error:
+        except (ControlError, ResourceExhausted) as error:
             _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
         finally:
             waiting = self._visits.pop(member.id, [])
@@ -186,6 +187,13 @@ class Links:
                 _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
                 if isinstance(error, ConnectionLost) and REFUSED in error.evidence:
                     self._on_refused(member.id)
+                delay = RETRY_SECONDS
+                continue
+            except ResourceExhausted as error:
+                _log.warning("%s cannot connect to %s: %s", self._identity, member.id, error)
+                for future in self._waiting.pop(member.id, []):
+                    if not future.done():
+                        future.set_exception(error.again())
                 delay = RETRY_SECONDS
                 continue
             if link is None:

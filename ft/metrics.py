@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import About, Journal, Recorder
+from holdfast.ft.metrics_server import MetricsServer
 
 PORT = "HOLDFAST_METRICS_PORT"
 """The environment variable that turns metrics on: a port, "0" for any free one, or a range such as "9400-9463", of
@@ -145,9 +145,8 @@ class Metrics:
         self.registry = prometheus.CollectorRegistry()
         self._make(job)
         self.registry.register(self)
-        self._server, self._thread = self._serve(ports(asked))
-        forks.guard_socket(self._server)
-        self.url = f"http://{_HOST}:{self._server.server_port}/metrics"
+        self._server = self._serve(ports(asked))
+        self.url = f"http://{_HOST}:{self._server.port}/metrics"
         self._unsubscribe = events.subscribe(self._hear)
         events.emit("metrics", url=self.url)
 
@@ -237,10 +236,13 @@ class Metrics:
             failed.add_metric([op], sums.failures)
         return [missed, seconds, nbytes, failed]
 
-    def _serve(self, among: range) -> tuple[Any, Any]:
+    def _page(self) -> tuple[str, bytes]:
+        return self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self.registry)
+
+    def _serve(self, among: range) -> MetricsServer:
         for port in among:
             try:
-                return self._prometheus.start_http_server(port, addr=_HOST, registry=self.registry)
+                return MetricsServer(_HOST, port, self._page)
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise HoldfastError(f"metrics cannot be served on {_HOST}:{port}: {error}") from error
@@ -253,6 +255,4 @@ class Metrics:
     def close(self) -> None:
         """Stop serving. Idempotent."""
         self._unsubscribe()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()

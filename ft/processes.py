@@ -181,13 +181,19 @@ def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
 
 def cpu_ticks(pid: int) -> int:
     """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
-    fields = stat(pid)
+    try:
+        fields = stat(pid)
+    except OSError:
+        return 0
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
 def is_exiting(pid: int) -> bool:
     """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
-    fields = stat(pid)
+    try:
+        fields = stat(pid)
+    except OSError:  # of this process, and no proof of anything
+        return False
     if not fields or fields[0] in (b"Z", b"X"):
         return True
     return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
@@ -224,7 +230,10 @@ def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
 
 def fatal_signal(pid: int) -> int:
     """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
-    fields = stat(pid)
+    try:
+        fields = stat(pid)
+    except OSError:
+        return 0
     return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0
 
 

@@ -21,6 +21,7 @@ import torch
 from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.local_causes import told_as_local
 from holdfast.ft import faultpoints, joining, telemetry, voting
 from holdfast.ft.attachments import Attachments
 from holdfast.ft.attempt import FAILURES, Attempt
@@ -175,6 +176,7 @@ class Session(Attachments):
         self._ledger.total = total
         return self._steps(self._runtime)
 
+    @told_as_local("joining a job")
     def __enter__(self) -> Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")

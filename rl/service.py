@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch, again
 from holdfast.ft.control.rpc import Handler
 from holdfast.rl import wire
 from holdfast.rl.buffer import ReplayBuffer
@@ -96,7 +96,7 @@ class Service:
         """Wait for `done`; raise the `failure` that came first."""
         while not self.done:
             if self.failure is not None:
-                raise self.failure
+                raise again(self.failure)
             await self._change(1.0)
 
     def end(self) -> None:

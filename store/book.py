@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable
 
-from holdfast.comms.liveness import open_pidfd, this_host
+from holdfast.comms.liveness import is_gone, this_host
 from holdfast.comms.transport import Peer
 from holdfast.ft.registers import RegisterAway, open_cell
 from holdfast.store import transitions
@@ -87,16 +85,4 @@ class Book:
 
 def gone(peers: Iterable[Peer]) -> frozenset[Peer]:
     """Those of the processes that are on this host and have ended."""
-    return frozenset(peer for peer in peers if peer.host == this_host() and not _alive(peer))
-
-
-def _alive(peer: Peer) -> bool:
-    pidfd = open_pidfd(peer)
-    if pidfd is None:
-        return False
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return not poll.poll(0)
-    finally:
-        os.close(pidfd)
+    return frozenset(peer for peer in peers if peer.host == this_host() and is_gone(peer))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.liveness import open_pidfd, this_host
+from holdfast.comms.liveness import is_gone, open_pidfd, this_host
 from holdfast.comms.transport import Peer
 
 RETRY_SECONDS = 0.1
@@ -50,18 +50,20 @@ class Deaths:
                 return
             self._closing = True
             os.eventfd_write(self._wake, 1)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is None:
+            os.close(self._wake)
+        elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        os.close(self._wake)
 
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         watched: dict[int, Peer] = {}
+        looked_at: set[Peer] = set()
         unreported: set[Peer] = set()
         try:
             while True:
-                for descriptor, _ in poll.poll(RETRY_SECONDS * 1000 if unreported else None):
+                for descriptor, _ in poll.poll(RETRY_SECONDS * 1000 if unreported or looked_at else None):
                     if descriptor == self._wake:
                         os.eventfd_read(self._wake)
                     else:
@@ -70,20 +72,32 @@ class Deaths:
                     if self._closing:
                         return
                     wanted = self._wanted
-                unreported |= self._adjust(wanted, watched, poll)
+                looked_at &= wanted
+                ended = {peer for peer in looked_at if is_gone(peer)}
+                looked_at -= ended
+                unreported |= ended | self._adjust(wanted - looked_at, watched, looked_at, poll)
                 if unreported:
                     self._tell(unreported)
         finally:
-            for descriptor in watched:
+            with self._lock:
+                self._closing = True
+            for descriptor in (*watched, self._wake):  # here, where nothing polls them any more
                 os.close(descriptor)
 
-    def _adjust(self, wanted: frozenset[Peer], watched: dict[int, Peer], poll: select.poll) -> set[Peer]:
-        """Watch what is wanted; returns those that have ended already."""
+    def _adjust(
+        self, wanted: frozenset[Peer], watched: dict[int, Peer], looked_at: set[Peer], poll: select.poll
+    ) -> set[Peer]:
+        """Watch what is wanted, or note that it can only be `looked_at`; returns those that have ended already."""
         for descriptor in [descriptor for descriptor, peer in watched.items() if peer not in wanted]:
             self._forget(descriptor, watched, poll)
         ended = set()
         for peer in wanted.difference(watched.values()):
-            pidfd = open_pidfd(peer)
+            try:
+                pidfd = open_pidfd(peer)
+            except OSError as error:  # not allowed, or out of descriptors
+                _log.debug("process %d is looked at from time to time: %s", peer.pid, error)
+                looked_at.add(peer)
+                continue
             if pidfd is None:
                 ended.add(peer)
             else:

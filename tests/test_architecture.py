@@ -296,3 +296,49 @@ def test_our_own_tensors_do_not_follow_the_default_device() -> None:
                 case ast.ImportFrom("torch", names) if found := factories & {alias.name for alias in names}:
                     wrong.append(f"{path}:{node.lineno}: write torch.{min(found)}, with its device")
     assert not wrong, "\n".join(wrong)
+
+
+def _kept(function: ast.AST) -> Iterator[tuple[int, str]]:
+    """The `raise` statements of a function that raise an error which something keeps."""
+    caught = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler)}
+    kept = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.NamedExpr(ast.Name(name), value) | ast.Assign([ast.Name(name)], value):
+                asked = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("over", "exception")
+                if (isinstance(value, ast.Attribute) or asked) and name not in caught:
+                    kept.add(name)
+    for node in ast.walk(function):
+        match node:
+            case ast.Raise(ast.Attribute() | ast.Subscript()):
+                yield node.lineno, ast.unparse(node)
+            case ast.Raise(ast.Name(name)) if name in kept:
+                yield node.lineno, ast.unparse(node)
+            case ast.Raise(ast.Call(ast.Attribute(_, "with_traceback"))):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_kept_errors_are_raised_as_copies() -> None:
+    """One that is raised itself grows its traceback each time, and holds every frame that it passed through."""
+    wrong = set()
+    for path in modules():
+        if path.parts[0] != "harness":
+            for node in ast.walk(ast.parse((ROOT / path).read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    wrong |= {f"{path}:{line}: {words}" for line, words in _kept(node)}
+    assert not wrong, "raise again(error): " + "; ".join(sorted(wrong))
+
+
+def test_errors_are_told_by_their_type_and_not_by_their_words() -> None:
+    """Words change. Where a library gives nothing else, one file knows them, and a test has the real ones."""
+    classifiers = {"backends/gloo_errors.py", "comms/local_causes.py", "ft/registers/etcd.py"}
+    wrong = []
+    for path in modules():
+        if str(path) in classifiers or path.parts[0] == "harness":
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+                words = ast.unparse(node.comparators[0])
+                if isinstance(node.left, ast.Constant) and words in ("str(error)", "str(over)", "str(failure)"):
+                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "; ".join(wrong)

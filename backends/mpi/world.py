@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed, again
 from holdfast.comms.liveness import Liveness
 
 T = TypeVar("T")
@@ -118,5 +118,5 @@ def bounded(task: Callable[[], T], deadline: float, liveness: Liveness | None = 
         elif time.monotonic() >= deadline:
             raise OpTimeout("connect", 0, time.monotonic() - began)
     if errors:
-        raise errors[0]
+        raise again(errors[0])
     return result[0]

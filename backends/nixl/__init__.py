@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
+from holdfast.comms.kernel_calls import refused
 from holdfast.comms.plane import MemoryPlane
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 
@@ -24,6 +25,8 @@ def probe() -> Available | Unavailable:
         return Unavailable("nixl is not installed", HINT)
     if not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl_rocm")):
         return Unavailable("nixl is installed without the library that does its work", HINT)
+    if (wrong := refused("pidfd_open")) is not None:
+        return wrong
     return Available(f"NIXL {importlib.metadata.version('nixl')}")
 
 

@@ -18,9 +18,9 @@ from holdfast.backends.ucx.connections import Connections, name_of
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.notices import WORDS, Hello, Met
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
-from holdfast.backends.ucx.worker import Transports
+from holdfast.backends.ucx.worker import Transports, explain
 from holdfast.comms.algorithms import cost
-from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport import Context
 
@@ -154,7 +154,7 @@ class _Meeting:
     def _judge(self, now: float) -> None:
         """Raise if there is no point in waiting any longer."""
         if (error := self._context.over()) is not None:
-            raise error
+            raise again(error)
         self._transport.judge(self._transport.liveness.dead(), self._missing)
         if now >= self._context.deadline:
             raise OpTimeout("connect", 0, now - self._began, self._missing)
@@ -180,7 +180,7 @@ class _Meeting:
         try:
             self._transport.links[rank] = self._connections.link(address)
         except UcxError as error:
-            raise PeerFailed((rank,), f"no connection to it: {error}") from error
+            raise explain(error, rank, self._worker.over) from error
         self._greet(rank)
         return True
 

@@ -19,8 +19,8 @@ from holdfast.backends.local_cpu import give_way
 from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, RegionGone
+from holdfast.backends.ucx.worker import Endpoint, Transports, Worker, explain
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Peer, Transport
 
@@ -70,12 +70,12 @@ class OneSided:
     def _connect(self, transport: Transport, deadline: float) -> None:
         """Return once every rank is connected to every other, and helps where it has to."""
         addresses = exchange(transport, self.worker.address, deadline)
-        try:
-            self.endpoints: list[Endpoint] = [
-                self.worker.connect(address, rank) for rank, address in enumerate(addresses)
-            ]
-        except libucp.UcxError as error:
-            raise PeerFailed((), f"no one-sided connection: {error}") from error
+        self.endpoints: list[Endpoint] = []
+        for rank, address in enumerate(addresses):
+            try:
+                self.endpoints.append(self.worker.connect(address, rank))
+            except libucp.UcxError as error:
+                raise explain(error, rank, self.worker.over) from error
         if not self.local:
             self._progress = ProgressThread(self.worker, self.lock, eager=not self._crowded)
             for rank in range(self.size):

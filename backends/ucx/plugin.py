@@ -7,6 +7,7 @@ import threading
 from holdfast.comms import forks
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.kernel_calls import refused
 from holdfast.comms.plane import MemoryPlane
 from holdfast.comms.plugins import (
     API_VERSION,
@@ -61,9 +62,11 @@ def memory() -> MemoryPlane:
 
 
 def probe() -> Available | Unavailable:
-    """Whether libucp can be loaded."""
+    """Whether libucp can be loaded, and peers' processes be watched: UCX does not tell of their ends."""
     from holdfast.backends.ucx.libucp import library
 
+    if (wrong := refused("pidfd_open")) is not None:
+        return wrong
     try:
         return Available(f"UCX {library().version}")
     except BackendUnavailable as error:

@@ -11,10 +11,9 @@ import contextlib
 import threading
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.worker import Failed, Transports, Worker
 from holdfast.comms import forks
-from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.errors import HoldfastError
 
 _lock = threading.Lock()
 _users = 0
@@ -50,13 +49,13 @@ def make(over: Transports) -> None:
         if _users and _waiting is None:
             try:
                 _waiting = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
-            except (UcxError, BackendUnavailable):
+            except HoldfastError:
                 return
 
 
 def rehearse() -> None:
     """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
-    with contextlib.suppress(UcxError, BackendUnavailable):  # connecting says what is wrong, if it is wrong then
+    with contextlib.suppress(HoldfastError):  # connecting says what is wrong, if it is wrong then
         Worker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 

@@ -5,16 +5,19 @@ Nothing here is thread-safe: whoever owns a worker holds a lock around its calls
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.libucp import Libucp, library
+from holdfast.backends.ucx.libucp import Libucp, UcxError, library
 from holdfast.comms import forks
-from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.errors import BackendUnavailable, HoldfastError, PeerFailed, ResourceExhausted
+from holdfast.comms.local_causes import check_shared_memory, out_of_descriptors
 
 ONE_HOST = "posix,cma,self"
 """Shared memory for messages, and the kernel's copies between processes for large payloads."""
@@ -26,6 +29,23 @@ Failed = Callable[[int, str], None]
 """failed(key, why): the connection of an endpoint made with `key` broke."""
 
 _SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm"])
+_FOR_MESSAGES = {"POSIX_RX_BUFS_GROW": "300"}
+"""One chunk of buffers in /dev/shm, and not two: 2.5 MB a worker, where UCX's 512 at a time take 4.3 MB."""
+_FOR_MEMORY = {"POSIX_FIFO_SIZE": "64", "POSIX_RX_BUFS_GROW": "64"}
+"""A worker that only reads and writes memory receives next to no messages: 1.1 MB."""
+_SHM_BYTES = 3 << 20
+"""What must be free in /dev/shm before a worker is made: without it UCX makes one that reaches nobody."""
+_SHM_HINT = "give more (`docker run --shm-size=1g`), or set UCX_TLS=tcp,self"
+_LACKING = frozenset(
+    [
+        libucp.ERR_NO_RESOURCE,
+        libucp.ERR_NO_MEMORY,
+        libucp.ERR_NO_DEVICE,
+        libucp.ERR_SHMEM_SEGMENT,
+        libucp.ERR_EXCEEDS_LIMIT,
+    ]
+)
+"""What UCX fails with if this process lacks something."""
 _HERE = {"RNDV_SCHEME": "get_zcopy"}
 _AFAR = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
@@ -69,6 +89,42 @@ def _begin_child() -> None:
     _in_use, _inherited = 0, _inherited or _in_use > 0
 
 
+def explain(error: UcxError, rank: int, over: Transports) -> HoldfastError:
+    """What it means that no endpoint to `rank` can be made."""
+    if error.status in _LACKING:
+        return ResourceExhausted("what UCX needs", f"it to reach rank {rank}", f"and UCX says: {error}")
+    if error.status == libucp.ERR_UNREACHABLE:
+        reason = f"no transport of {over.tls} reaches rank {rank} from here"
+        return BackendUnavailable("ucx", reason, "check UCX_TLS, UCX_NET_DEVICES and the free space of /dev/shm")
+    return PeerFailed((rank,), f"no connection to it: {error}")
+
+
+def _check_devices(tls: str) -> None:
+    """Refuse names of network devices that this host does not have: UCX would make a worker that reaches nobody."""
+    asked = os.environ.get("UCX_NET_DEVICES", "all")
+    if asked == "all" or set(tls.split(",")) <= _SHARED_MEMORY | {"self"}:
+        return
+    here = {entry.name for kind in ("net", "infiniband") for entry in Path(f"/sys/class/{kind}").glob("*")}
+    names = {name.partition(":")[0] for name in asked.lstrip("^").split(",")}
+    if not names & here and not any(set(name) & set("*?[~") for name in names):
+        raise ResourceExhausted(
+            "network devices", f"one of UCX_NET_DEVICES={asked}", f"and this host has {', '.join(sorted(here))}"
+        )
+
+
+@contextlib.contextmanager
+def _told_as_local() -> Iterator[None]:
+    """UCX fails in here because of what this process lacks, if it does."""
+    try:
+        yield
+    except UcxError as error:
+        if (cause := out_of_descriptors("a UCX worker")) is not None:
+            raise cause from error
+        if error.status in _LACKING:
+            raise ResourceExhausted("what UCX needs", "it for a worker", f"and UCX says: {error}", _SHM_HINT) from error
+        raise
+
+
 def _count(more: int) -> None:
     global _in_use
     _in_use += more
@@ -82,6 +138,16 @@ def _check_fork(over: Transports) -> None:
             "this process was forked from one that was using UCX, whose threads it lacks",
             "fork before the first use of ucx, or start processes by spawn",
         )
+
+
+def _memory(features: int, over: Transports) -> Mapping[str, str]:
+    """How much shared memory UCX is to take. Raises `ResourceExhausted` if it is not there, or no network device is."""
+    _check_devices(over.tls)
+    if not over.local:
+        return {}
+    check_shared_memory(_SHM_BYTES, "a UCX worker", _SHM_HINT)
+    options = _FOR_MESSAGES if features & libucp.FEATURE_TAG else _FOR_MEMORY
+    return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
 class Worker:
@@ -102,13 +168,14 @@ class Worker:
         self._bounce: Any = None
         self._kept: list[object] = []
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
-        self._context = self._make_context(
-            features | libucp.FEATURE_WAKEUP, {"TLS": over.tls, **over.options, **resolve}
-        )
+        options = {"TLS": over.tls, **over.options, **resolve, **_memory(features, over)}
+        with _told_as_local():
+            self._context = self._make_context(features | libucp.FEATURE_WAKEUP, options)
         self.handle: Any = self._ffi.NULL
         _count(+1)
         try:
-            self.handle = self._make_worker()
+            with _told_as_local():
+                self.handle = self._make_worker()
             self.address = self._own_address()
             fd = self._ffi.new("int *")
             self.lib.check(self._call.ucp_worker_get_efd(self.handle, fd), "asking for the worker's descriptor")

@@ -17,7 +17,6 @@ Every rank must know beforehand that all have begun the op: nothing of the one b
 from __future__ import annotations
 
 import itertools
-import os
 from typing import NoReturn
 
 import torch
@@ -26,7 +25,7 @@ from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.algorithms.board import Board
 from holdfast.comms.algorithms.exchange import bounds
 from holdfast.comms.algorithms.publication import Spans
-from holdfast.comms.errors import PeerFailed
+from holdfast.comms.local_causes import unreadable
 from holdfast.comms.ops import ReduceOp
 
 _NO_REDUCTION = -1
@@ -96,4 +95,4 @@ class Staging:
     def _give_up(self, rank: int, number: int) -> NoReturn:
         """The memory of `rank` cannot be read, where it said that its inputs are."""
         self._board.check_peers(lambda: [rank])
-        raise PeerFailed((rank,), f"its memory cannot be read: {os.strerror(number)}")
+        raise unreadable(rank, number)

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.algorithms import arithmetic
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.torchdist import lists
 from holdfast.comms.torchdist.monitored import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
@@ -450,7 +450,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         over = self.communicator._executor.over
         if over is None or (isinstance(over, Revoked) and over.reason in (_ABORTED, "closed")):
             return ErrorType.SUCCESS
-        return ErrorType.TIMEOUT if "timed out" in str(over) else ErrorType.COMM_ERROR
+        kind = (isinstance(over, Revoked) and over.failure) or type(over)
+        late = issubclass(kind, OpTimeout)
+        return ErrorType.TIMEOUT if late else ErrorType.COMM_ERROR
 
     # -- the end
 

@@ -33,7 +33,7 @@ class TorchWork(dist.Work):
         return self._works
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Return True when the op is complete. Raises its error; `TimeoutError` after `timeout`."""
+        """Return True when the op is complete. Raises its error; `StillRunning`, a TimeoutError, after `timeout`."""
         for work in self._works:
             work.wait(seconds(timeout))
         return True

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import cast
 
 from holdfast.comms import forks
+from holdfast.comms.local_causes import local_cause
+from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Connection
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, ListenerHandshake, refusal
@@ -31,7 +33,6 @@ UNACKNOWLEDGED_SECONDS = 4
 wait for many minutes, and after a cable is plugged in again for as long as it had been out.
 """
 
-_BACKLOG = 128  # connections that may be accepted in one go
 _MAX_DROPS = 5  # in a row, before a dialler gives up on a listener that drops it without a word
 
 
@@ -58,9 +59,10 @@ class _Wire(asyncio.Protocol):
         established: Callable[[_Wire, Connection], None],
         ended: Callable[[_Wire, ControlError], None],
         address: str,
+        seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         self._handshake, self._established, self._ended = handshake, established, ended
-        self._address = address
+        self._address, self._seconds = address, seconds
         self.connection: Connection | None = None
         self.transport: asyncio.Transport | None = None
         self.failed = False
@@ -107,6 +109,15 @@ class _Wire(asyncio.Protocol):
             self.transport.close()
         self._ended(self, error)
 
+    def turn_away(self, why: Departure) -> None:
+        """Give up the handshake with a dialler."""
+        if why == "full":
+            self.fail(Busy("turned away for newer connections"), refusal("busy"))
+        elif why == "late":
+            self.fail(ConnectionLost("a dialler", f"did not authenticate within {self._seconds:g} s"))
+        else:
+            self.fail(ConnectionLost("a dialler", CLOSED_HERE))
+
     def pause_writing(self) -> None:
         if self.connection is not None:
             self.connection.hold_writing(True)
@@ -143,55 +154,36 @@ class Listener:
         self.refused = 0
         self._on_connection = on_connection
         self._key, self._job, self._identity, self._limit = key, job, identity, limit
-        self._timeout, self._max_pending = handshake_timeout, max_pending
-        self._pending: dict[_Wire, asyncio.TimerHandle] = {}
+        self._timeout = handshake_timeout
         self._open: set[_Wire] = set()
-        self._server: asyncio.Server | None = None
+        self._listener = BoundedListener(self._accept, most=max_pending, seconds=handshake_timeout)
 
     async def start(self, host: str, port: int) -> None:
         """Bind and listen. Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot
         be bound.
         """
         check_interface(host)
-        self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
-        forks.guard_socket(self)
-        bound = self._server.sockets[0].getsockname()
-        self.address = join_address(bound[0], bound[1])
-
-    def fileno(self) -> int:
-        """The listening socket's number; -1 when there is none."""
-        sockets = self._server.sockets if self._server is not None else ()
-        return sockets[0].fileno() if sockets else -1
+        self.address = join_address(*await self._listener.start(host, port))
 
     def _accept(self) -> _Wire:
-        if len(self._pending) >= self._max_pending:
-            oldest = next(iter(self._pending))
-            oldest.fail(Busy("turned away for newer connections"), refusal("busy"))
         handshake = ListenerHandshake(self._key, self._job, self._identity, self._limit)
-        wire = _Wire(handshake, self._established, self._ended, self.address)
-        late = ConnectionLost("a dialler", f"did not authenticate within {self._timeout:g} s")
-        self._pending[wire] = asyncio.get_running_loop().call_later(self._timeout, wire.fail, late)
-        return wire
+        return _Wire(handshake, self._established, self._ended, self.address, self._timeout)
 
     def _established(self, wire: _Wire, connection: Connection) -> None:
-        self._pending.pop(wire).cancel()
+        self._listener.admit(wire)
         self._open.add(wire)
         self._on_connection(connection)
 
     def _ended(self, wire: _Wire, error: ControlError) -> None:
-        timer = self._pending.pop(wire, None)
-        if timer is not None:
-            timer.cancel()
+        self._listener.admit(wire)
+        if wire not in self._open:
             self.refused += 1
             _log.debug("%s turned away a connection: %s", self._identity, error)
         self._open.discard(wire)
 
     async def close(self) -> None:
         """Stop listening and end every connection. Idempotent."""
-        if self._server is not None:
-            self._server.close()
-        for wire in list(self._pending):
-            wire.fail(ConnectionLost("a dialler", CLOSED_HERE))
+        self._listener.close()
         connections = [wire.connection for wire in self._open if wire.connection is not None]
         for connection in connections:
             connection.close()
@@ -292,6 +284,8 @@ async def _dial_once(host: str, port: int, handshake: DiallerHandshake, address:
     except OSError as error:
         if isinstance(error, TimeoutError):
             raise
+        if (cause := local_cause(error, f"a connection to {address}")) is not None:
+            raise cause from error
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConnectionLost(address, f"cannot connect: {reason}") from error
     except asyncio.CancelledError:

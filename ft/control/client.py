@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.comms import forks
+from holdfast.comms.local_causes import local_cause
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError
@@ -108,7 +109,7 @@ class RpcClient:
 
     def _check(self) -> None:
         if self._lost is not None:
-            raise self._lost.with_traceback(None)
+            raise self._lost.again()
 
     def _end(self, reason: ControlError) -> None:
         with self._state:
@@ -230,6 +231,8 @@ def _connect(address: str, timeout: float, arguments: tuple[bytes, str, str, int
         except TimeoutError as error:
             raise CallTimeout("the handshake", address, time.monotonic() - started) from error
         except OSError as error:
+            if (cause := local_cause(error, f"a connection to {address}")) is not None:
+                raise cause from error
             raise ConnectionLost(address, f"cannot connect: {error.strerror or error}") from error
         except (Busy, Dropped) as error:
             drops += 1

@@ -117,7 +117,7 @@ class Connection:
 
     def _check(self) -> None:
         if self.lost is not None:
-            raise self.lost.with_traceback(None)
+            raise self.lost.again()
 
     def take(self, data: bytes) -> None:
         """Bytes came from the socket."""

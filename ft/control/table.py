@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from holdfast.comms.errors import Revoked
+from holdfast.comms.errors import Revoked, again
 from holdfast.ft.control.errors import KeyTimeout
 
 
@@ -118,7 +118,7 @@ class KeyValue:
         if not ended:
             raise KeyTimeout(sorted(waiter.missing), timeout)
         if ended[0] is not None:
-            raise ended[0]
+            raise again(ended[0])
 
     async def fetch_later(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
         """`fetch` for an event loop."""
@@ -145,7 +145,7 @@ class KeyValue:
         finally:
             self._leave(epoch, waiter)
         if error is not None:
-            raise error
+            raise again(error)
 
     def add(self, epoch: int, key: str, amount: int) -> int:
         with self._lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 
-from holdfast.comms.errors import CorruptData, HoldfastError, PeerFailed, RegionGone
+from holdfast.comms.errors import CorruptData, HoldfastError, PeerFailed, RegionGone, again
 from holdfast.comms.plane import Handle, MemoryPlane
 
 BLOCK = 4 << 20
@@ -141,7 +141,7 @@ class _Task:
         for source in self._in_order(block.sources):
             why = self.over()
             if why is not None:
-                raise why
+                raise again(why)
             try:
                 self.plane.read(source.handle, block.into, source.offset, timeout=self.timeout).wait()
                 if digest(block.into) != block.digest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from holdfast.comms.kernel_calls import refused
 from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
 from holdfast.ft.detectors.detector import Detector, Surroundings
 
@@ -44,9 +45,9 @@ def _available() -> Available:
 
 
 def _kernel() -> Available | Unavailable:
-    """Whether the kernel has pidfds, and whether they tell of threads too."""
-    if not hasattr(os, "pidfd_open"):
-        return Unavailable("this system has no pidfd_open", "Linux 5.3 or newer has it")
+    """Whether pidfds can be had here, and whether they tell of threads too."""
+    if (wrong := refused("pidfd_open", "pidfd_send_signal")) is not None:
+        return wrong
     major, minor = map(int, os.uname().release.split("-")[0].split(".")[:2])
     return Available("of threads too: an end is told at once" if (major, minor) >= (6, 9) else "of processes")
 

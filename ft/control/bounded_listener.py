@@ -1,0 +1,148 @@
+"""A listening socket that strangers cannot use up the process with: how many may be in front of it, and for how long.
+
+Every listener of ours in an event loop is one of these. A connection counts as a stranger's until it is `admitted`.
+When one too many comes the oldest goes, so that a flood of idle connections does not keep a peer out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol, cast
+
+from holdfast.comms import forks
+
+_log = logging.getLogger(__name__)
+
+SHARE = 8
+"""A listener gives strangers at most this part of the descriptors of the process: recovery needs the rest."""
+_BACKLOG = 128  # connections that may be accepted in one go
+_SAY_SECONDS = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+Departure = Literal["late", "full", "closed"]
+"""A stranger has to go because it took too long, because newer ones need its place, or because nobody listens any more.
+"""
+
+
+class Stranger(Protocol):
+    """The asyncio protocol of a connection that may have to go."""
+
+    def turn_away(self, why: Departure) -> None:
+        """Close the connection."""
+
+
+class BoundedListener:
+    """Belongs to one event loop. `make` makes the protocol of each connection."""
+
+    def __init__(self, make: Callable[[], Stranger], *, most: int, seconds: float) -> None:
+        """`most` strangers at a time, fewer where descriptors are scarce; each for so many `seconds`."""
+        self._make, self._most, self._seconds = make, most, seconds
+        self._strangers: dict[Stranger, asyncio.TimerHandle] = {}
+        self._socket: socket.socket | None = None
+        self._spare = -1
+        self._opening: set[asyncio.Task[object]] = set()
+        self._said = float("-inf")
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; the address and port. Raises OSError if it cannot be bound."""
+        loop = asyncio.get_running_loop()
+        family, kind, number, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        listener = socket.socket(family, kind, number)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            listener.close()
+            raise
+        self._socket = listener
+        forks.guard_socket(self)
+        loop.add_reader(listener, self._accept)
+        bound = listener.getsockname()
+        return str(bound[0]), int(bound[1])
+
+    @property
+    def most(self) -> int:
+        """How many strangers there may be now."""
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return self._most if soft == resource.RLIM_INFINITY else max(1, min(self._most, soft // SHARE))
+
+    def fileno(self) -> int:
+        """The listening socket's number; -1 when there is none."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def is_stranger(self, guest: Stranger) -> bool:
+        return guest in self._strangers
+
+    def admit(self, guest: Stranger) -> None:
+        """No limit holds for it any more: it is known, or gone. Idempotent."""
+        timer = self._strangers.pop(guest, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Stop listening, and turn all strangers away. Idempotent."""
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+            os.close(self._spare)
+        for guest in list(self._strangers):
+            self._turn_away(guest, "closed")
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        for _ in range(_BACKLOG):
+            try:
+                connection, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._refuse_one(error)
+                return
+            while len(self._strangers) >= self.most:
+                self._turn_away(next(iter(self._strangers)), "full")
+            self._take(connection)
+
+    def _take(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        guest = self._make()
+        self._strangers[guest] = loop.call_later(self._seconds, self._turn_away, guest, "late")
+        task: asyncio.Task[object] = loop.create_task(
+            loop.connect_accepted_socket(lambda: cast(asyncio.Protocol, guest), connection)
+        )
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _turn_away(self, guest: Stranger, why: Departure) -> None:
+        self.admit(guest)
+        guest.turn_away(why)
+
+    def _refuse_one(self, error: OSError) -> None:
+        """Out of descriptors: close the connection that waits, with the one in reserve, and let the oldest go."""
+        assert self._socket is not None
+        if self._strangers:
+            self._turn_away(next(iter(self._strangers)), "full")
+        os.close(self._spare)
+        try:
+            with contextlib.suppress(OSError):
+                self._socket.accept()[0].close()
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if time.monotonic() - self._said > _SAY_SECONDS:
+            self._said = time.monotonic()
+            _log.warning("a listener turns connections away: %s; raise `ulimit -n`", error.strerror)

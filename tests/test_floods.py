@@ -1,0 +1,146 @@
+"""Idle connections of strangers, as many as they like: they cost a process no descriptors that recovery needs."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.backends.gloo_sockets import listens, name_of, sockets
+from holdfast.comms import Communicator
+from holdfast.ft import Session
+from holdfast.ft import metrics_server as served
+from holdfast.ft.control.rpc import RpcClient, RpcServer
+from holdfast.harness import LocalCluster
+
+KNOWN = {"key": b"k" * 32, "job": "job"}
+
+
+def ports_of(pid: int) -> list[int]:
+    """The TCP ports of loopback at which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(str(entry.readlink()))
+        except OSError:
+            continue
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [int(f[1].rpartition(":")[2], 16) for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes]
+
+
+@contextmanager
+def flood(ports: list[int], count: int) -> Iterator[None]:
+    """`count` idle connections to each port, begun anew where they are closed."""
+    with ExitStack() as stack:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(count):
+            for port in ports:
+                each = stack.enter_context(socket.socket())
+                each.setblocking(False)
+                assert each.connect_ex(("127.0.0.1", port)) in (0, errno.EINPROGRESS, errno.EAGAIN)
+        yield
+
+
+def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None:
+    """One thread serves them all, and holds few of their descriptors."""
+    server = served.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    try:
+        threads = threading.active_count()
+        with flood([server.port], 300):
+            time.sleep(0.2)
+            said = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5.0).read()
+            assert said == b"a page"
+            assert threading.active_count() == threads
+            assert len(server._listener._strangers) <= served.MOST
+    finally:
+        server.close()
+
+
+def test_a_listener_gives_strangers_a_part_of_what_descriptors_there_are() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server = served.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        assert server._listener.most == 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert server._listener.most == served.MOST
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server.close()
+
+
+def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio's own would log a traceback, and not listen for a second."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with RpcServer(identity="server", handlers={"echo": lambda peer, body: body}, **KNOWN) as server:
+        port = int(server.address.rpartition(":")[2])
+        with flood([port], 150):
+            time.sleep(0.3)
+            highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+            client: list[RpcClient] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+            try:
+                time.sleep(0.3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            client.append(RpcClient(server.address, identity="client", **KNOWN))
+            assert client[0].call("echo", b"here") == b"here"
+            client[0].close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_nobody_can_connect_to_a_gloo_group_that_stands() -> None:
+    def body(comm: Communicator) -> object:
+        doors = [name_of(number) for number, _ in sockets() if listens(number)]
+        reached = []
+        for door in doors:
+            with socket.socket() as stranger:
+                stranger.settimeout(0.3)
+                reached.append(stranger.connect_ex(door) == 0)
+        began = time.process_time()
+        time.sleep(0.2)
+        busy = time.process_time() - began
+        comm.barrier()
+        return any(reached), bool(doors), busy < 0.1
+
+    with LocalCluster(2, "gloo", timeout=30.0) as cluster:
+        assert cluster.run(body) == [(False, True, True)] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_job_recovers_from_a_kill_while_every_port_of_it_is_flooded(backend: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+
+    def train(session: Session) -> object:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        for attempt in session.steps(60):
+            with attempt:
+                attempt.comm.all_reduce(torch.ones(64))
+                time.sleep(0.05)
+            if attempt.step == 3:
+                started.touch()
+        return session.step, session.size
+
+    options = {"min_size": 2, "shards": 6, "metrics": 0}
+    with LocalCluster(3, backend, timeout=90.0, session=options) as cluster:
+        job = cluster.start(train)
+        deadline = time.monotonic() + 30.0
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        ports = [port for process in job.processes for port in ports_of(process.pid)]
+        assert len(ports) >= 6, "each member has a control port, and one for metrics"
+        with flood(ports, 400):
+            job.kill(1)
+            assert job.results(timeout=60) == [(60, 2)] * 2

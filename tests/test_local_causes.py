@@ -1,0 +1,204 @@
+"""What a process runs out of is its own error, which names it; no peer is told to be dead for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import comms
+from holdfast.backends.gloo_errors import meaning_of
+from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
+from holdfast.comms.errors import describe
+from holdfast.comms.local_causes import exhausted, local_cause, not_openable, unreadable
+from holdfast.ft import Session
+from holdfast.harness import LocalCluster
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EMFILE, "file descriptors"),
+        (errno.ENFILE, "the host has no more"),
+        (errno.ENOSPC, "'/somewhere' is full"),
+        (errno.EDQUOT, "'/somewhere' is full"),
+        (errno.EROFS, "'/somewhere' is read-only"),
+        (errno.ENOMEM, "memory"),
+    ],
+)
+def test_what_ran_out_is_named(number: int, words: str) -> None:
+    cause = local_cause(OSError(number, os.strerror(number), "/somewhere"), "a test")
+    assert isinstance(cause, ResourceExhausted) and words in str(cause) and "for a test" in str(cause)
+    again = local_cause(RuntimeError(f"[socket.cc:12] socket: {os.strerror(number)}"), "a test")
+    assert isinstance(again, ResourceExhausted) and again.resource == cause.resource
+
+
+@pytest.mark.parametrize("number", [errno.ESRCH, errno.ECONNRESET, errno.EPIPE, errno.EFAULT, errno.ENOENT])
+def test_what_peers_may_be_to_blame_for_is_no_local_cause(number: int) -> None:
+    assert exhausted(number, "a test") is None
+    assert local_cause(OSError(number, os.strerror(number)), "a test") is None
+
+
+def test_memory_that_the_system_does_not_let_us_read_is_no_death() -> None:
+    """User namespaces, seccomp, Yama."""
+    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
+    for error in (unreadable(1, errno.EPERM), unreadable(1, errno.ENOSYS), not_openable(1, "window", refused)):
+        assert isinstance(error, BackendUnavailable) and "rank 1" in str(error) and "user namespace" in str(error)
+    assert isinstance(unreadable(1, errno.EFAULT), PeerFailed)
+    assert isinstance(not_openable(1, "window", OSError(errno.ENOENT, "no")), PeerFailed)
+
+
+_GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("Operation timed out!", "timeout"),
+        (_GLOO + "unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete", "timeout"),
+        (_GLOO + "pair.cc:1] Application timeout caused pair closure", "timeout"),
+        ("wait timeout after 5000ms, keys: /0", "timeout"),
+        (_GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:17819. This is typically caused by", "connection"),
+        (_GLOO + "pair.cc:537] Read error [127.0.0.1]:40638: Connection reset by peer. This is", "connection"),
+        (_GLOO + "pair.cc:537] Read error [127.0.0.1]:40638: Connection timed out", "connection"),
+        (_GLOO + "pair.cc:99] writev [127.0.0.1]:40638: Broken pipe", "connection"),
+        ("Invalid scalar type", "local"),
+        ("ProcessGroupGloo::allreduce: requires dense tensors", "local"),
+        ("Inplace update to inference tensor outside InferenceMode is not allowed.", "local"),
+    ],
+)
+def test_gloos_and_torchs_own_words_are_told_apart(said: str, meaning: str) -> None:
+    """The first are those of torch 2.13, as they were seen; of gloo's errors there are no others to look at."""
+    assert meaning_of(RuntimeError(said)) == meaning
+
+
+def test_an_error_is_never_told_in_no_words() -> None:
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert describe(ValueError("why")) == "ValueError: why"
+    assert describe(Revoked(3, "closed")) == str(Revoked(3, "closed"))
+
+
+def test_an_interrupt_is_named_to_whoever_asks_why_a_communicator_is_over(tmp_path: Path) -> None:
+    def interrupted(deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        with pytest.raises(KeyboardInterrupt):
+            comm.issue("own", 0, interrupted, lambda: "")
+        with pytest.raises(Revoked, match="KeyboardInterrupt"):
+            comm.barrier()
+
+
+def test_an_error_of_torchs_own_is_no_peers_death(tmp_path: Path) -> None:
+    def fails(deadline: float) -> None:
+        raise RuntimeError("Invalid scalar type")
+
+    comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
+    with comm, pytest.raises(HoldfastError, match=r"own failed in this process, .* fault: .*Invalid scalar type"):
+        comm.issue("own", 0, fails, lambda: "")
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_a_rank_without_descriptors_says_so_and_its_peer_is_not_told_dead(backend: str) -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 0:
+            here = len(list(Path("/proc/self/fd").iterdir())) - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (here, here))
+        try:
+            part = comm.split([0, 1], timeout=5.0)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        part.barrier()
+        return "connected"
+
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        mine, theirs = cluster.run(body)
+    assert "ResourceExhausted" in mine and "file descriptors" in mine, mine
+    assert "rank 1 failed" not in mine and "out of file descriptors" not in theirs
+
+
+def test_a_member_without_descriptors_leaves_and_the_others_go_on() -> None:
+    """It ends with its own error; the job loses it and nobody else."""
+
+    def train(session: Session) -> object:
+        steps = 0
+        for attempt in session.steps(6):
+            with attempt:
+                if attempt.step == 2 and attempt.rank == 1 and session.size == 3:
+                    raise comms.ResourceExhausted("file descriptors", "one more for a test", "and has all of its 64")
+                attempt.comm.all_reduce(torch.ones(2))
+            steps += attempt.committed
+        return steps, session.size
+
+    with LocalCluster(3, "shm", timeout=60.0, session={"min_size": 2, "shards": 6}) as cluster:
+        assert cluster.start(train).results(timeout=60) == [(6, 2)] * 2
+
+
+_IN_A_NAMESPACE = ("unshare", "-m", "--propagation", "private", "bash", "-c")
+_TINY = """
+import sys, torch
+from holdfast import comms
+try:
+    comms.connect("ucx", rank=0, size=1, rendezvous="file://" + sys.argv[1], timeout=10)
+except comms.ResourceExhausted as error:
+    print(error)
+"""
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize(("options", "words"), [("size=1m", "1.0 of 1.0 MiB are free"), ("size=64m,ro", "read-only")])
+def test_ucx_says_that_it_has_no_shared_memory(options: str, words: str, tmp_path: Path) -> None:
+    mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        [*_IN_A_NAMESPACE, mount, "_", sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "out of shared memory (/dev/shm): it needs 3.0 MiB" in done.stdout and words in done.stdout
+    assert "--shm-size" in done.stdout
+
+
+def test_ucx_says_that_it_has_no_such_network_device(tmp_path: Path) -> None:
+    environ = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "nope0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "UCX_NET_DEVICES=nope0" in done.stdout and "this host has" in done.stdout and "lo" in done.stdout
+
+
+def test_two_ranks_over_ucx_fit_into_the_shared_memory_of_a_container() -> None:
+    """docker gives 64 MB: a rank, its spare worker and four windows."""
+
+    def body(comm: Communicator) -> Any:
+        windows = [comm.window(torch.ones(4)) for _ in range(4)]
+        comm.barrier()
+        found = os.statvfs("/dev/shm")
+        comm.barrier()
+        for window in windows:
+            window.close()
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    with LocalCluster(2, "ucx", timeout=60.0) as cluster:
+        before = os.statvfs("/dev/shm")
+        used = max(cluster.run(body)) - (before.f_blocks - before.f_bfree) * before.f_frsize
+    assert used < 32e6
