@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from holdfast.harness.visible import replace_unencodable, visible
@@ -86,19 +86,20 @@ def working(out: Console, text: str, *, every: float = 0.0) -> Iterator[Callable
 class FoldingTable(Table):
     """A table that loses nothing on a narrow terminal.
 
-    Cells fold. Where not even the longest words fit side by side, each row is shown as lines of `column: value`.
+    Cells of text fold; numbers, which are on the right, stay with their units. Where not even the longest words fit
+    side by side, each row is shown as lines of `column: value`.
     """
 
     def add_column(self, *arguments: Any, **options: Any) -> None:
-        super().add_column(*arguments, **{**options, "overflow": "fold", "no_wrap": False})
+        super().add_column(*arguments, **{**options, "overflow": "fold"})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=10_000)
         for column in self.columns:
             column.overflow, column.no_wrap, column.width = "fold", False, None
-        words = [max(_width(console, wide, cell).minimum for cell in (c.header, *c.cells)) for c in self.columns]
+        words = [max(_needed(console, wide, column)) for column in self.columns]
         lines = [max(_width(console, wide, cell).maximum for cell in (c.header, *c.cells)) for c in self.columns]
-        frame = Measurement.get(console, wide, self).minimum - sum(words)
+        frame = Measurement.get(console, wide, self).maximum - sum(lines)
         room = options.max_width - frame - sum(words)
         if room < 0:
             yield from self._records(console)
@@ -129,3 +130,11 @@ def _width(console: Console, options: ConsoleOptions, cell: object) -> Measureme
 
 def _text_of(cell: object, console: Console) -> Text:
     return cell if isinstance(cell, Text) else console.render_str(str(cell))
+
+
+def _needed(console: Console, options: ConsoleOptions, column: Column) -> Iterator[int]:
+    """The width that each cell of a column needs: its longest word, or the whole of a number with its unit."""
+    yield _width(console, options, column.header).minimum
+    for cell in column.cells:
+        width = _width(console, options, cell)
+        yield width.maximum if column.justify == "right" else width.minimum
