@@ -11,6 +11,7 @@ safe against the death of processes, not of the host: with the host the job is g
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import sqlite3
@@ -46,6 +47,16 @@ _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _opening = threading.Lock()
 _open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by device and inode
+_paths: dict[tuple[int, int], Path] = {}
+_inherited: dict[tuple[int, int], list[int]] = {}
+"""Files that a parent of this process had open when it forked, and the descriptors by which this one holds its locks.
+"""
+
+_IN_USE = (("", 0x40000002, 510), ("-shm", 128, 1))
+"""The locks of SQLite's that say that a process uses a file: of which file, from which byte, how many. It takes them
+once in a process, and does not know that a child has none of its parent's. Without them the last other process to close
+takes the WAL away, and the child goes on with one that nobody else sees.
+"""
 
 
 def path_of(url: str) -> Path:
@@ -103,7 +114,8 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
             f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}: it must be yours alone (0600)",
         )
     identity = (found.st_dev, found.st_ino)
-    if not _open_files[identity]:  # to open and close it again would undo the locks of a handle that is open
+    # To open and close it again would undo the locks of a handle that is open.
+    if not _open_files[identity] and identity not in _inherited:
         with path.open("rb") as file:
             header = file.read(100)
         if not header.startswith(b"SQLite format 3\0") or len(header) < 100:
@@ -121,7 +133,21 @@ def _begin_child() -> None:
     """A forked child has no handle of its own yet, and no thread that could release the lock."""
     global _opening
     _opening = threading.Lock()
+    for file, count in _open_files.items():
+        if count > 0:
+            _inherited.setdefault(file, [])
+    for file, held in _inherited.items():
+        _hold(_paths[file], held)
     _open_files.clear()
+
+
+def _hold(path: Path, held: list[int]) -> None:
+    """Take the locks of a file that this process's copy of SQLite believes to hold."""
+    with contextlib.suppress(OSError):  # it is gone: that is found when it is used
+        if not held:
+            held += [os.open(f"{path}{suffix}", os.O_RDONLY | os.O_CLOEXEC) for suffix, _, _ in _IN_USE]
+        for descriptor, (_, start, length) in zip(held, _IN_USE, strict=True):
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, length, start)
 
 
 class SqliteCell(Cell):
@@ -146,6 +172,7 @@ class SqliteCell(Cell):
                 if not os.path.lexists(self._path):
                     _create(self._path)
                 self._file = _check_file(self._path, url)
+                _paths[self._file] = self._path
                 self._db = self._connect()
                 _open_files[self._file] += 1
             forks.own(self, f"register {url}")
