@@ -5,7 +5,11 @@ What it does not do: move bytes (transports), find peers (connect), decide who i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +65,9 @@ class Communicator(Collectives):
         self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
+        self._memories: list[WindowMemory] = []
+        self._dropped = weakref.finalize(self, _dropped, self._executor, self._memories, repr(self))
+        self._dropped.atexit = False
         forks.own(self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend"))
 
     def __repr__(self) -> str:
@@ -176,8 +183,9 @@ class Communicator(Collectives):
             None,
             tensor.dtype,
         )
-        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout)
+        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self)
         self._windows = [*(other for other in self._windows if not other.closed), window]
+        self._memories[:] = [each.memory for each in self._windows]
         return window
 
     # -- ops of one's own
@@ -205,7 +213,11 @@ class Communicator(Collectives):
         self._executor.abort(reason)
 
     def close(self) -> None:
-        """Release what this rank holds, its windows too; idempotent. Ops that are still pending are aborted."""
+        """Release what this rank holds, its windows too; idempotent. Ops that are still pending are aborted.
+
+        One that is dropped without it says goodbye to its peers all the same, with a ResourceWarning here.
+        """
+        self._dropped.detach()
         for window in self._windows:
             window.close()
         self._executor.close()
@@ -217,3 +229,17 @@ class Communicator(Collectives):
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         self.close()
+
+
+def _dropped(executor: Executor, memories: Sequence[WindowMemory], what: str) -> None:
+    """A communicator was collected that was not closed: close it, in a thread of its own, for this may be anywhere."""
+
+    def close() -> None:
+        for memory in memories:
+            with contextlib.suppress(HoldfastError):
+                memory.close()
+        executor.close_when_done()
+
+    if not executor.closed:
+        threading.Thread(target=close, name="holdfast-dropped", daemon=True).start()
+        warnings.warn(f"{what} was not closed: use `with`, or call close()", ResourceWarning, stacklevel=2)

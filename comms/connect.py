@@ -271,7 +271,7 @@ def _build(
     transport = _connect(info.connect, context)
     if not made or made[0].transport is not transport:
         make(transport)
-    return made[0]
+    return made.pop()  # what was made may hold `make`, and must not hold the communicator
 
 
 def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:

@@ -118,6 +118,11 @@ class Executor:
         return self._over
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def progress(self) -> tuple[int, bool]:
         """How many ops of all ranks together were issued, and whether any op is running. From any thread."""
         return self._order.joint, self._order.busy or not self._last.done()
@@ -266,6 +271,7 @@ class Executor:
         while (item := self._queue.get()) is not None:
             self._running, task = item
             self._running.run(task)
+            del item, task  # or this thread would keep the communicator that they are of
 
     def _observed(self, body: Body, name: str, seq: int, nbytes: int) -> Body:
         def observed(deadline: float) -> None:
@@ -315,6 +321,13 @@ class Executor:
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
+
+    def close_when_done(self) -> None:
+        """Close once what was issued is done: nobody is left to issue more, but somebody may wait for that."""
+        with contextlib.suppress(Exception):
+            self._last.wait(self.timeout)
+        with contextlib.suppress(HoldfastError):
+            self.close()
 
     def close(self) -> None:
         """Abort what is pending and release the transport. Idempotent."""

@@ -81,8 +81,12 @@ class Window:
     ValueError before any byte moves; a window that its rank closed, or whose process died, `RegionGone`.
     """
 
-    def __init__(self, memory: WindowMemory, dtype: torch.dtype, rank: int, timeout: float) -> None:
+    def __init__(
+        self, memory: WindowMemory, dtype: torch.dtype, rank: int, timeout: float, owner: object = None
+    ) -> None:
+        """`owner` stays as long as the window does."""
         self.dtype = dtype
+        self._owner = owner
         self.rank = rank
         self._memory = memory
         self._itemsize = dtype.itemsize
@@ -91,6 +95,11 @@ class Window:
         self._calls = _native.Calls(closed_here)
         self._reach = _native.Reach(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
         forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
+
+    @property
+    def memory(self) -> WindowMemory:
+        """What the backend made."""
+        return self._memory
 
     @property
     def closed(self) -> bool:
