@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,3 +91,27 @@ def test_a_childs_child_goes_on_when_all_before_it_are_gone(url: str, start: Cal
     parent.tell("open it again")
     assert parent.hear() == (2, b"second")
     parent.tell("end")
+
+
+def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Child]) -> None:
+    """A child forked within a transaction of another thread believed to be in it for ever."""
+
+    def write() -> None:
+        with contextlib.closing(open_cell(url, "busy")) as cell:
+            version = cell.read()[0]
+            while not over.is_set():
+                version += cell.compare_and_set(version, bytes(20_000))
+
+    def a_writer(pipe: Connection, number: int) -> None:
+        pipe.send(open_cell(url, f"cell {number}").compare_and_set(0, b"mine"))
+
+    over = threading.Event()
+    open_cell(url, "job").close()
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(30):
+            assert start(a_writer, number).hear(4.0)
+    finally:
+        over.set()
+        thread.join()

@@ -18,6 +18,7 @@ import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,11 @@ _paths: dict[tuple[int, int], Path] = {}
 _inherited: dict[tuple[int, int], list[int]] = {}
 """Files that a parent of this process had open when it forked, and the descriptors by which this one holds its locks.
 """
+
+_cells: weakref.WeakSet[SqliteCell] = weakref.WeakSet()
+_held_for_fork: list[threading.Lock] = []
+FORK_SECONDS = 1.0
+"""How long a fork waits for the transactions of other threads, which take microseconds."""
 
 _IN_USE = (("", 0x40000002, 510), ("-shm", 128, 1))
 """The locks of SQLite's that say that a process uses a file: of which file, from which byte, how many. It takes them
@@ -128,6 +134,22 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
     return identity
 
 
+def _finish_transactions() -> None:
+    """Before a fork: a child cannot use the file any more if its copy of SQLite believes to be in a transaction."""
+    deadline = time.monotonic() + FORK_SECONDS
+    locks = [_opening, *(cell.lock for cell in _cells)]
+    _held_for_fork.extend(lock for lock in locks if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)))
+
+
+def _go_on() -> None:
+    """After it, in the parent."""
+    while _held_for_fork:
+        _held_for_fork.pop().release()
+
+
+os.register_at_fork(before=_finish_transactions, after_in_parent=_go_on)
+
+
 @forks.in_child
 def _begin_child() -> None:
     """A forked child has no handle of its own yet, and no thread that could release the lock."""
@@ -139,6 +161,8 @@ def _begin_child() -> None:
     for file, held in _inherited.items():
         _hold(_paths[file], held)
     _open_files.clear()
+    _held_for_fork.clear()
+    _cells.clear()
 
 
 def _hold(path: Path, held: list[int]) -> None:
@@ -163,7 +187,7 @@ class SqliteCell(Cell):
 
     def __init__(self, url: str, name: str) -> None:
         self._url, self._name, self._path = url, name, path_of(url)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._closed = False
         self._watching = threading.Lock()
         self._kept_watch: Watch | None = None
@@ -175,6 +199,7 @@ class SqliteCell(Cell):
                 _paths[self._file] = self._path
                 self._db = self._connect()
                 _open_files[self._file] += 1
+                _cells.add(self)
             forks.own(self, f"register {url}")
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
@@ -218,7 +243,7 @@ class SqliteCell(Cell):
         """One statement, which is one transaction: its rows, and how many it wrote."""
 
         def once() -> tuple[list[tuple[int, bytes]], int]:
-            with self._lock:
+            with self.lock:
                 self._check_usable()
                 cursor = self._db.execute(sql, arguments)
                 return cursor.fetchall(), cursor.rowcount
@@ -294,7 +319,7 @@ class SqliteCell(Cell):
                 watch.close()
 
     def close(self) -> None:
-        with _opening, self._lock:
+        with _opening, self.lock:
             if not self._closed:
                 self._closed = True
                 self._db.close()
