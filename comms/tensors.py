@@ -22,6 +22,7 @@ plain, span = _native.plain, _native.span
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 """Every dtype of this torch, in an order that all ranks share."""
+DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:

@@ -2,8 +2,9 @@
 it has heard the hello that came over a new one, and farewell when it leaves or aborts.
 
 Messages from one rank arrive in order, so a farewell comes after everything that its rank sent before. A tag is: the
-notice bit, the sender's rank in 20 bits, the epoch in 10, and 33 of the user's or an op's. Epoch after epoch may use
-the same connections: nothing of one is taken for another's.
+notice bit, the sender's rank in 17 bits, the epoch in 9, the dtype in 6, and 31 of the user's or an op's. Epoch after
+epoch may use the same connections: nothing of one is taken for another's. Who receives does not ask for the dtype, but
+looks whether it is the right one.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Worker
 from holdfast.comms.algorithms.cost import Link
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.tensors import DTYPE_CODE, DTYPES
 
 CLOSED, ABORTED = 0, 1
 _HELLO, _MET = 2, 3
 _NOTICE = 1 << 63
-_RANK_SHIFT, _EPOCH_SHIFT = 43, 33
+_RANK_SHIFT, _EPOCH_SHIFT, _DTYPE_SHIFT = 46, 37, 31
 _EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
-_OP_MASK = (1 << _EPOCH_SHIFT) - 1
+_DTYPES = (1 << _EPOCH_SHIFT) - (1 << _DTYPE_SHIFT)
+_OP_MASK = (1 << _DTYPE_SHIFT) - 1
 _NOTE_BYTES = 1024
 WORDS = 200
 """For how many characters of an error there is room in a hello. What to do comes last in it."""
@@ -55,14 +59,22 @@ class Tags:
 
     mask = _EPOCHS - 1 << _EPOCH_SHIFT
     """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
+    any_dtype = (1 << 64) - 1 - _DTYPES
+    """All of a tag but the dtype."""
 
     def __init__(self, epoch: int) -> None:
         self.any = epoch % _EPOCHS << _EPOCH_SHIFT
         self.notice = _NOTICE | self.any
 
-    def of(self, rank: int, tag: int) -> int:
+    def of(self, rank: int, tag: int, dtype: torch.dtype) -> int:
         """Of a message of an op, or of the user's, from `rank`."""
-        return self.any | rank << _RANK_SHIFT | tag & _OP_MASK
+        return self.any | rank << _RANK_SHIFT | DTYPE_CODE[dtype] << _DTYPE_SHIFT | tag & _OP_MASK
+
+    @staticmethod
+    def dtype(tag: int) -> torch.dtype | None:
+        """Of what the sender sent; None if this torch has no such dtype."""
+        code = (tag & _DTYPES) >> _DTYPE_SHIFT
+        return DTYPES[code] if code < len(DTYPES) else None
 
     def note(self, rank: int) -> int:
         """Of a notice from `rank`."""

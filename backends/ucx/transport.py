@@ -38,7 +38,6 @@ from holdfast.comms.window import WindowMemory
 LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
 """What a message costs over shared memory, and over TCP."""
 
-_EXACT = (1 << 64) - 1
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
 _FIRST_ROUNDS = 20
@@ -118,7 +117,7 @@ class UcxTransport(MessageTransport):
                     self.links[dst].endpoint,
                     tensor.data_ptr(),
                     message.nbytes,
-                    self._tags.of(self.rank, tag),
+                    self._tags.of(self.rank, tag, tensor.dtype),
                     self._worker.plain,
                 ),
             )
@@ -132,13 +131,13 @@ class UcxTransport(MessageTransport):
                 self._worker.handle,
                 tensor.data_ptr(),
                 message.nbytes,
-                self._tags.of(src, tag),
-                _EXACT,
+                self._tags.of(src, tag, tensor.dtype),
+                self._tags.any_dtype,
                 self._receiving,
             )
             self._posted(message, request)
             if not request:
-                self._check_size(message)
+                self._check_alike(message)
         return message
 
     def _posted(self, message: Message, request: int) -> None:
@@ -165,13 +164,15 @@ class UcxTransport(MessageTransport):
         if status != libucp.OK:
             raise self._explain(message, status)
         if message.receives:
-            self._check_size(message)
+            self._check_alike(message)
         return True
 
-    def _check_size(self, message: Message) -> None:
-        if self._info.length != message.nbytes:
+    def _check_alike(self, message: Message) -> None:
+        dtype = self._tags.dtype(self._info.sender_tag)
+        if self._info.length != message.nbytes or dtype is not message.tensor.dtype:
             raise Mismatch(
-                f"rank {message.peer} sent {self._info.length} bytes, where this rank expects {message.nbytes}"
+                f"rank {message.peer} sent {self._info.length} bytes of {dtype}, where this rank expects "
+                f"{message.nbytes} of {message.tensor.dtype}; both must pass the same shape and dtype"
             )
 
     def _explain(self, message: Message, status: int) -> HoldfastError:

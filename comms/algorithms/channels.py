@@ -38,6 +38,7 @@ from holdfast.comms.algorithms.board import (
     Board,
 )
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.tensors import DTYPE_CODE, DTYPES
 
 Message = tuple[torch.Tensor, int, int]
 """(tensor, peer, tag)"""
@@ -106,7 +107,7 @@ class Channels:
         nbytes = tensor.nbytes
         words[entry + TAG] = tag & _TAG_BITS
         words[entry + NBYTES] = nbytes
-        words[entry + DTYPE] = tensor.dtype.itemsize
+        words[entry + DTYPE] = DTYPE_CODE[tensor.dtype]
         if nbytes > INLINE_BYTES:
             words[entry + ADDRESS] = tensor.data_ptr()
         elif nbytes:
@@ -125,13 +126,13 @@ class Channels:
         if found is None:
             return False
         number, entry = found
-        nbytes = words[entry + NBYTES]
-        if nbytes != tensor.nbytes:
+        nbytes, dtype = words[entry + NBYTES], words[entry + DTYPE]
+        if nbytes != tensor.nbytes or dtype != DTYPE_CODE[tensor.dtype]:
             words[entry + TAKEN] = number | _REFUSED
             board.native.ring(src)
             raise Mismatch(
-                f"rank {src} sent {nbytes} bytes under tag {tag}, rank {board.rank} receives {tensor.nbytes}; "
-                "both sides must pass the same shape and dtype"
+                f"rank {src} sent {nbytes} bytes of {DTYPES[dtype]} under tag {tag}, rank {board.rank} receives "
+                f"{tensor.nbytes} of {tensor.dtype}; both sides must pass the same shape and dtype"
             )
         if nbytes > INLINE_BYTES:
             self._read_memory(src, words[entry + ADDRESS], tensor.data_ptr(), nbytes)
@@ -158,5 +159,5 @@ class Channels:
     def _was_taken(self, dst: int, entry: int, number: int) -> bool:
         taken = self._board.words[entry + TAKEN]
         if taken == number | _REFUSED:
-            raise Mismatch(f"rank {dst} refused the message: it expects another size")
+            raise Mismatch(f"rank {dst} refused the message: it expects another size or dtype")
         return taken >= number and not taken & _REFUSED

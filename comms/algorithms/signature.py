@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.comms.tensors import DTYPES
+from holdfast.comms.tensors import DTYPE_CODE, DTYPES
 
 _OPS = (
     "all_reduce",
@@ -18,7 +18,6 @@ _OPS = (
     "barrier",
 )
 _REDUCTIONS = ("", "sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum")
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, count: int) -> int:
@@ -26,7 +25,7 @@ def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, cou
     return (
         1 + _OPS.index(op)
         | _REDUCTIONS.index(reduction) << 4
-        | (_DTYPE_CODE[dtype] if dtype is not None else 0) << 8
+        | (DTYPE_CODE[dtype] if dtype is not None else 0) << 8
         | (root & 0xFFF) << 15
         | (count & 0xFFFFFFFFF) << 27
     )
