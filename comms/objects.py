@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import torch
+
+from holdfast.comms.object_codec import decode_object, encode_object
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None) -> T:
     """Rank `src`'s object on every rank; two broadcasts, of the length and of the bytes."""
-    data = _encode(obj) if comm.rank == src else b""
+    data = encode_object(obj) if comm.rank == src else b""
     length = torch.tensor([len(data)], device=comm.device)
     comm.broadcast(length, src, timeout=timeout)
     buffer = _tensor(data.ljust(int(length.item()), b"\0"), comm)
@@ -26,7 +27,7 @@ def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None
 
 def all_gather(comm: Communicator, obj: T, timeout: float | None) -> list[T]:
     """Every rank's object, in rank order; two all-gathers, of the lengths and of the bytes."""
-    data = _encode(obj)
+    data = encode_object(obj)
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(lengths, torch.tensor([len(data)], device=comm.device), timeout=timeout)
     outputs = [_tensor(b"\0" * length, comm) for length in lengths.tolist()]
@@ -34,18 +35,8 @@ def all_gather(comm: Communicator, obj: T, timeout: float | None) -> list[T]:
     return [_decode(output) for output in outputs]
 
 
-def _encode(obj: object) -> bytes:
-    try:
-        return msgspec.msgpack.encode(obj)
-    except TypeError as error:
-        raise TypeError(
-            f"{error}: objects travel as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle; "
-            "send tensors with broadcast or all_gather, and your own types as msgspec structs or dataclasses"
-        ) from error
-
-
 def _decode(buffer: torch.Tensor) -> Any:
-    return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), strict=True)
+    return decode_object(buffer.cpu().numpy().tobytes())
 
 
 def _tensor(data: bytes, comm: Communicator) -> torch.Tensor:

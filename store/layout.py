@@ -27,6 +27,8 @@ PIECE_BYTES = 2 << 20
 LARGE_BYTES = 256 << 10
 """Tensors of this many bytes have pieces of their own, and are read straight into place."""
 ALIGNMENT = 64
+DEEPEST = 200
+"""So many levels of mappings, or dots in a name, a state dict may have."""
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -129,6 +131,8 @@ def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _flatten(state: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping):
         raise TypeError(f"a state dict maps names to tensors; this is a {type(state).__name__}")
+    if prefix.count(".") > DEEPEST:
+        raise TypeError(f"{prefix[:80]}...: a state dict is nested at most {DEEPEST} levels deep")
     flat: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if not isinstance(key, str):
