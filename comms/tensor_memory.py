@@ -69,9 +69,10 @@ def _check(tensor: Tensor, what: str) -> None:
         raise Unsupported(f"{what} is a nested tensor", "pass its parts one by one: unbind()")
     held = None if torch.nn.parameter.is_lazy(tensor) else _held(tensor)
     if held is None:
+        kind = "meta tensor" if tensor.is_meta else type(tensor).__name__
         hint = "call this with a real tensor, outside of tracing and of torch.func"
         hint = "pass the part that is here: to_local()" if hasattr(tensor, "to_local") else hint
-        raise Unsupported(f"{what} is a {type(tensor).__name__} that has no memory of its own", hint)
+        raise Unsupported(f"{what} is a {kind} that has no memory of its own", hint)
     needed = _extent(tensor) * tensor.element_size()
     if held < needed:
         raise Unsupported(

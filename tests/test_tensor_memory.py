@@ -288,6 +288,44 @@ def test_a_key_that_is_no_string_is_named_by_its_path() -> None:
         flatten({"optimizer": {"state": {0: {"step": torch.ones(1)}}}})
 
 
+def test_a_state_dict_that_contains_itself_is_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["again"] = endless
+    with pytest.raises(TypeError, match="at most 200 levels"):
+        flatten(endless)
+
+
+def _sharded(comm: Communicator) -> list[str]:
+    """The parameters and gradients that FSDP2 leaves, while they are sharded and after they were gathered."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        from torch.distributed.fsdp import fully_shard
+
+        module = torch.nn.Linear(4, 4)
+        fully_shard(module)
+        module(torch.ones(1, 4)).sum().backward()
+        module.unshard()
+        gathered = module.weight
+        comm.all_reduce(gathered.detach())
+        module.reshard()
+        said = []
+        for bad in (module.weight, module.weight.grad, gathered):
+            with pytest.raises(Unsupported) as caught:
+                comm.all_reduce(bad)
+            said.append(str(caught.value))
+        comm.all_reduce(module.weight.grad.to_local())
+        return said
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_fsdp_leaves_is_refused_with_what_to_do() -> None:
+    with LocalCluster(1, "shm", timeout=60.0) as cluster:
+        ((parameter, gradient, gathered),) = cluster.run(_sharded)
+    assert "to_local()" in parameter and "to_local()" in gradient
+    assert "holds 0 bytes" in gathered and "unshard()" in gathered
+
+
 def test_only_a_tensor_that_has_it_is_told_to_use_to_local() -> None:
     with pytest.raises(Unsupported, match=r"to_local\(\)"):
         check_memory(wrapper())
