@@ -23,6 +23,7 @@ from holdfast.backends.process_memory import HUGE_PAGE
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.plane import Handle, MemoryPlane, Region
+from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.work import Work
 
@@ -105,9 +106,10 @@ class CheckedPlane(MemoryPlane):
         """Copy all of `tensor`, which lies at `address`, from the region of a handle or to it."""
         self._check_open()
         began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        offset = integer(offset, "offset")
         self._check(op, handle, offset, nbytes)
         self._check_apart(op, handle, address, offset, nbytes)
-        deadline = began + timeout
+        deadline = began + seconds(timeout)
 
         def look() -> None:
             self._check_open()

@@ -12,6 +12,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.overlap import check_outputs
 from holdfast.comms.plugins import BackendInfo
+from holdfast.comms.quantities import integer
 from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import plain
 
@@ -92,19 +93,24 @@ class Arguments:
         """What is reduced in the place of `tensor`: itself, or a copy in float32."""
         return tensor.float() if tensor.dtype in self._carried else tensor
 
-    def rank(self, rank: Any, what: str) -> None:
-        """ValueError unless it is a rank of this communicator."""
-        if not isinstance(rank, int) or not 0 <= rank < self._size:
-            raise ValueError(f"{what}={rank!r} is out of range: ranks are 0 to {self._size - 1}")
+    def rank(self, rank: Any, what: str) -> int:
+        """`rank` as an int; ValueError unless it is one of this communicator's."""
+        number = integer(rank, what)
+        if not 0 <= number < self._size:
+            raise ValueError(f"{what}={number} is out of range: ranks are 0 to {self._size - 1}")
+        return number
 
-    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> None:
-        """As `movable`; ValueError unless `peer` is another rank, and `tag` one that every backend can tell."""
+    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> tuple[int, int]:
+        """As `movable`; `peer` and `tag` as ints. ValueError unless `peer` is another rank, and `tag` one that every
+        backend can tell.
+        """
         self.movable(tensor)
-        self.rank(peer, what)
+        peer, tag = self.rank(peer, what), integer(tag, "tag")
         if peer == self._rank:
             raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
-        if not isinstance(tag, int) or not 0 <= tag < TAGS:
-            raise ValueError(f"tag={tag!r} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
+        if not 0 <= tag < TAGS:
+            raise ValueError(f"tag={tag} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
+        return peer, tag
 
     def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
         """ValueError unless there is one tensor for each rank, all of `dtype`."""
@@ -153,9 +159,10 @@ class Arguments:
         if counts is None:
             self.divided(tensor, what)
             return [total // self._size] * self._size
+        counts = [integer(count, f"a split size of {what}") for count in counts]
         if len(counts) != self._size or sum(counts) != total or min(counts) < 0:
-            raise ValueError(f"{what}: split sizes {list(counts)} do not divide {total} rows over {self._size} ranks")
-        return list(counts)
+            raise ValueError(f"{what}: split sizes {counts} do not divide {total} rows over {self._size} ranks")
+        return counts
 
     def own_part(self, output: Tensor, to_output: Sequence[int], tensor: Tensor, of_tensor: Sequence[int]) -> None:
         """ValueError unless what this rank keeps of `tensor` fills its own part of `output`."""

@@ -89,7 +89,7 @@ class Collectives:
         timeout: float | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
-        self._check.rank(dst, "dst")
+        dst = self._check.rank(dst, "dst")
         tensor = self._check.output(tensor) if dst == self.rank else self._check.operand(tensor)
         self._check.reducible(tensor, op)
 
@@ -190,7 +190,7 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.broadcast(tensor, src):
             return DONE
-        self._check.rank(src, "src")
+        src = self._check.rank(src, "src")
         tensor = self._check.operand(tensor) if src == self.rank else self._check.output(tensor)
         self._check.movable(tensor)
         words = f"from {src}"
@@ -357,7 +357,7 @@ class Collectives:
         tensor = self._check.operand(tensor)
         outputs = self._check.outputs(outputs, "outputs") if outputs else outputs
         self._check.movable(tensor)
-        self._check.rank(dst, "dst")
+        dst = self._check.rank(dst, "dst")
         self._check.of_root(outputs, "outputs", dst, tensor)
 
         def prepare() -> Body:
@@ -394,7 +394,7 @@ class Collectives:
         tensor = self._check.output(tensor)
         inputs = self._check.operands(inputs, "inputs") if inputs else inputs
         self._check.movable(tensor)
-        self._check.rank(src, "src")
+        src = self._check.rank(src, "src")
         self._check.of_root(inputs, "inputs", src, tensor)
 
         def prepare() -> Body:
@@ -433,7 +433,7 @@ class Collectives:
     ) -> Work:
         """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
         tensor = self._check.operand(tensor)
-        self._check.message(tensor, dst, "dst", tag)
+        dst, tag = self._check.message(tensor, dst, "dst", tag)
 
         def prepare() -> Body:
             flat = packed(tensor)
@@ -446,7 +446,7 @@ class Collectives:
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
         tensor = self._check.output(tensor)
-        self._check.message(tensor, src, "src", tag)
+        src, tag = self._check.message(tensor, src, "src", tag)
 
         def prepare() -> Body:
             flat = packed(tensor)
@@ -468,17 +468,15 @@ class Collectives:
         items = [replace(item, tensor=self._check.operand(item.tensor, f"batch[{i}]")) for i, item in enumerate(batch)]
         sends = [item for item in items if isinstance(item, Send)]
         recvs = [item for item in items if isinstance(item, Recv)]
-        for send in sends:
-            self._check.message(send.tensor, send.dst, "dst", send.tag)
+        to = [self._check.message(send.tensor, send.dst, "dst", send.tag) for send in sends]
+        of = [self._check.message(recv.tensor, recv.src, "src", recv.tag) for recv in recvs]
         received = {f"batch[{i}]": item.tensor for i, item in enumerate(items) if isinstance(item, Recv)}
         check_outputs(list(received.values()), list(received))
-        for recv in recvs:
-            self._check.message(recv.tensor, recv.src, "src", recv.tag)
 
         def prepare() -> Body:
             flats = [packed(recv.tensor) for recv in recvs]
-            given = [(apart(packed(send.tensor), flats), send.dst, send.tag) for send in sends]
-            into = [(flat, recv.src, recv.tag) for flat, recv in zip(flats, recvs, strict=True)]
+            given = [(apart(packed(send.tensor), flats), *line) for send, line in zip(sends, to, strict=True)]
+            into = [(flat, *line) for flat, line in zip(flats, of, strict=True)]
 
             def body(deadline: float) -> None:
                 self._transport.batch_send_recv(given, into, deadline)

@@ -21,6 +21,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked,
 from holdfast.comms.execution import Body, Executor
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
+from holdfast.comms.quantities import seconds_or
 from holdfast.comms.transport import Context, Peer, Transport
 from holdfast.comms.window import Window, WindowMemory, check_exposable
 from holdfast.comms.work import Work
@@ -117,7 +118,7 @@ class Communicator(Collectives):
 
     def broadcast_object(self, obj: objects.T | None, src: int, timeout: float | None = None) -> objects.T:
         """Rank `src`'s `obj`, on every rank. TypeError on the sender for what msgpack cannot say."""
-        self._check.rank(src, "src")
+        src = self._check.rank(src, "src")
         return objects.broadcast(self, obj, src, timeout)
 
     def all_gather_object(self, obj: objects.T, timeout: float | None = None) -> list[objects.T]:
@@ -132,9 +133,7 @@ class Communicator(Collectives):
         """
         from holdfast.comms.connect import connect_part
 
-        members = tuple(ranks)
-        for member in members:
-            self._check.rank(member, "ranks")
+        members = tuple(self._check.rank(member, "ranks") for member in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
             raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and hold the caller's")
         part = connect_part(
@@ -142,7 +141,7 @@ class Communicator(Collectives):
             members,
             self._splits.setdefault(members, itertools.count()),
             self._context,
-            timeout=self._executor.timeout if timeout is None else timeout,
+            timeout=seconds_or(timeout, self._executor.timeout),
             op_timeout=self._executor.timeout,
             recorder=self._recorder,
         )

@@ -28,6 +28,7 @@ from holdfast.comms.keys import job_key
 from holdfast.comms.liveness import this_process
 from holdfast.comms.local_causes import told_as_local
 from holdfast.comms.plugins import BackendInfo, Unavailable
+from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.registry import registry
 from holdfast.comms.rendezvous.gathering import Gathering
 from holdfast.comms.rendezvous.offers import Offer, shorten
@@ -79,7 +80,10 @@ def connect(
     taken), `OpTimeout` (naming the ranks that did not come), `PeerFailed`, `CorruptData` (what is at the rendezvous was
     not written by the ranks), `KeyRefused`, ValueError.
     """
+    timeout = seconds(timeout)
     deadline = time.monotonic() + timeout
+    rank = None if rank is None else integer(rank, "rank")
+    size = None if size is None else integer(size, "size")
     where = torch.device("cpu" if device is None else device)
     preference, unavailable = _asked(backend, where)
     key = job_key()

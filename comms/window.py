@@ -20,6 +20,7 @@ import torch
 from holdfast.comms import _native, forks
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.overlap import check_outputs
+from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.tensor_memory import plain_tensor
 from holdfast.comms.tensors import packed, unpack
 
@@ -112,6 +113,7 @@ class Window:
             at = self._reach.place(src, rank, offset)
             if at < 0:
                 src = plain_tensor(src, "src")
+                rank = self._check_rank(rank)
                 at, src = self._checked(src, rank, offset), packed(src)
             self._memory.write(rank, at, src, self._deadline(timeout))
 
@@ -122,6 +124,7 @@ class Window:
             if at < 0:
                 dst = plain_tensor(dst, "dst")
                 check_outputs([dst], ["dst"])
+                rank = self._check_rank(rank)
                 at, flat = self._checked(dst, rank, offset), packed(dst)
             self._memory.read(rank, at, flat, self._deadline(timeout))
             unpack(flat, dst)
@@ -129,32 +132,29 @@ class Window:
     def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
         """Add `value` to an element of rank's window, atomically; what it was before."""
         with self._calls:
-            at = self._element(rank, index, value)
+            rank, at, (value,) = self._element(rank, index, value)
             return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
 
     def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set an element of rank's window to `desired` if it is `expected`, atomically; what it was before."""
         with self._calls:
-            at = self._element(rank, index, expected, desired)
+            rank, at, (expected, desired) = self._element(rank, index, expected, desired)
             return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
 
     def signal(self, rank: int, timeout: float | None = None) -> None:
         """Signal `rank`: one of its `wait_signal` for this rank returns."""
         with self._calls:
-            self._check_rank(rank)
-            self._memory.signal(rank, self._deadline(timeout))
+            self._memory.signal(self._check_rank(rank), self._deadline(timeout))
 
     def wait_signal(self, rank: int, timeout: float | None = None) -> None:
         """Wait for one signal from `rank`; each is waited for once."""
         with self._calls:
-            self._check_rank(rank)
-            self._memory.wait_signal(rank, self._deadline(timeout))
+            self._memory.wait_signal(self._check_rank(rank), self._deadline(timeout))
 
     def flush(self, rank: int | None = None, timeout: float | None = None) -> None:
         """Return when all that was issued to `rank` (to all ranks) has taken effect there."""
         with self._calls:
-            self._check_rank(self.rank if rank is None else rank)
-            self._memory.flush(rank, self._deadline(timeout))
+            self._memory.flush(None if rank is None else self._check_rank(rank), self._deadline(timeout))
 
     def close(self) -> None:
         """Stop exposing this rank's tensor, and let go of the others'. Idempotent; not collective.
@@ -182,15 +182,17 @@ class Window:
         self.close()
 
     def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._timeout if timeout is None else timeout)
+        return time.monotonic() + (self._timeout if timeout is None else seconds(timeout))
 
-    def _check_rank(self, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < len(self._elements):
-            raise ValueError(f"rank={rank!r} is out of range: ranks are 0 to {len(self._elements) - 1}")
+    def _check_rank(self, rank: int) -> int:
+        number = integer(rank, "rank")
+        if not 0 <= number < len(self._elements):
+            raise ValueError(f"rank={number} is out of range: ranks are 0 to {len(self._elements) - 1}")
+        return number
 
     def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
-        """The byte offset of a transfer that fits into rank's window."""
-        self._check_rank(rank)
+        """The byte offset of a transfer that fits into the window of `rank`, which has been checked."""
+        offset = integer(offset, "offset")
         if tensor.dtype != self.dtype or not tensor.is_cpu:
             raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
         elements, end = self._elements[rank], offset + tensor.numel()
@@ -198,19 +200,20 @@ class Window:
             raise ValueError(f"elements {offset} to {end} are outside rank {rank}'s window of {elements}")
         return offset * self._itemsize
 
-    def _element(self, rank: int, index: int, *values: int) -> int:
-        """The byte offset of an integer that atomics can change to and from `values`."""
-        self._check_rank(rank)
+    def _element(self, rank: int, index: int, *values: int) -> tuple[int, int, list[int]]:
+        """The rank, the byte offset of an integer that atomics can change to and from `values`, and these."""
+        rank, index = self._check_rank(rank), integer(index, "index")
+        numbers = [integer(value, "value") for value in values]
         if self.dtype not in ATOMIC_DTYPES:
             raise Unsupported(f"atomics on {self.dtype}", "use a window of int32 or int64")
         elements = self._elements[rank]
         if not 0 <= index < elements:
             raise ValueError(f"element {index} is outside rank {rank}'s window of {elements}")
         least, most = _RANGES[self.dtype]
-        for value in values:
+        for value in numbers:
             if not least <= value <= most:
                 raise ValueError(f"{value} is no {self.dtype}")
-        return index * self._itemsize
+        return rank, index * self._itemsize, numbers
 
 
 def closed_here() -> RegionGone:

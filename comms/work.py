@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from holdfast.comms.errors import StillRunning, again
+from holdfast.comms.quantities import seconds
 
 
 class Work:
@@ -26,8 +27,9 @@ class Work:
 
         The op itself goes on then: its own timeout is the one given when it was issued.
         """
-        if not self._done.wait(timeout):
-            raise StillRunning(self._name, timeout or 0.0)
+        limit = None if timeout is None else seconds(timeout)
+        if not self._done.wait(limit):
+            raise StillRunning(self._name, limit or 0.0)
         if self._error is not None:
             raise again(self._error)
 

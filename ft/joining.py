@@ -13,6 +13,7 @@ from holdfast.comms.connect import runnable_backends
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch
 from holdfast.comms.keys import load_key
 from holdfast.comms.liveness import this_host
+from holdfast.comms.quantities import integer_in
 from holdfast.comms.registry import registry
 from holdfast.ft.admission import too_far
 from holdfast.ft.control.errors import WrongKey
@@ -57,13 +58,13 @@ def settle(
     """Fill what is None from the environment and check it. Raises ValueError, TypeError, `KeyRefused`."""
     if size is None and "HOLDFAST_SIZE" in os.environ:
         size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
-    _positive("min_size", min_size, MAX_MEMBERS)
+    min_size = integer_in(min_size, "min_size", 1, MAX_MEMBERS)
     if size is not None:
-        _positive("size", size, MAX_MEMBERS)
+        size = integer_in(size, "size", 1, MAX_MEMBERS)
         if min_size > size:
             raise ValueError(f"min_size={min_size} is above size={size}: the job could never run")
     if shards is not None:
-        _positive("shards", shards, MAX_SHARDS)
+        shards = integer_in(shards, "shards", 1, MAX_SHARDS)
     if not isinstance(timeouts, Timeouts):
         raise TypeError(f"timeouts must be a Timeouts, not {type(timeouts).__name__}")
     name = _given("job", job, "HOLDFAST_JOB", "the name of the job")
@@ -75,7 +76,7 @@ def settle(
     asked = backend or os.environ.get("HOLDFAST_BACKEND") or "auto"
     where = torch.device("cpu" if device is None else device)
     mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(MESH)))
-    _positive("HOLDFAST_MESH", mesh, MAX_MEMBERS)
+    integer_in(mesh, "HOLDFAST_MESH", 1, MAX_MEMBERS)
     key = load_key(Path(key_path))
     return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
 
@@ -149,10 +150,3 @@ def _number(what: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{what}={text!r} is not a whole number") from None
-
-
-def _positive(what: str, value: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} must be a whole number, not {value!r}")
-    if not 1 <= value <= most:
-        raise ValueError(f"{what}={value} is out of range: 1 to {most}")

@@ -22,6 +22,7 @@ from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.local_causes import told_as_local
+from holdfast.comms.quantities import integer
 from holdfast.ft import faultpoints, joining, telemetry, voting
 from holdfast.ft.attachments import Attachments
 from holdfast.ft.attempt import FAILURES, Attempt
@@ -165,8 +166,9 @@ class Session(Attachments):
         in an error that says why: `StaleEpoch` if this process was evicted, `RegisterAway` if nobody runs the job
         and the register is away for longer than `rebuild`.
         """
-        if not isinstance(total, int) or isinstance(total, bool) or total < 0:
-            raise ValueError(f"steps({total!r}): how many must be a whole number, 0 or more")
+        total = integer(total, "how many steps")
+        if total < 0:
+            raise ValueError(f"steps({total}): how many must be a whole number, 0 or more")
         if self._runtime is None:
             raise HoldfastError("the session is not open: write `with Session(...) as session:`")
         if self._used:

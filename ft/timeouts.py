@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
+
+from holdfast.comms.quantities import seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,16 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            seconds = getattr(self, field.name)
-            if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-                raise ValueError(f"timeout {field.name}={seconds!r} is not a number of seconds")
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ValueError(f"timeout {field.name}={seconds!r} must be finite and above 0 seconds")
+            given = getattr(self, field.name)
+            try:
+                value = seconds(given, f"timeout {field.name}")
+            except TypeError as error:
+                raise ValueError(str(error)) from None
+            except ValueError:
+                value = 0.0
+            if not value > 0:
+                raise ValueError(f"timeout {field.name}={given!r} must be finite and above 0 seconds")
+            object.__setattr__(self, field.name, value)
         if self.suspect < 2 * self.heartbeat:
             raise ValueError(
                 f"suspect={self.suspect} s must be at least twice heartbeat={self.heartbeat} s: "

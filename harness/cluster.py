@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, Unsupported
+from holdfast.comms.quantities import integer_in, seconds
 from holdfast.comms.registry import registry
 from holdfast.harness.folders import HeldFolder
 from holdfast.harness.job import Job
@@ -70,14 +71,11 @@ class LocalCluster:
         prepare: Callable[[], Mapping[str, Any] | None] | None = None,
         links: bool = False,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"size={size}: a cluster has at least one rank")
-        if spares < 0:
-            raise ValueError(f"spares={spares} is negative")
-        if timeout <= 0 or grace <= 0:
+        size, spares = integer_in(size, "size", 1), integer_in(spares, "spares", 0)
+        timeout, grace = seconds(timeout), seconds(grace, "grace")
+        if not timeout or not grace:
             raise ValueError(f"timeout={timeout} and grace={grace} must be positive seconds")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1")
+        threads = None if threads is None else integer_in(threads, "threads", 1)
         forks.own(self, "the cluster")
         found = registry().backend(backend)
         if (missing := found.missing) is not None:

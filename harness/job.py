@@ -18,6 +18,7 @@ import cloudpickle
 
 from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.quantities import integer, seconds
 from holdfast.ft.view import View
 from holdfast.harness import portable
 from holdfast.harness.channel import ChannelClosed
@@ -98,7 +99,7 @@ class Job:
 
         Raises `RunTimeout` after `timeout` seconds without one, and the failure if a process fails before.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         epoch = 0
         while True:
             view = self._register.watch(epoch, min(0.1, max(0.0, deadline - time.monotonic())))
@@ -121,7 +122,7 @@ class Job:
 
     def wait_for(self, kind: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
         """The first event of this kind with these fields, waited for. Raises `TimeoutError`."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         while True:
             for event in self.events():
                 if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items()):
@@ -136,7 +137,7 @@ class Job:
         Raises `TimeoutError`.
         """
         wanted = self._count - self._settings.size
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         while (found := len(standing_by(map(event_of, self.events())))) < wanted:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{found} of {wanted} spares stand by after {timeout:.3g} s\n" + self._where())
@@ -148,7 +149,7 @@ class Job:
         Raises the first failure of a member of that view, as `LocalCluster.run` does (members that died and were
         replaced, or done without, are no failure), and `RunTimeout` after `timeout` seconds; the job then goes on.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         while not self._is_over():
             if time.monotonic() >= deadline:
                 raise RunTimeout(self._late(), timeout, self._where())
@@ -164,7 +165,7 @@ class Job:
     def over(self, timeout: float = 0.0) -> bool:
         """Whether the job is over; waits up to `timeout` seconds for a process to end, and takes in what it sent."""
         if not self._is_over():
-            self._collect(timeout)
+            self._collect(seconds(timeout))
         return self._is_over()
 
     def newest_view(self) -> View | None:
@@ -276,7 +277,7 @@ class Job:
         return process
 
     def _holder(self, rank: int) -> Process:
-        view = self.view()
+        view, rank = self.view(), integer(rank, "rank")
         if not 0 <= rank < len(view.members):
             raise ValueError(
                 f"rank {rank} is out of range: epoch {view.epoch} has {counted(len(view.members), 'member')}"

@@ -75,7 +75,7 @@ class PartReader:
         while self._replicas:
             replica = self._replicas[0]
             try:
-                left = self._deadline - time.monotonic()
+                left = max(self._deadline - time.monotonic(), 0.0)
                 self._plane.read(replica.handle, into, offset, timeout=left).wait()
             except RegionGone as error:
                 self._failures.append(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 import time
 import weakref
@@ -17,6 +16,7 @@ from holdfast.comms import forks
 from holdfast.comms.errors import Mismatch, RegionGone
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import MemoryPlane, memory
+from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.store import transitions
 from holdfast.store.book import Book
 from holdfast.store.catalog import Catalog, Holder, Version
@@ -87,12 +87,10 @@ class WeightStore:
     ) -> None:
         self.url = url if isinstance(url, str) else url.url
         local = self.url.startswith("memory://")
-        self._replicas = (1 if local else 2) if replicas is None else replicas
-        if self._replicas < 1 or keep < 1:
-            raise ValueError(f"replicas={replicas} and keep={keep} must be at least 1")
+        self._replicas = integer_in((1 if local else 2) if replicas is None else replicas, "replicas", 1)
         if local and self._replicas > 1:
             raise ValueError(f"{self.url} is one process, which cannot keep {replicas} replicas: use sqlite://")
-        self._keep, self._timeout, self._hold = keep, timeout, hold
+        self._keep, self._timeout, self._hold = integer_in(keep, "keep", 1), seconds(timeout), hold
         self._observe: Observe = observe or _nobody
         self._manifests: dict[bytes, Manifest] = {}
         with ExitStack() as undo:
@@ -157,7 +155,7 @@ class WeightStore:
         if not self._hold:
             self._book.change(lambda now: transitions.join(now, self._keeper.holder))
         publication = Publication(self._book, self._keeper, self._plane, terms, packed, observe)
-        publication.run(self._timeout if timeout is None else timeout)
+        publication.run(seconds_or(timeout, self._timeout))
 
     # -- reading
 
@@ -183,7 +181,7 @@ class WeightStore:
         self._check_usable()
         number = _wanted(version)
         began = time.monotonic()
-        deadline = began + (self._timeout if timeout is None else timeout)
+        deadline = began + seconds_or(timeout, self._timeout)
         wanted = flatten(into)
         at, catalog = self._book.read()
         while True:
@@ -250,7 +248,7 @@ class WeightStore:
         self._check_usable()
         version = _number(version, "version")
         began = time.monotonic()
-        deadline = began + (self._timeout if timeout is None else timeout)
+        deadline = began + seconds_or(timeout, self._timeout)
         at, catalog = self._book.read()
         while not (there := catalog.visible()) or there[-1] < version:
             found = self._book.wait(at, deadline - time.monotonic())
@@ -323,10 +321,7 @@ def _end(keeper: Keeper, book: Book, plane: MemoryPlane, patience: float = 0.0) 
 
 
 def _number(value: int, what: str) -> int:
-    value = operator.index(value)
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{what} {value} is not in 0 .. 2**63 - 1")
-    return value
+    return integer_in(value, what, 0, (1 << 63) - 1)
 
 
 def _wanted(version: int | str) -> int | str:

@@ -44,6 +44,7 @@ def _arguments(comm: Communicator) -> list[str]:
         lambda: comm.send(x, comm.rank),
         lambda: comm.recv(x, peer, -1),
         lambda: comm.batch_send_recv([Send(x, peer, 1 << 40)]),
+        lambda: comm.broadcast_object({1, 2}, comm.rank),
         lambda: comm.window(torch.zeros(4, 4).t()),
         lambda: comm.split([0, 0]),
     ]

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.quantities import integer_in
 from holdfast.ft.copies.leaves import Leaf, place
 from holdfast.ft.copies.mesh import Mesh, shape_of
 from holdfast.ft.skeleton import put_together
@@ -40,9 +41,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str], every: int) -> None:
         """Raises ValueError, TypeError for what cannot work, OSError if the directory cannot be had."""
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every={every!r}: after how many steps must be a whole number, 1 or more")
-        self.every = every
+        self.every = integer_in(every, "every", 1)
         self._directory = Path(directory)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(self._directory, os.W_OK):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.quantities import integer
 from holdfast.ft.copies.mesh import Mesh, all_ranks
 from holdfast.ft.transfer import Stateful
 
@@ -31,8 +32,7 @@ class Sharded(Mapping[str, Any]):
     def __init__(self, build: Build, copies: int, shape: Shape | None) -> None:
         if not callable(build):
             raise TypeError(f"build must be a function of a DeviceMesh, not {type(build).__name__}")
-        if not isinstance(copies, int) or isinstance(copies, bool):
-            raise TypeError(f"copies must be a whole number, not {copies!r}")
+        copies = integer(copies, "copies")
         if not 0 <= copies <= MOST_COPIES:
             raise ValueError(f"copies={copies} is out of range: 0 to {MOST_COPIES} neighbours keep a copy of each part")
         if shape is not None and not callable(shape):
@@ -79,8 +79,8 @@ class Sharded(Mapping[str, Any]):
         asked = self._shape(size)
         if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
             raise TypeError(f"mesh({size}) must give a dict of sizes by name, not {asked!r}")
-        sizes = tuple(asked.values())
-        if any(not isinstance(each, int) or isinstance(each, bool) or each < 1 for each in sizes):
+        sizes = tuple(integer(each, f"mesh({size})[{name!r}]") for name, each in asked.items())
+        if any(each < 1 for each in sizes):
             raise ValueError(f"mesh({size}) gave {dict(asked)}: each size must be a whole number, 1 or more")
         found = Mesh(tuple(asked), sizes)
         if not sizes or found.size != size:

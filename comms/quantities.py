@@ -1,0 +1,53 @@
+"""What counts as a whole number and as a number of seconds, wherever a user passes one."""
+
+from __future__ import annotations
+
+import math
+import operator
+from datetime import timedelta
+from numbers import Real
+from typing import Any
+
+LONGEST = 1e9
+"""Timeouts are shorter, in seconds: counted in nanoseconds, as systems do, longer ones would overflow."""
+
+
+def integer(value: Any, what: str) -> int:
+    """`value` as an int: any kind of integer, numpy's too. TypeError for all else, and for a bool."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
+            pass
+    raise TypeError(f"{what} must be a whole number, not {value!r}")
+
+
+def integer_in(value: Any, what: str, least: int, most: int | None = None) -> int:
+    """As `integer`; ValueError unless it is from `least` to `most`."""
+    number = integer(value, what)
+    if number < least or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{what}={number} is out of range: {bounds}")
+    return number
+
+
+def seconds(value: Any, what: str = "timeout") -> float:
+    """A number or a timedelta in seconds. TypeError for all else, ValueError for what is negative, infinite or NaN."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what}={value!r} is not a number of seconds, nor a timedelta")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number < LONGEST:
+        raise ValueError(f"{what}={value!r}: every wait has an end, after 0 to {LONGEST:.0e} seconds")
+    return number
+
+
+def seconds_or(value: Any, default: float, what: str = "timeout") -> float:
+    """As `seconds`; `default` for None."""
+    return default if value is None else seconds(value, what)

@@ -1,0 +1,198 @@
+"""Whole numbers of any kind are taken where one is asked for, and timeouts as numbers or timedeltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast import comms
+from holdfast.comms import Communicator, Recv, Send
+from holdfast.comms.quantities import integer, integer_in, seconds
+from holdfast.comms.work import DONE
+from holdfast.ft import Timeouts
+from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
+
+INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
+NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
+TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), timedelta(seconds=5)]
+NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -1, -0.1, np.float64("nan")]
+NO_TIMEOUTS += [timedelta(-1), 1e12, 10**400]
+
+
+@given(st.integers(0, 200), st.sampled_from(INTEGERS))
+def test_every_kind_of_integer_is_the_int_that_it_is(value: int, kind: Callable[[int], Any]) -> None:
+    found = integer(kind(value), "it")
+    assert found == value and type(found) is int
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+def test_what_is_no_integer_is_a_type_error_that_names_the_argument(value: Any) -> None:
+    with pytest.raises(TypeError, match="offset must be a whole number"):
+        integer(value, "offset")
+
+
+@pytest.mark.parametrize("value", TIMEOUTS, ids=repr)
+def test_a_timeout_is_a_number_or_a_timedelta(value: Any) -> None:
+    assert seconds(value) == 5.0 and type(seconds(value)) is float
+
+
+@pytest.mark.parametrize("value", NO_TIMEOUTS, ids=repr)
+def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="timeout="):
+        seconds(value)
+
+
+def test_bounds_are_named() -> None:
+    with pytest.raises(ValueError, match="size=0 is out of range: at least 1"):
+        integer_in(0, "size", 1)
+    with pytest.raises(ValueError, match="size=9 is out of range: 1 to 8"):
+        integer_in(np.int64(9), "size", 1, 8)
+
+
+def _everywhere(comm: Communicator) -> list[str]:
+    """Each argument of a communicator that is a number, as several kinds of integers."""
+    x, size = torch.ones(4), comm.size
+    wrong: list[str] = []
+    for kind in INTEGERS:
+        root, peer, tag = kind(1), kind(1 - comm.rank), kind(7)
+        comm.broadcast(x, root)
+        comm.reduce(x, root)
+        comm.gather(x, [torch.empty(4) for _ in range(size)] if comm.rank == 1 else None, root)
+        comm.scatter(x, [x.clone() for _ in range(size)] if comm.rank == 1 else None, root)
+        comm.all_to_all_single(torch.empty(4), x, [kind(2), kind(2)], [kind(2), kind(2)])
+        comm.batch_send_recv([Send(x, peer, tag), Recv(torch.empty(4), peer, tag)])
+        if comm.rank:
+            comm.send(x, kind(0), tag)
+        else:
+            comm.recv(x, kind(1), tag)
+        comm.broadcast_object("word", root)
+    calls: list[Callable[[Any], object]] = [
+        lambda bad: comm.broadcast(x, bad),
+        lambda bad: comm.reduce(x, bad),
+        lambda bad: comm.gather(x, None, bad),
+        lambda bad: comm.scatter(x, None, bad),
+        lambda bad: comm.all_to_all_single(torch.empty(4), x, [bad, 2], [2, 2]),
+        lambda bad: comm.send(x, bad),
+        lambda bad: comm.send(x, 1 - comm.rank, bad),
+        lambda bad: comm.recv(x, bad),
+        lambda bad: comm.batch_send_recv([Recv(x, bad)]),
+        lambda bad: comm.broadcast_object(None, bad),
+        lambda bad: comm.split([bad]),
+    ]
+    for bad in NO_INTEGERS:
+        for number, call in enumerate(calls):
+            try:
+                call(bad)
+                wrong.append(f"{bad!r} in call {number}: taken")
+            except TypeError:
+                pass
+    for late in NO_TIMEOUTS:
+        try:
+            comm.all_reduce(x, timeout=late)
+            wrong.append(f"timeout {late!r}: taken")
+        except (TypeError, ValueError):
+            pass
+    for timeout in TIMEOUTS:
+        comm.all_reduce(x, timeout=timeout, async_op=True).wait(timeout)
+    return wrong
+
+
+def test_a_communicator_takes_whole_numbers_of_every_kind(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_everywhere) == [[], []]
+
+
+def _in_windows(comm: Communicator) -> list[str]:
+    wrong: list[str] = []
+    with comm.window(torch.zeros(4, dtype=torch.int64)) as window:
+        for kind in INTEGERS:
+            peer = kind(1 - comm.rank)
+            window.put(torch.ones(1, dtype=torch.int64), peer, kind(2))
+            window.get(torch.ones(1, dtype=torch.int64), peer, kind(3), timeout=timedelta(seconds=5))
+            window.fetch_add(peer, kind(0), kind(1))
+            window.compare_swap(peer, kind(1), kind(0), kind(3))
+            window.signal(peer)
+            window.wait_signal(peer)
+            window.flush(peer)
+        calls: list[Callable[[Any], object]] = [
+            lambda bad: window.put(torch.ones(1, dtype=torch.int64), bad),
+            lambda bad: window.put(torch.ones(1, dtype=torch.int64), 0, bad),
+            lambda bad: window.get(torch.ones(1, dtype=torch.int64), 0, bad),
+            lambda bad: window.fetch_add(0, bad, 1),
+            lambda bad: window.fetch_add(0, 0, bad),
+            lambda bad: window.compare_swap(0, 0, bad, 1),
+            lambda bad: window.signal(bad),
+            lambda bad: window.wait_signal(bad),
+        ]
+        for bad in NO_INTEGERS:
+            for number, call in enumerate(calls):
+                try:
+                    call(bad)
+                    wrong.append(f"{bad!r} in call {number}: taken")
+                except TypeError:
+                    pass
+        comm.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "ucx", "mpi"])
+def test_a_window_takes_whole_numbers_of_every_kind(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_in_windows) == [[], []]
+
+
+def test_a_plane_takes_offsets_and_timeouts_of_every_kind() -> None:
+    with comms.memory("inproc") as plane, plane.expose(torch.ones(4)) as region:
+        for kind in INTEGERS:
+            plane.read(region.handle, torch.ones(1), kind(4), timeout=timedelta(seconds=5)).wait()
+        for bad in NO_INTEGERS:
+            with pytest.raises(TypeError):
+                plane.read(region.handle, torch.ones(1), bad)
+        for late in NO_TIMEOUTS:
+            with pytest.raises((TypeError, ValueError)):
+                plane.read(region.handle, torch.ones(1), timeout=late)
+
+
+def test_a_store_takes_versions_and_timeouts_of_every_kind() -> None:
+    with WeightStore("memory://", keep=np.int64(20), timeout=timedelta(seconds=10)) as store:
+        for version, kind in enumerate(INTEGERS):
+            store.publish(kind(version), {"x": torch.ones(1)}, part=kind(0), parts=kind(1), timeout=np.float32(5))
+            assert store.get(kind(version), {"x": torch.ones(1)}, timeout=timedelta(seconds=5)) == version
+        for bad in NO_INTEGERS:
+            with pytest.raises((TypeError, ValueError)):
+                store.publish(bad, {"x": torch.ones(1)})
+        for late in NO_TIMEOUTS:
+            with pytest.raises((TypeError, ValueError)):
+                store.wait(0, late)
+
+
+def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> None:
+    quick = Timeouts(heartbeat=timedelta(milliseconds=100), suspect=np.float32(1), join=np.int64(20))  # type: ignore[arg-type]
+    assert quick == Timeouts(heartbeat=0.1, suspect=1.0, join=20.0)
+    for late in (*NO_TIMEOUTS, 0):
+        with pytest.raises(ValueError, match="timeout join="):
+            Timeouts(join=late)
+    LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=timedelta(seconds=5))  # type: ignore[arg-type]
+    for bad in NO_INTEGERS:
+        with pytest.raises(TypeError):
+            LocalCluster(bad, "inproc")
+    with pytest.raises((TypeError, ValueError)):
+        LocalCluster(2, "inproc", timeout=float("nan"))
+    with pytest.raises(TypeError):
+        DONE.wait("5")  # type: ignore[arg-type]
+    comms.connect("inproc", rank=np.int64(0), size=np.int8(1), rendezvous=f"file://{tmp_path}/meet").close()  # type: ignore[arg-type]
+    for bad in NO_INTEGERS:
+        if bad is not None:
+            with pytest.raises(TypeError):
+                comms.connect("inproc", rank=bad, size=1, rendezvous=f"file://{tmp_path}/meet")
+    with pytest.raises((TypeError, ValueError)):
+        comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet", timeout=float("nan"))
