@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import comms
@@ -28,6 +28,7 @@ NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -1, -0.1, np.fl
 NO_TIMEOUTS += [timedelta(-1), 1e12, 10**400]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200), st.sampled_from(INTEGERS))
 def test_every_kind_of_integer_is_the_int_that_it_is(value: int, kind: Callable[[int], Any]) -> None:
     found = integer(kind(value), "it")

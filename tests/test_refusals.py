@@ -32,7 +32,7 @@ def _arguments(comm: Communicator) -> list[str]:
     calls: list[Callable[[], object]] = [
         lambda: comm.all_reduce(torch.ones(4).to(torch.float8_e8m0fnu)),
         lambda: comm.all_reduce(torch.ones(4, dtype=torch.complex64), ReduceOp.MAX),
-        lambda: comm.all_reduce(x, ReduceOp.MAX, reproducible=True),
+        lambda: comm.all_reduce(x, ReduceOp.PRODUCT, reproducible=True),
         lambda: comm.all_reduce(x, "sum"),  # type: ignore[arg-type]
         lambda: comm.all_reduce(x, timeout=float("nan")),
         lambda: comm.all_reduce(x, timeout=float("inf")),
