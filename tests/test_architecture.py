@@ -43,8 +43,8 @@ PURE = {
 }
 """What a file without I/O may import from outside holdfast."""
 
-DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.transport"}
-"""What it may import from outside its package: errors, and the type `Peer`."""
+DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.comms.transport"}
+"""What it may import from outside its package: errors, what numbers are taken, and the type `Peer`."""
 
 LONGEST = 500
 
