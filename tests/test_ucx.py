@@ -660,3 +660,18 @@ def test_a_write_to_a_stopped_owner_over_tcp_times_out(start: Callable[..., Chil
     child.resume()
     child.tell("sum")
     child.hear()
+
+
+def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone() -> None:
+    """UCX listens on the outside interface by default, and takes whoever connects."""
+
+    def body(comm: Communicator) -> list[str]:
+        inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        comm.barrier()
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        comm.all_reduce(torch.ones(1 << 16))
+        return [f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes]
+
+    with LocalCluster(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP}) as cluster:
+        for addresses in cluster.run(body):
+            assert addresses and set(addresses) == {"0100007F"}, addresses

@@ -35,7 +35,8 @@ def connect(context: Context) -> UcxTransport:
     """Connect to all peers, over what stands since the epoch before or anew; return once all ranks have."""
     if context.device.type != "cpu":
         raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    over = Transports.choose(one_host=len({peer.host for peer in context.peers}) == 1)
+    one_host = len({peer.host for peer in context.peers}) == 1
+    over = Transports.choose(one_host, loopback=one_host)
     previous = context.previous if isinstance(context.previous, UcxTransport) else None
     connections = _kept(context, previous, over) or Connections(over)
     try:

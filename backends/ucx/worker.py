@@ -66,14 +66,19 @@ class Transports:
     emulated: bool
 
     @staticmethod
-    def choose(one_host: bool) -> Transports:
-        """The user's, if UCX_TLS is set; else by whether all peers are on this host."""
+    def choose(one_host: bool, loopback: bool = False) -> Transports:
+        """The user's, if UCX_TLS is set; else by whether all peers are on this host.
+
+        `loopback`: no other host will ever connect, so TCP listens on loopback unless UCX_NET_DEVICES says otherwise.
+        """
         tls = os.environ.get("UCX_TLS") or (ONE_HOST if one_host else MANY_HOSTS)
         names = set(tls.split(","))
         local = names <= _SHARED_MEMORY | {"self"}
         options = {
             name: value for name, value in (_HERE if local else _AFAR).items() if f"UCX_{name}" not in os.environ
         }
+        if loopback and not local and "UCX_NET_DEVICES" not in os.environ:
+            options["NET_DEVICES"] = "lo"
         return Transports(tls, options, local, bool(names & {"tcp", "all"}) or tls.startswith("^"))
 
 
