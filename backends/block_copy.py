@@ -22,6 +22,7 @@ import torch
 from holdfast.backends.process_memory import HUGE_PAGE
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory, moved_away
 from holdfast.comms.plane import Handle, MemoryPlane, Region
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.tensor_memory import plain_tensor
@@ -33,19 +34,6 @@ BLOCK_BYTES = 2 << 20
 
 SHARE_BYTES = 8 << 20
 """Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""
-
-
-class OwnMemory:
-    """Where a region of this process lies, as long as it is exposed."""
-
-    __slots__ = ("__weakref__", "address")
-
-    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
-        self.address = tensor.data_ptr()
-        _own[os.getpid(), handle.plane, handle.address] = self
-
-
-_own: weakref.WeakValueDictionary[tuple[int, str, bytes], OwnMemory] = weakref.WeakValueDictionary()
 
 
 class Reach(ABC):
@@ -148,7 +136,7 @@ class CheckedPlane(MemoryPlane):
     def _check_apart(self, op: str, handle: Handle, address: int, offset: int, nbytes: int) -> None:
         """Raise ValueError if a block of the copy would overwrite what a later block reads."""
         own = _own.get((os.getpid(), handle.plane, handle.address))
-        if own is not None and 0 < abs(own.address + offset - address) < nbytes:
+        if own is not None and own.open and 0 < abs(own.memory.address + offset - address) < nbytes:
             raise ValueError(
                 f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
             )
@@ -198,19 +186,42 @@ class BlockCopyPlane(CheckedPlane):
             region.release(unharmed)
 
 
-class TableRegion(Region):
-    """A row in the table of this process, and the tensor whose memory it names. `strike_out(self)` is called once."""
+class HeldRegion(Region):
+    """A region that holds its memory, and finds out whether its tensor still has it."""
 
-    def __init__(self, handle: Handle, tensor: torch.Tensor, strike_out: Callable[[Any], None]) -> None:
-        self.handle = handle
-        self._tensor, self._strike_out = tensor, strike_out
-        self._memory: OwnMemory | None = OwnMemory(handle, tensor)
-        self._open = True
-        forks.own(self, "a region of exposed memory", ("handle",))
+    def __init__(self, handle: Handle, memory: ExposedMemory) -> None:
+        self.open = True
+        self._handle, self.memory = handle, memory
+        _own[os.getpid(), handle.plane, handle.address] = self
+        forks.own(self, "a region of exposed memory", ("handle", "open"))
+
+    @property
+    def handle(self) -> Handle:  # type: ignore[override]
+        """Raises `RegionGone`, and closes the region, if its tensor has other memory now."""
+        self.check()
+        return self._handle
+
+    def check(self) -> None:
+        """See `handle`. Nothing once it is closed."""
+        if self.open and self.memory.moved:
+            self.close()
+            raise moved_away("a region")
+
+
+_own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.WeakValueDictionary()
+"""The regions of this process, by its id, plane and address."""
+
+
+class TableRegion(HeldRegion):
+    """A row in the table of this process, and the memory that it names. `strike_out(self)` is called once."""
+
+    def __init__(self, handle: Handle, memory: ExposedMemory, strike_out: Callable[[Any], None]) -> None:
+        self._strike_out = strike_out
+        super().__init__(handle, memory)
 
     def close(self) -> None:
-        if self._open:
-            self._open, self._memory = False, None
+        if self.open:
+            self.open = False
             self._strike_out(self)
 
 

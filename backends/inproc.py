@@ -20,6 +20,7 @@ from holdfast.comms.algorithms.board import Board, layout_of
 from holdfast.comms.algorithms.direct import DirectTransport
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors import DTYPES, names
@@ -54,7 +55,7 @@ class InprocTransport(DirectTransport):
         parts = _windows[int(number)]
         header = Words(bytearray(8 * header_words(self.size)))
         header[0] = OPEN
-        parts[self.rank] = _OwnPart(tensor, header, threading.Lock())
+        parts[self.rank] = _OwnPart(ExposedMemory(tensor), header, threading.Lock())
         self.barrier(deadline)
         found = [part.as_part(rank) for rank, part in enumerate(parts) if part is not None]
         kept = list(parts)
@@ -65,14 +66,14 @@ class InprocTransport(DirectTransport):
 
 @dataclass(frozen=True, slots=True)
 class _OwnPart:
-    """A rank's part of a window; whoever holds it keeps the tensor alive."""
+    """A rank's part of a window, and its memory, which lives as long as this."""
 
-    tensor: torch.Tensor
+    memory: ExposedMemory
     header: Words
     atomics: threading.Lock
 
     def as_part(self, rank: int) -> Part:
-        return Part(self.header, self.tensor.data_ptr(), self.tensor.nbytes, self._lock_for(rank))
+        return Part(self.header, self.memory.address, self.memory.nbytes, self._lock_for(rank))
 
     def _lock_for(self, rank: int) -> Callable[[float], AbstractContextManager[None]]:
         @contextmanager

@@ -15,11 +15,11 @@ import threading
 import msgspec
 import torch
 
-from holdfast.backends.block_copy import BlockCopyPlane, OwnMemory, Reach, contiguous_address
-from holdfast.comms import forks
+from holdfast.backends.block_copy import BlockCopyPlane, HeldRegion, Reach, contiguous_address
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import this_process
-from holdfast.comms.plane import Handle, Region
+from holdfast.comms.plane import Handle
 from holdfast.comms.transport import Peer
 
 
@@ -47,21 +47,18 @@ def open_plane() -> InprocPlane:
     return InprocPlane()
 
 
-class InprocRegion(Region):
+class InprocRegion(HeldRegion):
     """An entry in this process's list of regions."""
 
-    def __init__(self, plane: InprocPlane, tensor: torch.Tensor, writable: bool) -> None:
-        self.number, self.tensor, self.writable = next(_numbers), tensor, writable
-        address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
-        self.handle = Handle(plane.name, address, tensor.nbytes)
-        self._memory: OwnMemory | None = OwnMemory(self.handle, tensor)
+    def __init__(self, plane: InprocPlane, memory: ExposedMemory, writable: bool) -> None:
+        self.number, self.writable = next(_numbers), writable
         self.writing = threading.Lock()
-        self.open = True
-        forks.own(self, "a region of exposed memory", ("handle", "open"))
+        address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
+        super().__init__(Handle(plane.name, address, memory.nbytes), memory)
 
     def close(self) -> None:
         with self.writing:
-            self.open, self._memory = False, None
+            self.open = False
         _regions.pop(self.number, None)
 
 
@@ -77,7 +74,7 @@ class InprocPlane(BlockCopyPlane):
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> InprocRegion:
         self._check_open()
         contiguous_address(tensor, "an exposed tensor", self.name)
-        region = InprocRegion(self, tensor, writable)
+        region = InprocRegion(self, ExposedMemory(tensor), writable)
         _regions[region.number] = region
         self._exposed = [each for each in self._exposed if each.open] + [region]
         return region
@@ -95,6 +92,7 @@ class InprocPlane(BlockCopyPlane):
         region = _regions.get(address.number)
         if region is None:
             raise RegionGone("the region is closed")
+        region.check()
         if writing and not region.writable:
             raise Unsupported("writing to a read-only region", "expose it with writable=True")
         return _Here(region)
@@ -107,11 +105,10 @@ class InprocPlane(BlockCopyPlane):
 
 
 class _Here(Reach):
-    """A region of this process; keeps its tensor alive for the length of a copy."""
+    """A region of this process; keeps its memory alive for the length of a copy."""
 
     def __init__(self, region: InprocRegion) -> None:
-        self._region, self._memory = region, region.tensor.data_ptr()
-        self.nbytes = region.tensor.nbytes
+        self._region, self._memory, self.nbytes = region, region.memory.address, region.memory.nbytes
 
     def pull(self, address: int, offset: int, nbytes: int) -> None:
         ctypes.memmove(address, self._memory + offset, nbytes)

@@ -24,6 +24,7 @@ from holdfast.backends.process_memory import permit_peers, read_process, write_p
 from holdfast.backends.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
 from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import this_host, this_process
 from holdfast.comms.local_causes import MEMORY_HINT
 from holdfast.comms.plane import Handle
@@ -44,8 +45,8 @@ def open_plane() -> ShmPlane:
 class ShmRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: ShmPlane, address: Address, tensor: torch.Tensor) -> None:
-        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
+    def __init__(self, plane: ShmPlane, address: Address, memory: ExposedMemory) -> None:
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
         self.slot = address.slot
 
 
@@ -73,12 +74,13 @@ class ShmPlane(BlockCopyPlane):
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> ShmRegion:
         self._check_open()
-        memory = contiguous_address(tensor, "an exposed tensor", self.name)
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        memory = ExposedMemory(tensor)
         with self._lock:
             if self._table is None:
                 permit_peers()
                 self._table = RegionTable(this_process())
-            region = ShmRegion(self, self._table.fill(memory, tensor.nbytes, writable), tensor)
+            region = ShmRegion(self, self._table.fill(memory.address, memory.nbytes, writable), memory)
             self._regions[region.slot] = region
         return region
 

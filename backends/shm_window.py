@@ -22,6 +22,7 @@ import torch
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
 from holdfast.comms.errors import OpTimeout
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.local_causes import not_openable
 from holdfast.comms.transport import Peer, Transport
 
@@ -47,6 +48,7 @@ def make_window(
         os.fchmod(header_fd, 0o600)
         os.ftruncate(header_fd, 8 * header_words(size))
         memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
+        exposed = ExposedMemory(tensor)
         place = bytearray(_PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes))
         places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
         transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
@@ -62,7 +64,7 @@ def make_window(
 
     def release() -> None:
         held.close()
-        tensor.data = tensor.data.clone()
+        exposed.vacate()
 
     return MappedWindow(rank, parts, dead, check, release)
 

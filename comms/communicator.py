@@ -182,7 +182,7 @@ class Communicator(Collectives):
             None,
             tensor.dtype,
         )
-        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self)
+        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, tensor)
         self._windows = [*(other for other in self._windows if not other.closed), window]
         self._memories[:] = [each.memory for each in self._windows]
         return window

@@ -7,6 +7,7 @@ thing refuses every call but those that let go of it, which do nothing, and live
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import weakref
@@ -85,7 +86,11 @@ def _begin_child() -> None:
     _owned.clear()
     for thing, (what, readable, pid) in owned:
         keep(thing)
-        _told[id(thing)] = UsedAfterFork(what, pid), {name: getattr(thing, name) for name in readable}
+        values: dict[str, object] = {}
+        for name in readable:
+            with contextlib.suppress(Exception):  # of a property whose thing is at its end: refused like the rest
+                values[name] = getattr(thing, name)
+        _told[id(thing)] = UsedAfterFork(what, pid), values
     for thing, _ in owned:
         thing.__class__ = _refusing(type(thing))
 

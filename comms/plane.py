@@ -41,6 +41,10 @@ class Handle(msgspec.Struct, frozen=True):
 class Region(ABC):
     """Memory that this process exposes, until `close`. Keeps its tensor alive. A context manager.
 
+    It is the memory that the tensor had when it was exposed, which is kept, and which torch refuses to resize from then
+    on. If the tensor is given other memory all the same (`t.data = ...`, `set_`), the owner's next look at `handle`
+    closes the region and raises `RegionGone`; until then others reach the memory that the tensor had.
+
     A process forked from the one that exposed it does not own it: `close` does nothing there.
     """
 

@@ -7,6 +7,10 @@ element, from all ranks; not with regard to put, or to the owner's own use of it
 
 Whether a rank that computes, sleeps or was stopped holds up the others' ops on its memory depends on the transport:
 `Capabilities.passive_target` says which it is, and the docstring of its window what that means for each op.
+
+A window is of the memory that its tensor has when it is made. torch refuses to resize it from then on, and it is kept
+until the window is closed. If the tensor is given other memory all the same (`t.data = ...`, `set_`), the owner's next
+call closes the window and raises `RegionGone`; until then the others reach the memory that the tensor had.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from holdfast.comms import _native, forks
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory, moved_away
 from holdfast.comms.overlap import check_outputs
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.tensor_memory import plain_tensor
@@ -83,9 +89,15 @@ class Window:
     """
 
     def __init__(
-        self, memory: WindowMemory, dtype: torch.dtype, rank: int, timeout: float, owner: object = None
+        self,
+        memory: WindowMemory,
+        dtype: torch.dtype,
+        rank: int,
+        timeout: float,
+        owner: object = None,
+        tensor: Tensor | None = None,
     ) -> None:
-        """`owner` stays as long as the window does."""
+        """`owner` stays as long as the window does. `tensor` is what this rank exposes, in the memory it has now."""
         self.dtype = dtype
         self._owner = owner
         self.rank = rank
@@ -93,7 +105,11 @@ class Window:
         self._itemsize = dtype.itemsize
         self._elements = [size // dtype.itemsize for size in memory.sizes]
         self._timeout = timeout
-        self._calls = _native.Calls(closed_here)
+        self._exposed = None if tensor is None else ExposedMemory(tensor)
+        if tensor is None:
+            self._calls = _native.Calls(closed_here)
+        else:
+            self._calls = _native.Calls(closed_here, tensor, partial(_left_behind, memory, rank))
         self._reach = _native.Reach(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
         forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
 
@@ -174,6 +190,7 @@ class Window:
                 f"{_CLOSE_SECONDS:.0f} s; what it uses is kept until the process ends"
             )
         self._memory.close()
+        self._exposed = None
 
     def __enter__(self) -> Window:
         return self
@@ -214,6 +231,14 @@ class Window:
             if not least <= value <= most:
                 raise ValueError(f"{value} is no {self.dtype}")
         return rank, index * self._itemsize, numbers
+
+
+def _left_behind(memory: WindowMemory, rank: int, alone: bool) -> RegionGone:
+    """Close a window whose tensor has other memory now, unless another thread is inside of a call; what to raise."""
+    if alone:
+        memory.leaving = True
+        memory.close()
+    return moved_away(f"a window of rank {rank}")
 
 
 def closed_here() -> RegionGone:

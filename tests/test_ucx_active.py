@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.backends.ucx import active, libucp
 from holdfast.backends.ucx.active import ActiveMessages, Ask, Exposed
 from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.comms.exposed import ExposedMemory
 
 SIZE, REGION, READ_ONLY = 64, 7, 8
 
@@ -28,7 +29,7 @@ class Itself:
         self.notes: list[tuple[int, int, int, int]] = []
         for region in (REGION, READ_ONLY):
             self.messages.expose(
-                region, Exposed(self.memory.data_ptr(), SIZE, region == REGION, lambda sender: None, self._noted)
+                region, Exposed(ExposedMemory(self.memory), region == REGION, lambda sender: None, self._noted)
             )
 
     def _noted(self, *note: int) -> bool:
@@ -140,7 +141,7 @@ def test_a_late_answer_goes_nowhere(itself: Itself) -> None:
 
 def test_what_was_withdrawn_is_touched_by_nobody(itself: Itself) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
-    itself.messages.expose(11, Exposed(memory.data_ptr(), 8, True))
+    itself.messages.expose(11, Exposed(ExposedMemory(memory), True))
     source = torch.ones(8, dtype=torch.uint8)
     under_way = itself.messages.write(itself.endpoint, 11, 0, source.data_ptr(), 8, source)
     arrived = under_way.status == active.DONE

@@ -38,6 +38,7 @@ from holdfast.backends.mpi.window_server import (
     server,
 )
 from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import Liveness
 from holdfast.comms.transport import Peer, Transport
 from holdfast.comms.window import WindowMemory, closed_here, closed_there
@@ -365,8 +366,8 @@ class MpiWindow(WindowMemory):
                 return
             mine.open = False
             if mine.busy:
-                mine.tensor.data = mine.tensor.data.clone()
-            mine.tensor = torch.empty(0, device="cpu")
+                mine.memory.vacate()
+            mine.memory = ExposedMemory(torch.empty(0, device="cpu"))
         server.drop(self._desk.mark, self._number)
         frame = REQUEST.pack(self._desk.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
         for rank in range(len(self.sizes)):

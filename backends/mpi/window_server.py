@@ -22,6 +22,7 @@ import torch
 from mpi4py import MPI
 
 from holdfast.backends.local_cpu import change, give_way
+from holdfast.comms.exposed import ExposedMemory
 
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
 DONE, GO, GONE = range(3)
@@ -55,7 +56,8 @@ class Exposed:
 
     def __init__(self, tensor: torch.Tensor, size: int) -> None:
         self.lock = threading.Lock()
-        self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.nbytes
+        self.memory = ExposedMemory(tensor)
+        self.address = self.memory.address
         self.open = True
         self.busy = 0
         """Transfers straight out of or into the memory that are under way."""
@@ -170,7 +172,7 @@ class Server:
             if kind == CLOSED:
                 exposed.closed[rank] = True
                 return
-            if not exposed.open:
+            if not exposed.open or exposed.memory.moved:
                 self._reply(source, number, GONE)
                 return
             if kind == SIGNAL:
@@ -206,7 +208,7 @@ class Server:
         else:
             request = self._comm.Irecv(memory, source, data_tag(number))
             self._reply(source, number, GO)
-        self._jobs.append(_Job(request, exposed.tensor.detach(), after))
+        self._jobs.append(_Job(request, exposed.memory, after))
 
     def _reply(self, source: int, number: int, outcome: int, value: int = 0, data: bytes = b"") -> None:
         text = REPLY.pack(outcome, number, value) + data

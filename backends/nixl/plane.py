@@ -29,6 +29,7 @@ from holdfast.backends.process_memory import permit_peers
 from holdfast.backends.region_table import RegionTable, held_open, open_table, slot_address
 from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import open_pidfd, this_host, this_process
 from holdfast.comms.plane import Handle
 
@@ -48,9 +49,11 @@ def open_plane() -> NixlPlane:
 class NixlRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: NixlPlane, tensor: torch.Tensor, memory: Registered | None, address: Address) -> None:
-        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
-        self.memory, self.slot = memory, region_table.Address.decode(address.place).slot
+    def __init__(
+        self, plane: NixlPlane, memory: ExposedMemory, registered: Registered | None, address: Address
+    ) -> None:
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
+        self.registered, self.slot = registered, region_table.Address.decode(address.place).slot
 
 
 class _Way:
@@ -141,26 +144,27 @@ class NixlPlane(CheckedPlane):
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> NixlRegion:
         self._check_open()
-        address = contiguous_address(tensor, "an exposed tensor", self.name)
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        memory = ExposedMemory(tensor)
         with self._lock:
             agent = self._started()
             if self._table is None or self._table_memory is None:
                 self._table = RegionTable(this_process())
                 self._table_memory = agent.register(*self._table.memory)
-            memory = agent.register(address, tensor.nbytes) if tensor.nbytes else None
-            place = self._table.fill(address, tensor.nbytes, writable)
+            registered = agent.register(memory.address, memory.nbytes) if memory.nbytes else None
+            place = self._table.fill(memory.address, memory.nbytes, writable)
             region = NixlRegion(
                 self,
-                tensor,
                 memory,
+                registered,
                 Address(
                     place.encode(),
                     self._table_memory.address,
-                    address,
-                    tensor.nbytes,
+                    memory.address,
+                    memory.nbytes,
                     writable,
                     agent.name,
-                    packed(agent.describe(self._table_memory, *([memory] if memory else []))),
+                    packed(agent.describe(self._table_memory, *([registered] if registered else []))),
                 ),
             )
             self._regions.add(region)
@@ -176,8 +180,8 @@ class NixlPlane(CheckedPlane):
         if written:
             table.wait_for_writers(region.slot)
         with self._lock:
-            if region.memory is not None:
-                agent.deregister(region.memory)
+            if region.registered is not None:
+                agent.deregister(region.registered)
             table.free(region.slot)
             self._regions.discard(region)
 

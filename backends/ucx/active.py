@@ -23,6 +23,7 @@ from holdfast.backends.local_cpu import change
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Endpoint, Worker
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.exposed import ExposedMemory
 
 PIECE_BYTES = 1 << 20
 """Bytes of one message."""
@@ -80,8 +81,7 @@ class Exposed:
     sent itself under; `noted(sender, word, value, after)` says whether it will have that.
     """
 
-    address: int
-    nbytes: int
+    memory: ExposedMemory
     writable: bool
     wrote: Callable[[int], None] = field(default=lambda sender: None)
     noted: Callable[[int, int, int, int], bool] = field(default=lambda sender, word, value, after: False)
@@ -234,20 +234,20 @@ class ActiveMessages:
         )
         exposed = self._exposed.get(region)
         status, value, payload = REFUSED, 0, b""
-        if exposed is None:
+        if exposed is None or exposed.memory.moved:
             status = GONE
         elif param.recv_attr & libucp.AM_IS_RENDEZVOUS:
             pass
         elif kind == NOTE:
             status = DONE if exposed.noted(sender, offset, first, second) else REFUSED
-        elif kind == READ and nbytes == 0 <= first <= exposed.nbytes - offset:
-            status, payload = DONE, ctypes.string_at(exposed.address + offset, first) if first else b""
-        elif kind == WRITE and exposed.writable and nbytes == first <= exposed.nbytes - offset:
-            ctypes.memmove(exposed.address + offset, int(self._ffi.cast("uintptr_t", data)), nbytes)
+        elif kind == READ and nbytes == 0 <= first <= exposed.memory.nbytes - offset:
+            status, payload = DONE, ctypes.string_at(exposed.memory.address + offset, first) if first else b""
+        elif kind == WRITE and exposed.writable and nbytes == first <= exposed.memory.nbytes - offset:
+            ctypes.memmove(exposed.memory.address + offset, int(self._ffi.cast("uintptr_t", data)), nbytes)
             exposed.wrote(sender)
             status = DONE
-        elif kind in (ADD, SWAP) and exposed.writable and width in (4, 8) and offset <= exposed.nbytes - width:
-            status, value = DONE, change(exposed.address + offset, width, kind == ADD, first, second)
+        elif kind in (ADD, SWAP) and exposed.writable and width in (4, 8) and offset <= exposed.memory.nbytes - width:
+            status, value = DONE, change(exposed.memory.address + offset, width, kind == ADD, first, second)
         answer = _ANSWER.pack(token, value, status)
         source = self._ffi.from_buffer(payload)
         at = int(self._ffi.cast("uintptr_t", source))

@@ -11,6 +11,7 @@ from holdfast.backends.ucx.regions import Address
 from holdfast.backends.ucx.remote import ConnectionLost, Owner
 from holdfast.backends.ucx.worker import Worker
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.transport import Peer
 
 
@@ -21,10 +22,10 @@ class ActiveTable:
         self._messages, self._worker, self._owner = messages, worker, owner
         self._generation = secrets.randbits(62)
 
-    def expose(self, memory: int, nbytes: int, writable: bool) -> Address:
+    def expose(self, memory: ExposedMemory, writable: bool) -> Address:
         self._generation += 1
-        self._messages.expose(self._generation, Exposed(memory, nbytes, writable))
-        return Address(self._owner, self._worker.address, b"", 0, self._generation, b"", 0, nbytes, writable)
+        self._messages.expose(self._generation, Exposed(memory, writable))
+        return Address(self._owner, self._worker.address, b"", 0, self._generation, b"", 0, memory.nbytes, writable)
 
     def invalidate(self, address: Address) -> None:
         """From here on nobody reads or writes the memory."""

@@ -71,12 +71,10 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         self._held: list[list[tuple[int, int, int]]] = [[] for _ in range(self._size)]
 
     def _open(self, transport: Transport, deadline: float) -> None:
-        tensor = self._tensor
+        memory = self._exposed
         with self._side.lock:
-            self._messages.expose(
-                self._region, Exposed(tensor.data_ptr(), tensor.nbytes, True, self._wrote, self._noted)
-            )
-        card = self._region.to_bytes(8, "little") + tensor.nbytes.to_bytes(8, "little")
+            self._messages.expose(self._region, Exposed(memory, True, self._wrote, self._noted))
+        card = self._region.to_bytes(8, "little") + memory.nbytes.to_bytes(8, "little")
         for rank, text in enumerate(exchange(transport, card, deadline)):
             region, nbytes = (int.from_bytes(text[at : at + 8], "little") for at in (0, 8))
             self._parts.append(Target(self._side.endpoints[rank], region, nbytes))

@@ -59,17 +59,17 @@ class MappedWindow(UcxWindow[OneSided, Part]):
         self._mine = words_at(self._header.address, words)
 
     def _open(self, transport: Transport, deadline: float) -> None:
-        tensor = self._tensor
+        exposed = self._exposed
         with self._side.lock:
-            if tensor.nbytes:
-                self._memory = Mapping(self._worker, tensor.nbytes, tensor.data_ptr())
+            if exposed.nbytes:
+                self._memory = Mapping(self._worker, exposed.nbytes, exposed.address)
         memory = self._memory
         card = _Card(
             self._header.address,
             self._header.key,
             memory.address if memory else 0,
             memory.key if memory else b"",
-            tensor.nbytes,
+            exposed.nbytes,
         )
         cards = exchange(transport, msgspec.msgpack.encode(card), deadline)
         for rank, text in enumerate(cards):

@@ -20,6 +20,7 @@ from holdfast.backends.ucx.lane import Lane
 from holdfast.backends.ucx.regions import Address, Table
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms import forks
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import this_process
 from holdfast.comms.plane import Handle
 
@@ -32,8 +33,8 @@ def open_plane() -> UcxPlane:
 class UcxRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: UcxPlane, tensor: torch.Tensor, address: Address) -> None:
-        super().__init__(Handle(plane.name, address.encode(), tensor.nbytes), tensor, plane.strike_out)
+    def __init__(self, plane: UcxPlane, memory: ExposedMemory, address: Address) -> None:
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
         self.address = address
 
 
@@ -70,7 +71,8 @@ class UcxPlane(CheckedPlane):
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> UcxRegion:
         self._check_open()
-        memory = contiguous_address(tensor, "an exposed tensor", self.name)
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        memory = ExposedMemory(tensor)
         lane = self._lane()
         with lane.lock:
             worker, messages = lane.worker, lane.messages
@@ -78,7 +80,7 @@ class UcxPlane(CheckedPlane):
                 self._table = (
                     Table(worker, this_process()) if messages is None else ActiveTable(messages, worker, this_process())
                 )
-            region = UcxRegion(self, tensor, self._table.expose(memory, tensor.nbytes, writable))
+            region = UcxRegion(self, memory, self._table.expose(memory, writable))
             self._regions.add(region)
         return region
 

@@ -211,7 +211,7 @@ class NearWindow(MappedWindow):
         while (writers := self._writers()) and time.monotonic() < until:
             time.sleep(SLEEP_SECONDS)
         if writers:
-            leave_behind(self._tensor, writers)
+            leave_behind(self._exposed, writers)
         self._unmap()
 
 

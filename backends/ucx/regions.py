@@ -20,6 +20,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Worker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.liveness import started
 from holdfast.comms.transport import Peer
 
@@ -130,11 +131,12 @@ class Table:
         self._used = 0
         self._free: list[int] = []
 
-    def expose(self, memory: int, nbytes: int, writable: bool) -> Address:
+    def expose(self, memory: ExposedMemory, writable: bool) -> Address:
         """Register memory and write it down. Raises `Unsupported` when too many regions are open already."""
         if not self._free and self._used == ROWS:
             raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
-        mapping = Mapping(self._worker, nbytes, memory) if nbytes else Mapping(self._worker, 8, None)
+        nbytes = memory.nbytes
+        mapping = Mapping(self._worker, nbytes, memory.address) if nbytes else Mapping(self._worker, 8, None)
         if self._free:
             row = self._free.pop()
         else:

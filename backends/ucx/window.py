@@ -15,6 +15,7 @@ import torch
 from holdfast.backends.local_cpu import give_way
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.transport import Transport
 from holdfast.comms.window import WindowMemory, closed_here, closed_there
 
@@ -43,7 +44,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     """What the others say to this rank."""
 
     def __init__(self, side: SideOf, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
-        self._side, self._tensor = side, tensor
+        self._side, self._exposed = side, ExposedMemory(tensor)
         self._worker, self._call = side.worker, side.worker.lib.call
         self._rank, self._size = side.rank, side.size
         self._signalling = threading.Lock()

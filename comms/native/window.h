@@ -10,35 +10,66 @@
 #include "numbers.h"
 #include "tensors.h"
 
-/* -- calls: a context manager around each; none begins after the end */
+/* -- calls: a context manager around each; none begins after the end, or once the exposed tensor has other memory */
 
 typedef struct {
     PyObject_HEAD
+    const tensors *known;
     PyObject *refusal; /* makes the error of a call after the end */
+    PyObject *tensor;  /* that is exposed, or NULL; where it lay then, and what is called if it does not any more */
+    PyObject *left;
+    char *address;
+    uint64_t nbytes;
     Py_ssize_t running;
     char over;
 } Calls;
 
 static int calls_init(PyObject *object, PyObject *args, PyObject *named) {
-    static char *names[] = {"refusal", NULL};
-    PyObject *refusal;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O", names, &refusal))
+    Calls *self = (Calls *)object;
+    state *made = PyType_GetModuleState(Py_TYPE(object));
+    static char *names[] = {"refusal", "tensor", "left", NULL};
+    PyObject *refusal, *tensor = NULL, *left = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O|OO", names, &refusal, &tensor, &left))
         return -1;
-    ((Calls *)object)->refusal = Py_NewRef(refusal);
-    return 0;
+    self->known = &made->known, self->refusal = Py_NewRef(refusal);
+    if (!tensor || !left)
+        return 0;
+    self->tensor = Py_NewRef(tensor), self->left = Py_NewRef(left);
+    return find_tensor(self->known, tensor, &self->address, &self->nbytes);
 }
 
-static PyObject *calls_enter(Calls *self, PyObject *nothing) {
-    (void)nothing;
-    if (!self->over) {
-        self->running++;
-        Py_RETURN_NONE;
-    }
-    PyObject *error = PyObject_CallNoArgs(self->refusal);
+/* Raise what one of the functions makes. */
+static PyObject *calls_raise(PyObject *error) {
     if (error)
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     Py_XDECREF(error);
     return NULL;
+}
+
+/* Whether the tensor lies where it lay; -1 with a Python error. */
+static int calls_stays(const Calls *self) {
+    char *address;
+    uint64_t nbytes;
+    if (!self->tensor)
+        return 1;
+    if (find_tensor(self->known, self->tensor, &address, &nbytes) < 0)
+        return -1;
+    return address == self->address && nbytes == self->nbytes;
+}
+
+static PyObject *calls_enter(Calls *self, PyObject *nothing) {
+    (void)nothing;
+    if (self->over)
+        return calls_raise(PyObject_CallNoArgs(self->refusal));
+    int stays = calls_stays(self);
+    if (stays < 0)
+        return NULL;
+    if (!stays) {
+        self->over = !self->running;
+        return calls_raise(PyObject_CallFunctionObjArgs(self->left, self->over ? Py_True : Py_False, NULL));
+    }
+    self->running++;
+    Py_RETURN_NONE;
 }
 
 static PyObject *calls_exit(Calls *self, PyObject *const *error, Py_ssize_t count) {
@@ -51,12 +82,16 @@ static PyObject *calls_end(Calls *self, PyObject *nothing) {
     (void)nothing;
     int first = !self->over;
     self->over = 1;
+    Py_CLEAR(self->tensor);
     return PyBool_FromLong(first);
 }
 
 static void calls_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Py_XDECREF(((Calls *)object)->refusal);
+    Calls *self = (Calls *)object;
+    Py_XDECREF(self->refusal);
+    Py_XDECREF(self->tensor);
+    Py_XDECREF(self->left);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(object);
     Py_DECREF(type);
