@@ -78,7 +78,7 @@ def carried(dtype: torch.dtype, op: ReduceOp) -> Carried | None:
     if op.name == "avg":
         if dtype == torch.uint64:
             raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
-        return Carried(_wide, ReduceOp.SUM, _divided)
+        return Carried(lambda tensor: tensor.to(torch.int64), ReduceOp.SUM, _divided)
     return Carried(_wide, op, _narrow)
 
 
@@ -130,10 +130,8 @@ def _narrow(reduced: Tensor, target: Tensor, size: int) -> None:
 
 
 def _divided(reduced: Tensor, target: Tensor, size: int) -> None:
-    """The sum, wrapped to the target's range, divided by `size` towards zero."""
-    _narrow(reduced, target, size)
-    wide = target.to(torch.int64)
-    quotient = torch.div(wide, size, rounding_mode="trunc")
+    """The sum, in 64 bits, divided by `size` towards zero."""
+    quotient = torch.div(reduced.view(target.shape), size, rounding_mode="trunc")
     if target.dtype in (torch.uint16, torch.uint32):
         signed = _SIGNED[target.dtype.itemsize]
         target.view(signed).copy_(quotient)

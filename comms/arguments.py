@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducible
+from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS, check_reducible, wider
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.overlap import check_outputs
 from holdfast.comms.plugins import BackendInfo
 from holdfast.comms.quantities import integer
 from holdfast.comms.tensor_memory import plain_tensor
-from holdfast.comms.tensors import plain
+from holdfast.comms.tensors import names, plain
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ class Arguments:
         self._carried = frozenset(EIGHT_BIT_FLOATS if self._widens else ())
         self._moves = info.capabilities.moves.get(device.type, frozenset())
         self._movable: set[torch.dtype] = set()
-        self._reducible: dict[tuple[torch.dtype, str], bool] = {}
+        self._carriers: dict[tuple[torch.dtype, str], torch.dtype] = {}
 
     def operand(self, tensor: Any, what: str = "tensor") -> Tensor:
         """`tensor`, or its memory as a plain tensor. TypeError, ValueError or `Unsupported`, naming it as `what`,
@@ -80,18 +80,29 @@ class Arguments:
         itself = self.as_it_is(tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
-        as_such = self._reducible.get((tensor.dtype, op.name))
-        if as_such is None:
+        carrier = self._carriers.get((tensor.dtype, op.name))
+        if carrier is None:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._reduces and name not in self._widens:
                 raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
             check_reducible(tensor.dtype, op)
-            as_such = self._reducible[tensor.dtype, op.name] = tensor.dtype not in self._carried
-        return itself and as_such
+            carrier = self._carriers[tensor.dtype, op.name] = self._carrier_of(tensor.dtype, op)
+        return itself and carrier == tensor.dtype
 
-    def carrier(self, tensor: Tensor) -> Tensor:
-        """What is reduced in the place of `tensor`: itself, or a copy in float32."""
-        return tensor.float() if tensor.dtype in self._carried else tensor
+    def _carrier_of(self, dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+        if dtype in self._carried:
+            return torch.float32
+        wide = wider(dtype, op) if self._on_cpu else None
+        return wide if wide is not None and names([wide]) <= self._reduces else dtype
+
+    def carrier(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """What is reduced in the place of `tensor`, which `reducible` has seen: itself, or a copy in a wider dtype."""
+        return tensor.to(self._carriers[tensor.dtype, op.name])
+
+    def carried(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+        """The reduction of carriers that is `op` of `dtype`: an average's inputs are divided before they are added."""
+        widened = op.name == "avg" and wider(dtype, op) == self._carriers[dtype, op.name] == torch.float32
+        return ReduceOp.premul_sum(1 / self._size) if widened else op
 
     def rank(self, rank: Any, what: str) -> int:
         """`rank` as an int; ValueError unless it is one of this communicator's."""

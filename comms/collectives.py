@@ -58,13 +58,13 @@ class Collectives:
         transport = self._transport
 
         def prepare() -> Body:
-            flat = self._check.carrier(packed(tensor))
+            flat, inner = self._check.carrier(packed(tensor), op), self._check.carried(op, tensor.dtype)
 
             def body(deadline: float) -> None:
                 if reproducible:
-                    reduce_exactly(transport, flat, op, deadline)
+                    reduce_exactly(transport, flat, inner, deadline)
                 else:
-                    transport.all_reduce(flat, op, deadline)
+                    transport.all_reduce(flat, inner, deadline)
                 unpack(flat, tensor)
 
             return body
@@ -94,10 +94,10 @@ class Collectives:
         self._check.reducible(tensor, op)
 
         def prepare() -> Body:
-            flat = self._check.carrier(packed(tensor))
+            flat = self._check.carrier(packed(tensor), op)
 
             def body(deadline: float) -> None:
-                self._transport.reduce(flat, dst, op, deadline)
+                self._transport.reduce(flat, dst, self._check.carried(op, tensor.dtype), deadline)
                 if dst == self.rank:
                     unpack(flat, tensor)
 
@@ -123,12 +123,12 @@ class Collectives:
         self._check.same_count(output, inputs[self.rank].numel(), "output", f"as many as inputs[{self.rank}]")
 
         def prepare() -> Body:
-            flat = self._check.carrier(packed(output))
-            given = [self._check.carrier(packed(each)) for each in inputs]
+            flat = self._check.carrier(packed(output), op)
+            given = [self._check.carrier(packed(each), op) for each in inputs]
             given = [apart(each, [flat], 0 if i == self.rank else None) for i, each in enumerate(given)]
 
             def body(deadline: float) -> None:
-                self._transport.reduce_scatter(flat, given, op, deadline)
+                self._transport.reduce_scatter(flat, given, self._check.carried(op, output.dtype), deadline)
                 unpack(flat, output)
 
             return body
@@ -162,12 +162,12 @@ class Collectives:
         self._check.whole(tensor, output, "tensor", "output's")
 
         def prepare() -> Body:
-            flat, given = self._check.carrier(packed(output)), self._check.carrier(packed(tensor))
+            flat, given = self._check.carrier(packed(output), op), self._check.carrier(packed(tensor), op)
             if apart(flat, parts(given, self.size), self.rank) is not flat:
                 given = given.clone()
 
             def body(deadline: float) -> None:
-                self._transport.reduce_scatter_single(flat, given, op, deadline)
+                self._transport.reduce_scatter_single(flat, given, self._check.carried(op, output.dtype), deadline)
                 unpack(flat, output)
 
             return body

@@ -12,7 +12,14 @@ ReduceName = Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp:
-    """A reduction. `factor` scales each input of `premul_sum` and is 1 otherwise."""
+    """A reduction. `factor` scales each input of `premul_sum` and is 1 otherwise.
+
+    Averages and scaled sums (AVG, `premul_sum`) of floats below 32 bits are made in float32, where each input is scaled
+    before it is added; averages of integers below 64 bits are made in int64. They are rounded once at the end (integers
+    towards zero), and an average never overflows. Wider numbers are added in their own dtype, and then divided: they
+    overflow where their sum does. That holds on every backend but nccl and rccl, where AVG of floats is the library's
+    own: each input divided by the number of ranks, and added in its dtype.
+    """
 
     name: ReduceName
     factor: float = 1.0

@@ -136,10 +136,13 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
         if expected is not None:
             torch.testing.assert_close(found.float(), expected.to(dtype).float(), equal_nan=True)
         return
-    expected = arithmetic.before(inputs[0], op).clone()
-    for each in inputs[1:]:
-        arithmetic.combine(expected, arithmetic.before(each, op), op)
+    wide = dtype if dtype.is_floating_point else arithmetic.wider(dtype, op) or dtype
+    first, *others = [arithmetic.before(each.to(wide), op) for each in inputs]
+    expected = first.clone()
+    for each in others:
+        arithmetic.combine(expected, each, op)
     arithmetic.after(expected, op, ranks)
+    expected = expected.to(dtype)
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         assert bytes(found.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
     else:

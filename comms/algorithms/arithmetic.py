@@ -35,6 +35,7 @@ EIGHT_BIT_FLOATS = tuple(
 )
 """Reduced as float32 where a backend does not say that it reduces them itself."""
 
+_WIDE_INTEGERS = (torch.int64, torch.uint64)
 _NUMPY_DIVIDES = (torch.uint16, torch.uint32, torch.uint64)
 """torch moves these, but does not divide them."""
 
@@ -83,6 +84,19 @@ def silent() -> Any:
 
 SCALED = frozenset({"avg", "premul_sum"})
 """The reductions before or after which something is to be done; elsewhere `before` and `after` may be left out."""
+
+
+def wider(dtype: torch.dtype, op: ReduceOp) -> torch.dtype | None:
+    """In which dtype averages and scaled sums of narrow numbers are made, and rounded once at the end; None: their own.
+
+    The average of numbers fits their dtype, where their sum need not: 60000 and 60000 in float16. float32 and wider
+    ones are summed as they are.
+    """
+    if op.name not in SCALED:
+        return None
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize < 4 else None
+    return None if dtype.is_complex or dtype in _WIDE_INTEGERS else torch.int64
 
 
 def before(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:

@@ -121,6 +121,32 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
     ranks.run(body)
 
 
+def test_averages_and_scaled_sums_do_not_overflow_on_their_way(ranks: LocalCluster) -> None:
+    """Narrow numbers are added up in a wider dtype and rounded once, by every op that reduces, on every backend."""
+
+    def body(comm: Communicator) -> None:
+        largest: list[tuple[torch.dtype, float]] = [(torch.float16, 60000.0), (torch.bfloat16, 3e38)]
+        largest += [(dtype, float(torch.iinfo(dtype).max)) for dtype in INTEGERS if dtype.itemsize < 4]
+        for dtype, number in filter(lambda each: can_reduce(comm, each[0]), largest):
+            for count in (3, 40_000):
+                full = torch.full((count,), number).to(dtype)
+                mean, part, own = full.clone(), torch.empty_like(full), torch.empty_like(full)
+                comm.all_reduce(mean, ReduceOp.AVG)
+                comm.reduce_scatter_single(part, full.repeat(comm.size), ReduceOp.AVG)
+                comm.reduce_scatter(own, [full] * comm.size, ReduceOp.AVG)
+                assert torch.equal(mean, full) and torch.equal(part, full) and torch.equal(own, full), dtype
+                comm.reduce(mean, 0, ReduceOp.AVG)
+                assert torch.equal(mean, full), dtype
+        half = torch.full((3,), 60000.0 if comm.rank % 2 == 0 else -60000.0).half()
+        comm.all_reduce(half, ReduceOp.premul_sum(2.0))
+        assert torch.equal(half, torch.full((3,), 120000.0 * (comm.size % 2)).half())
+        third = torch.full((3,), 1.0).half()
+        comm.all_reduce(third, ReduceOp.premul_sum(1 / 3))
+        assert torch.equal(third, torch.full((3,), comm.size / 3).half()), "rounded once"
+
+    ranks.run(body)
+
+
 def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
     """Equal bits on all ranks, also of numbers that are equal in other bits; and whose NaN it was does not matter."""
 
