@@ -7,9 +7,6 @@ import itertools
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +15,9 @@ from holdfast.comms._native import Words
 from holdfast.comms.algorithms.arithmetic import REDUCIBLE
 from holdfast.comms.algorithms.board import Board, layout_of
 from holdfast.comms.algorithms.direct import DirectTransport
-from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
-from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
+from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
+from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
@@ -57,7 +55,7 @@ class InprocTransport(DirectTransport):
         header[0] = OPEN
         parts[self.rank] = _OwnPart(ExposedMemory(tensor), header, threading.Lock())
         self.barrier(deadline)
-        found = [part.as_part(rank) for rank, part in enumerate(parts) if part is not None]
+        found = [part.as_part(rank, self.rank, self.size) for rank, part in enumerate(parts) if part is not None]
         kept = list(parts)
         self.barrier(deadline)
         _windows.pop(int(number), None)
@@ -72,21 +70,12 @@ class _OwnPart:
     header: Words
     atomics: threading.Lock
 
-    def as_part(self, rank: int) -> Part:
-        return Part(self.header, self.memory.address, self.memory.nbytes, self._lock_for(rank))
-
-    def _lock_for(self, rank: int) -> Callable[[float], AbstractContextManager[None]]:
-        @contextmanager
-        def lock(deadline: float) -> Iterator[None]:
-            began = time.monotonic()
-            if not self.atomics.acquire(timeout=max(deadline - began, 0.0)):
-                raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,))
-            try:
-                yield
-            finally:
-                self.atomics.release()
-
-        return lock
+    def as_part(self, rank: int, me: int, size: int) -> Part:
+        atomics = self.atomics
+        lock = WindowLock(
+            rank, me, self.header, holder_word(size), lambda: atomics.acquire(blocking=False), atomics.release
+        )
+        return Part(self.header, self.memory.address, self.memory.nbytes, lock)
 
 
 _windows: dict[int, list[_OwnPart | None]] = {}

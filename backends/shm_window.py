@@ -13,15 +13,14 @@ import mmap
 import os
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from holdfast.comms._native import Words
-from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words
-from holdfast.comms.errors import OpTimeout
+from holdfast.comms.algorithms.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
+from holdfast.comms.algorithms.window_lock import WindowLock
 from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.local_causes import not_openable
 from holdfast.comms.transport import Peer, Transport
@@ -52,10 +51,7 @@ def make_window(
         place = bytearray(_PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes))
         places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
         transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
-        parts = [
-            _map(held, peers[r].pid, r, _PLACE.unpack(bytes(places[r].numpy())), 8 * header_words(size))
-            for r in range(size)
-        ]
+        parts = [_map(held, peers[r].pid, r, rank, size, _PLACE.unpack(bytes(places[r].numpy()))) for r in range(size)]
         parts[rank].header[0] = OPEN
         transport.barrier(deadline)
     except BaseException:
@@ -75,12 +71,12 @@ def _share(tensor: torch.Tensor) -> tuple[int, int]:
     return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _map(held: ExitStack, pid: int, rank: int, place: tuple[int, ...], header_bytes: int) -> Part:
+def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:
     header_number, memory_number, offset, nbytes = place
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC)
         held.callback(os.close, descriptor)
-        header = _words(held, descriptor, header_bytes)
+        header = _words(held, descriptor, 8 * header_words(size))
         address = 0
         if nbytes:
             memory = os.open(f"/proc/{pid}/fd/{memory_number}", os.O_RDWR | os.O_CLOEXEC)
@@ -92,7 +88,8 @@ def _map(held: ExitStack, pid: int, rank: int, place: tuple[int, ...], header_by
             address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
     except OSError as error:
         raise not_openable(rank, "window", error) from error
-    return Part(header, address, nbytes, _lock_of(descriptor, rank))
+    lock = _FileLock(descriptor)
+    return Part(header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.take, lock.give_back))
 
 
 def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
@@ -103,28 +100,31 @@ def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
     return words
 
 
-def _lock_of(descriptor: int, rank: int) -> Callable[[float], AbstractContextManager[None]]:
-    threads = threading.Lock()
+class _FileLock:
+    """The kernel's lock on a header, which ends with its holder's process; and one among the threads of this one."""
 
-    @contextmanager
-    def lock(deadline: float) -> Iterator[None]:
-        began = time.monotonic()
-        if not threads.acquire(timeout=max(deadline - began, 0.0)):
-            raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,))
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._threads = descriptor, threading.Lock()
+
+    def take(self) -> bool:
+        """Whether it could be taken now."""
+        if not self._threads.acquire(blocking=False):
+            return False
         try:
-            while True:
-                try:
-                    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 1, 0))
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,)) from None
-                    os.sched_yield()
-            try:
-                yield
-            finally:
-                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, 0, 0, 1, 0))
-        finally:
-            threads.release()
+            self._lock(fcntl.F_WRLCK)
+        except BlockingIOError:
+            self._threads.release()
+            return False
+        except BaseException:
+            self._threads.release()
+            raise
+        return True
 
-    return lock
+    def give_back(self) -> None:
+        try:
+            self._lock(fcntl.F_UNLCK)
+        finally:
+            self._threads.release()
+
+    def _lock(self, kind: int) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, 0, 0, 1, 0))

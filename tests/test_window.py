@@ -16,8 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, HoldfastError, RegionGone, Unsupported
-from holdfast.comms._native import Calls, Reach
+from holdfast.comms import Communicator, HoldfastError, OpTimeout, RegionGone, Unsupported, Window
+from holdfast.comms._native import Calls, Reach, Words
+from holdfast.comms.algorithms.mapped_window import MappedWindow
+from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.liveness import is_stopped
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
@@ -65,6 +68,66 @@ def test_signals_of_several_threads_all_count() -> None:
 
     with LocalCluster(2, "shm") as cluster:
         cluster.run(body)
+
+
+@pytest.mark.parametrize("backend", ["shm", "ucx"])
+def test_a_stopped_holder_of_a_lock_is_named_and_nobody_spins_for_it(backend: str) -> None:
+    """Nor for a rank that is killed meanwhile: that ends the wait at once."""
+
+    def hold(comm: Communicator, window: Window, target: int) -> None:
+        """Be stopped inside of an atomic."""
+        memory = window._memory
+        if isinstance(memory, MappedWindow):
+            with memory._parts[target].lock.held(time.monotonic() + 5.0, lambda: None):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        memory._take_lock(target, memory._parts[target], time.monotonic() + 5.0)  # type: ignore[attr-defined]
+        os.kill(os.getpid(), signal.SIGSTOP)
+        memory._words[target][memory._lock_word] = 0  # type: ignore[attr-defined]
+
+    def body(comm: Communicator) -> None:
+        pids = [int(pid) for pid in comm.all_gather_object(os.getpid())]
+        window = comm.window(torch.zeros(4, dtype=torch.int64))
+        comm.barrier()
+        if comm.rank == 1:
+            hold(comm, window, 0)
+            hold(comm, window, 2)
+            return
+        if comm.rank == 2:
+            time.sleep(60.0)
+        while not is_stopped(pids[1]):
+            time.sleep(0.001)
+        began, used = time.monotonic(), time.process_time()
+        with pytest.raises(OpTimeout) as late:
+            window.fetch_add(0, 0, 1, timeout=1.0)
+        assert late.value.missing_ranks == (1,)
+        assert time.process_time() - used < 0.7 * (time.monotonic() - began)
+        os.kill(pids[1], signal.SIGCONT)
+        assert window.fetch_add(0, 0, 1, timeout=10.0) == 0
+        while not is_stopped(pids[1]):
+            time.sleep(0.001)
+        threading.Timer(0.2, lambda: os.kill(pids[2], signal.SIGKILL)).start()
+        with pytest.raises(RegionGone, match="rank 2 is gone"):
+            window.fetch_add(2, 0, 1, timeout=30.0)
+        os.kill(pids[1], signal.SIGKILL)
+
+    with LocalCluster(3, backend) as cluster:
+        outcome = cluster.outcomes(body)[0]
+        assert outcome.error is None, outcome.error
+
+
+def test_a_wait_for_a_lock_ends_with_what_it_looks_for() -> None:
+    header = Words(bytearray(16))
+
+    def look() -> None:
+        raise RegionGone("closed meanwhile")
+
+    lock = WindowLock(3, 0, header, 1, take=lambda: False, give_back=lambda: None)
+    with pytest.raises(RegionGone, match="meanwhile"), lock.held(time.monotonic() + 30.0, look):
+        pass
+    with pytest.raises(OpTimeout) as late, lock.held(time.monotonic() - 1.0, look):
+        pass
+    assert late.value.missing_ranks == (3,), "the holder has not said who it is"
 
 
 def test_a_window_whose_process_was_killed_is_gone(tmp_path: Path) -> None:

@@ -172,9 +172,15 @@ class NearWindow(MappedWindow):
             expected = seen if seen and not writer_lives(seen) else 0
             turns += 1
             if time.monotonic() > deadline:
-                raise OpTimeout("atomic", 0, time.monotonic() - began, (rank,))
+                raise OpTimeout("atomic", 0, time.monotonic() - began, (self._rank_of(seen, rank),))
+            self._live(rank)
             if not expected:
                 give_way() if turns < YIELDS else time.sleep(SLEEP_SECONDS)
+
+    def _rank_of(self, token: int, otherwise: int) -> int:
+        """The rank whose process has this token."""
+        peers = self._side.peers
+        return next((rank for rank, peer in enumerate(peers) if writer_token(peer) == token), otherwise)
 
     def _swap_lock(self, rank: int, part: Part, expected: int, deadline: float) -> int:
         reply = self._reply

@@ -1,7 +1,7 @@
 """A window whose every part this process has mapped: puts and gets are copies, signals are counters.
 
 The header of each rank is written by that rank alone: its state, and how often it has signalled each other rank. An
-atomic update holds the target's lock, which the backend supplies; it must end with its holder's process.
+atomic update holds the target's lock (`WindowLock`), whose holder writes its rank there.
 
 Headers are `Words`, whose order is what a window promises: a signal is written after all puts before it, and read
 before all gets after it; a window is looked at again after a get has read it, and is said to be closed before its
@@ -14,12 +14,12 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.comms._native import Words, copy
+from holdfast.comms.algorithms.window_lock import WindowLock
 from holdfast.comms.errors import OpTimeout, RegionGone
 from holdfast.comms.tensors import span
 from holdfast.comms.window import WindowMemory, closed_here, closed_there
@@ -31,18 +31,23 @@ _libc = ctypes.CDLL(None)
 
 
 def header_words(size: int) -> int:
-    """The state, then the signals sent to each rank."""
+    """The state, the signals sent to each rank, and who holds the lock."""
+    return 2 + size
+
+
+def holder_word(size: int) -> int:
+    """Where a header says who holds its rank's lock: see `WindowLock`."""
     return 1 + size
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part: its header words, its memory, and its lock for atomic updates (given a deadline)."""
+    """One rank's part: its header words, its memory, and its lock for atomic updates."""
 
     header: Words
     address: int
     nbytes: int
-    lock: Callable[[float], AbstractContextManager[None]]
+    lock: WindowLock
 
 
 class MappedWindow(WindowMemory):
@@ -87,7 +92,7 @@ class MappedWindow(WindowMemory):
         """Replace an integer by `change(it)`, atomically; the old one."""
         part = self._live(rank)
         kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
-        with part.lock(deadline):
+        with part.lock.held(deadline, lambda: self._live(rank)):
             self._live(rank)
             place = kind.from_address(part.address + offset)
             old = place.value

@@ -39,7 +39,7 @@ class WindowLock:
 
     @contextmanager
     def held(self, deadline: float, look: Callable[[], object]) -> Iterator[None]:
-        """Hold the lock. `look()` is called while that takes time, and raises what ends the wait. Raises `OpTimeout`."""
+        """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while that takes time."""
         began, turns = time.monotonic(), 0
         while not self._take():
             now = time.monotonic()
