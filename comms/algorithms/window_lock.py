@@ -6,7 +6,7 @@ something to wait for, and at the deadline names the holder, which has written i
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from holdfast.comms._native import Words
 from holdfast.comms.errors import OpTimeout
 
+_give_way = ctypes.CDLL(None).sched_yield
+"""Lets go of the GIL, which os.sched_yield does not: the holder may be a thread of this process."""
 _YIELDS = 200
 _SLEEP_SECONDS = 0.0002
 
@@ -48,7 +50,7 @@ class WindowLock:
             look()
             turns += 1
             if turns < _YIELDS:
-                os.sched_yield()
+                _give_way()
             else:
                 time.sleep(_SLEEP_SECONDS)
         self._header[self._holder] = self._me + 1
