@@ -13,11 +13,11 @@ from holdfast.comms.errors import RegionGone
 
 
 class ExposedMemory:
-    """The memory that `tensor` has now, at `address`, of `nbytes`. Kept as long as this is."""
+    """The memory that `tensor` has now, at `address`, of `nbytes`; `held` keeps it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._held = tensor.detach()
+        self.held = tensor.detach()
         self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
         fix_size(tensor)
 
@@ -26,10 +26,14 @@ class ExposedMemory:
         """Whether the tensor has other memory now, or another size."""
         return self.tensor.data_ptr() != self.address or self.tensor.nbytes != self.nbytes
 
-    def vacate(self) -> None:
-        """Give the tensor other memory, with what it holds, unless it has left this already."""
-        if self.tensor.untyped_storage().data_ptr() == self._held.untyped_storage().data_ptr():
+    def vacate(self) -> torch.Tensor:
+        """Give the tensor other memory, with what it holds, unless it has left this already. What keeps this memory
+        from now on.
+        """
+        held, self.held = self.held, torch.empty(0, device="cpu")
+        if self.tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
             self.tensor.data = self.tensor.data.clone()
+        return held
 
 
 def fix_size(tensor: torch.Tensor) -> None:

@@ -208,7 +208,7 @@ class Server:
         else:
             request = self._comm.Irecv(memory, source, data_tag(number))
             self._reply(source, number, GO)
-        self._jobs.append(_Job(request, exposed.memory, after))
+        self._jobs.append(_Job(request, exposed.memory.held, after))
 
     def _reply(self, source: int, number: int, outcome: int, value: int = 0, data: bytes = b"") -> None:
         text = REPLY.pack(outcome, number, value) + data

@@ -18,7 +18,6 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.mapped_window import MappedWindow, Part
 from holdfast.backends.ucx.onesided import OneSided
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.transport import Transport
 
 BOUNCE_BYTES = 1 << 20
@@ -153,10 +152,9 @@ class FarWindow(MappedWindow):
         if self._all_closed():
             self._unmap()
             return
-        self._side.keep(partial(self._release, self._exposed))
-        self._exposed.vacate()
+        self._side.keep(partial(self._release, self._exposed.vacate()))
 
-    def _release(self, memory: ExposedMemory, silent: bool) -> bool:
+    def _release(self, memory: torch.Tensor, silent: bool) -> bool:
         """Give `memory` back, which must live until then, once nothing can come any more."""
         if silent or self._all_closed():
             self._unmap()

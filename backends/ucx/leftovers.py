@@ -7,19 +7,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import torch
+
 from holdfast.backends.ucx.regions import writer_lives, writer_token
 from holdfast.comms.exposed import ExposedMemory
 from holdfast.comms.transport import Peer
 
 _lock = threading.Lock()
-_left: list[tuple[ExposedMemory, tuple[int, ...]]] = []
+_left: list[tuple[torch.Tensor, tuple[int, ...]]] = []
 
 
 def leave_behind(memory: ExposedMemory, writers: Sequence[Peer]) -> None:
-    """Move its tensor to other memory; keep `memory` until all of these processes have ended."""
+    """Move its tensor to other memory; keep that which it had until all of these processes have ended."""
     with _lock:
-        _left.append((memory, tuple(writer_token(peer) for peer in writers)))
-    memory.vacate()
+        _left.append((memory.vacate(), tuple(writer_token(peer) for peer in writers)))
 
 
 def sweep() -> None:
