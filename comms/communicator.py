@@ -167,7 +167,7 @@ class Communicator(Collectives):
         Sizes may differ from rank to rank, dtypes may not. `Unsupported` where the backend has no windows. Closing
         the communicator closes its windows.
         """
-        tensor = self._check.operand(tensor)
+        given, tensor = tensor, self._check.operand(tensor)
         if not self._windowed:
             raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
         check_exposable(tensor)
@@ -182,7 +182,7 @@ class Communicator(Collectives):
             None,
             tensor.dtype,
         )
-        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, tensor)
+        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
         self._windows = [*(other for other in self._windows if not other.closed), window]
         self._memories[:] = [each.memory for each in self._windows]
         return window

@@ -17,14 +17,16 @@ class ExposedMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.held = tensor.detach()
-        self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
-        fix_size(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.held = tensor.detach()
+            self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+            fix_size(tensor)
 
     @property
     def moved(self) -> bool:
         """Whether the tensor has other memory now, or another size."""
-        return self.tensor.data_ptr() != self.address or self.tensor.nbytes != self.nbytes
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.data_ptr() != self.address or self.tensor.nbytes != self.nbytes
 
     def vacate(self) -> torch.Tensor:
         """Give the tensor other memory, with what it holds, unless it has left this already. What keeps this memory

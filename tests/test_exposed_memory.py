@@ -133,6 +133,27 @@ def test_a_region_whose_tensor_was_given_other_memory_is_closed(
         region.close()
 
 
+def test_a_window_of_a_subclass_is_of_its_memory() -> None:
+    class Named(torch.nn.Parameter):
+        """As the parameters of many libraries."""
+
+    def body(comm: Communicator) -> None:
+        weight = Named(torch.full((COUNT,), 2.0))
+        window = comm.window(weight)
+        comm.barrier()
+        got = torch.zeros(COUNT)
+        window.get(got, 1 - comm.rank)
+        assert bool((got == 2.0).all())
+        comm.barrier()
+        weight.data = torch.zeros(3)
+        with pytest.raises(RegionGone, match="other memory"):
+            window.get(got, 1 - comm.rank)
+        comm.barrier()
+
+    with LocalCluster(2, "shm") as cluster:
+        cluster.run(body)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_exposed_memory_of_any_kind_keeps_its_size(kind: torch.dtype) -> None:
     for tensor in (
