@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from holdfast.backends import message_headers
 from holdfast.backends.gloo_errors import meaning_of
 from holdfast.backends.gloo_sockets import close_to_strangers, duplicates, listens, name_of, sockets
 from holdfast.backends.torch_group import TorchGroup, bytes_of, options
 from holdfast.comms import _native, forks
 from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again, describe
+from holdfast.comms.arguments import TAGS
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Unsupported, again, describe
 from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.local_causes import local_cause, out_of_descriptors
 from holdfast.comms.ops import ReduceOp
@@ -44,6 +46,8 @@ from holdfast.comms.tensors import DTYPES, names
 from holdfast.comms.transport import Context, Form
 
 Tensor = torch.Tensor
+Message = tuple[Tensor, int, int]
+"""(tensor, peer, tag)"""
 
 _NATIVE_DTYPES = (
     torch.float32,
@@ -85,6 +89,8 @@ _forgotten: list[Any] = []
 
 class GlooTransport(TorchGroup):
     """A ProcessGroupGloo, with an end."""
+
+    ends_before_exit = True
 
     def __init__(self, context: Context) -> None:
         self._sockets: list[socket.socket] = []
@@ -212,8 +218,14 @@ class GlooTransport(TorchGroup):
         if self._error is not None:
             raise self._error.again()
         began = time.monotonic()
+        limit = timedelta(seconds=max(deadline - began, 0.001))
         try:
-            start(timedelta(seconds=max(deadline - began, 0.001)))
+            if threading.current_thread() is threading.main_thread():
+                run_interruptible(partial(start, limit), lambda: None)  # gloo waits in C++, deaf to Ctrl-C
+            else:
+                start(limit)
+        except Mismatch:
+            raise
         except RuntimeError as error:
             raise self._explain(op, error, began, deadline, awaited) from error
 
@@ -362,19 +374,13 @@ class GlooTransport(TorchGroup):
     def barrier(self, deadline: float) -> None:
         self._collective("barrier", self._group.barrier, (), dist.BarrierOptions, deadline)
 
-    # -- point to point
+    # -- point to point: a header says what follows, for a message larger than its tensor would abort the process
 
     def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
-        def start(limit: timedelta) -> None:
-            self._group.send([bytes_of(tensor)], dst, tag).wait(limit)
-
-        self._run("send", start, deadline, [dst])
+        self._messages("send", [(tensor, dst, tag)], [], deadline, [dst])
 
     def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
-        def start(limit: timedelta) -> None:
-            self._group.recv([bytes_of(tensor)], src, tag).wait(limit)
-
-        self._run("recv", start, deadline, [src])
+        self._messages("recv", [], [(tensor, src, tag)], deadline, [src])
 
     def batch_send_recv(
         self,
@@ -382,13 +388,28 @@ class GlooTransport(TorchGroup):
         recvs: Sequence[tuple[Tensor, int, int]],
         deadline: float,
     ) -> None:
+        self._messages("batch_send_recv", sends, recvs, deadline)
+
+    def _messages(
+        self, op: str, sends: Sequence[Message], recvs: Sequence[Message], deadline: float, awaited: Sequence[int] = ()
+    ) -> None:
+        group = self._group
+
         def start(limit: timedelta) -> None:
-            pending = [self._group.recv([bytes_of(tensor)], src, tag) for tensor, src, tag in recvs]
-            pending += [self._group.send([bytes_of(tensor)], dst, tag) for tensor, dst, tag in sends]
-            for work in pending:
+            headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
+            given = [message_headers.of(tensor) for tensor, _, _ in sends]
+            coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
+            going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
+            going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
+            for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
+                work.wait(limit)
+                message_headers.check(header, tensor, src, self.rank, tag)
+                if tensor.nbytes:
+                    going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
+            for work in going:
                 work.wait(limit)
 
-        self._run("batch_send_recv", start, deadline)
+        self._run(op, start, deadline, awaited)
 
 
 def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:

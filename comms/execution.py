@@ -5,6 +5,7 @@ An `Executor` knows nothing of what an op does. It holds a communicator's order,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -51,6 +52,9 @@ _LOOK_SECONDS = 0.0005
 """How often `close` looks whether the op that it has aborted is over."""
 
 
+_until_exit: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
 class Executor:
     """Runs the ops of one communicator over its transport."""
 
@@ -80,6 +84,8 @@ class Executor:
         self._over: HoldfastError | None = None
         self._closed = False
         self._parts: weakref.WeakSet[Executor] | None = None
+        if transport.ends_before_exit:
+            _until_exit.add(self)
         self._pid = os.getpid()
         forks.begin_anew(self)
 
@@ -415,3 +421,15 @@ def _plan(
         return None
     form = Form(op, tensor.dtype, tensor.nbytes, root, reduction, timeout)
     return transport.function(form) if as_it_is else None
+
+
+@atexit.register
+def _close_before_exit() -> None:
+    """Threads that come out of C++ once the interpreter is ending would end the process with SIGABRT."""
+    for executor in list(_until_exit):
+        with contextlib.suppress(HoldfastError):
+            executor.abort("the process ends")
+            executor.close()
+
+
+forks.in_child(_until_exit.clear)

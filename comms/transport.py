@@ -114,6 +114,8 @@ class Transport(ABC):
     streams: ClassVar[bool] = False
     device: torch.device | None = None
     """The one device whose tensors it takes; None for any of the context's type."""
+    ends_before_exit: ClassVar[bool] = False
+    """Whether a communicator that was never closed must be closed before the interpreter ends."""
     greetings: Sequence[tuple[int, ...]] | None = None
     """Each rank's `Context.greeting`, if connecting has carried them."""
 

@@ -246,7 +246,8 @@ class RecvChannel(Channel):
 
     def _payload(self, communicator: Communicator, header: Header) -> Tensor:
         """The bytes of a message that has no tensor to go to."""
-        payload = torch.empty(header.nbytes, dtype=torch.uint8, device=self._group.device)
+        count = header.nbytes // header.dtype.itemsize
+        payload = torch.empty(count, dtype=header.dtype, device=self._group.device)
         if header.nbytes:
             communicator.recv(payload, 0, _PAYLOAD, timeout=_DAY)
-        return payload
+        return payload.view(torch.uint8)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
 from holdfast.comms.liveness import Liveness
@@ -169,3 +170,6 @@ def _close_all() -> None:
     """Threads inside a backend when the interpreter ends would end the process with SIGABRT."""
     for channels in list(_open):
         channels.close(0.0, 2.0)
+
+
+forks.in_child(_open.clear)
