@@ -50,7 +50,9 @@ def _begin_child() -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether HOLDFAST_CHECK asks for agreement checks."""
+    """Whether HOLDFAST_CHECK, or torch's debug level DETAIL, asks for agreement checks."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return True
     return os.environ.get("HOLDFAST_CHECK", "0") not in ("", "0")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.comms import Communicator, OpTimeout, Unsupported
+from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported
 from holdfast.harness import LocalCluster
 
 T = TypeVar("T")
@@ -418,3 +419,63 @@ def test_the_entry_point_of_torch_2_14_registers_the_backend() -> None:
     (point,) = [each for each in entry_points(group="torch.distributed.backends") if each.name == "holdfast"]
     point.load()()
     assert dist.is_backend_available("holdfast")
+
+
+def test_ddps_builtin_fp16_hook_gives_what_it_gives_over_plain_gloo(pair: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> list[float]:
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(tiny_model())
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        return losses_of(model, rank)
+
+    assert in_group(pair, tmp_path, body) == in_group(pair, tmp_path, body, "gloo")
+
+
+def test_a_group_of_dist2_and_the_parts_of_a_group(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        from torch.distributed import _dist2
+
+        import holdfast.comms.torchdist  # noqa: F401
+
+        os.environ.update(RANK=str(comm.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(comm.broadcast_object(free_port() if comm.rank == 0 else 0, 0))
+        group = _dist2.new_group("holdfast", timedelta(seconds=20), "cpu")
+        total = torch.full((3,), float(comm.rank + 1))
+        group.allreduce(total).wait()
+        assert total.tolist() == [3, 3, 3] and (group.size(), group.rank()) == (2, comm.rank)
+        with _dist2.process_group(group):
+            assert _dist2.current_process_group().rank() == comm.rank
+        part = group.split_group([1, 0], timeout=timedelta(seconds=20), group_name="part")
+        assert part.group_name == "part"
+        part.broadcast(total.fill_(comm.rank), root=1).wait()
+        assert total.tolist() == [1, 1, 1]
+        alone = group.split_group([1])
+        assert (alone is None) == (comm.rank == 0)
+        for each in (alone, part, group):
+            if each is not None:
+                each.shutdown()
+
+    def free_port() -> int:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            return int(server.getsockname()[1])
+
+    with LocalCluster(2, "shm", timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": "shm"}) as cluster:
+        cluster.run(body)
+
+
+def test_the_debug_level_detail_finds_ranks_that_disagree(tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        dist.set_debug_level_from_env()
+        group = dist.new_group()
+        if rank == 0:
+            with pytest.raises(Mismatch, match="broadcast"):
+                dist.broadcast(torch.ones(2), 0, group=group)
+        else:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(2), group=group)
+
+    environ = {**ENVIRON, "HOLDFAST_BACKEND": "shm", "HOLDFAST_CHECK": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    with LocalCluster(2, "shm", timeout=60.0, environ=environ) as cluster:
+        in_group(cluster, tmp_path, body)

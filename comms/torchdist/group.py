@@ -454,6 +454,27 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         late = issubclass(kind, OpTimeout)
         return ErrorType.TIMEOUT if late else ErrorType.COMM_ERROR
 
+    # -- parts
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> HoldfastProcessGroup | None:
+        """A group of `ranks` of this one, over its transport; None on the other ranks."""
+        if self.rank() not in ranks:
+            return None
+        seconds_each = self._timeout if timeout is None else timeout.total_seconds()
+        part = self.communicator.split(sorted(ranks), timeout=seconds_each)
+        group = HoldfastProcessGroup(dist.PrefixStore(part.name, self._store), part, self.options, seconds_each)
+        group.setGroupName(group_name or part.name)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
     # -- the end
 
     def abort(self) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _dist2
 from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.registry import registry
+from holdfast.comms.torchdist.ddp_hooks import accept_builtin_hooks
 from holdfast.comms.torchdist.group import HoldfastProcessGroup
 from holdfast.comms.torchdist.monitored import accept_holdfast
-from holdfast.comms.torchdist.options import chosen
+from holdfast.comms.torchdist.options import Options, chosen
 from holdfast.comms.torchdist.trampoline import AVAILABLE, HoldfastBackend, behind
 
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
 """In a group that has another backend for each device; takes torch 2.14."""
+
+_unregistered = itertools.count()
 
 
 def register() -> None:
@@ -30,7 +36,10 @@ def register() -> None:
     devices = sorted(movable | {"cpu"})
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
     dist.Backend.register_backend(DEVICE_BACKEND, create_for_device, extended_api=True, devices=devices)
+    if BACKEND not in _dist2._BACKENDS:
+        _dist2.register_backend(BACKEND, create_unregistered)
     accept_holdfast()
+    accept_builtin_hooks()
 
 
 def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
@@ -60,6 +69,29 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
         timeout=timeout,
     )
     return HoldfastProcessGroup(given.store, communicator, options, timeout)
+
+
+def create_unregistered(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **kwargs: object
+) -> HoldfastProcessGroup:
+    """One rank of a group for `torch.distributed._dist2.new_group`, which torch does not register.
+
+    `pg_options` is the one further argument. Raises as `create` does.
+    """
+    given = kwargs.pop("pg_options", None)
+    if kwargs:
+        raise TypeError(f"the holdfast backend takes pg_options alone, not {', '.join(kwargs)}")
+    options = chosen(given, Options(device=device.type))
+    communicator = connect(
+        options.backend,
+        rank=rank,
+        size=world_size,
+        rendezvous=dist.PrefixStore(f"holdfast-dist2/{next(_unregistered)}", store),
+        name="torch-dist2",
+        device=torch.device(options.device),
+        timeout=timeout.total_seconds(),
+    )
+    return HoldfastProcessGroup(store, communicator, options, timeout.total_seconds())
 
 
 def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
