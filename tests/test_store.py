@@ -329,7 +329,7 @@ def test_waiting_for_a_version(store: WeightStore) -> None:
 def test_a_read_ends_at_its_timeout(store: WeightStore) -> None:
     store.publish(1, weights())
     with pytest.raises(StoreTimeout, match="get of version 1"):
-        store.get(1, blank(weights()), timeout=-1)
+        store.get(1, blank(weights()), timeout=0)
 
 
 def test_stores_of_one_url_are_one_store(store: WeightStore) -> None:
