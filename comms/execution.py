@@ -204,15 +204,18 @@ class Executor:
         try:
             body(deadline)
         except BaseException as error:
-            if op.refused:
+            if op.refused and threading.current_thread() is not self._worker:
                 self._take_back(op.seq, op.joint)
                 raise
             self._failed(op.name, op.seq, op.joint, error)
 
     def _take_back(self, seq: int, joint: int) -> None:
-        """No byte of an op has moved: the next has its number, as on ranks where it was not refused."""
+        """No byte of an op has moved: the next has its number, as on ranks where it was not refused.
+
+        Not on the worker: ops are issued meanwhile, and what it refuses all ranks refuse.
+        """
         order = self._order
-        if order.seq == seq:
+        if order.seq == seq and threading.current_thread() is not self._worker:
             order.seq -= 1
             order.joint -= 1 if joint else 0
 

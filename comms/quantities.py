@@ -34,7 +34,9 @@ def integer_in(value: Any, what: str, least: int, most: int | None = None) -> in
 
 
 def seconds(value: Any, what: str = "timeout") -> float:
-    """A number or a timedelta in seconds. TypeError for all else, ValueError for what is negative, infinite or NaN."""
+    """A number or a timedelta in seconds; 0 for a negative one, whose time is up. TypeError for all else, ValueError
+    for what is infinite or NaN.
+    """
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -43,9 +45,9 @@ def seconds(value: Any, what: str = "timeout") -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not 0 <= number < LONGEST:
-        raise ValueError(f"{what}={value!r}: every wait has an end, after 0 to {LONGEST:.0e} seconds")
-    return number
+    if not -LONGEST < number < LONGEST:
+        raise ValueError(f"{what}={value!r}: every wait has an end; pass less than {LONGEST:.0e} seconds")
+    return max(number, 0.0)
 
 
 def seconds_or(value: Any, default: float, what: str = "timeout") -> float:

@@ -24,8 +24,8 @@ from holdfast.store import WeightStore
 INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
 NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
 TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), timedelta(seconds=5)]
-NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -1, -0.1, np.float64("nan")]
-NO_TIMEOUTS += [timedelta(-1), 1e12, 10**400]
+NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -float("inf"), np.float64("nan")]
+NO_TIMEOUTS += [1e12, 10**400, -(10**400)]
 
 
 @settings(deadline=None)
@@ -50,6 +50,11 @@ def test_a_timeout_is_a_number_or_a_timedelta(value: Any) -> None:
 def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="timeout="):
         seconds(value)
+
+
+@pytest.mark.parametrize("value", [-1, -0.1, timedelta(-1), np.float32(-2)], ids=repr)
+def test_a_negative_timeout_is_one_that_is_over(value: Any) -> None:
+    assert seconds(value) == 0.0
 
 
 def test_bounds_are_named() -> None:
@@ -179,7 +184,7 @@ def test_a_store_takes_versions_and_timeouts_of_every_kind() -> None:
 def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> None:
     quick = Timeouts(heartbeat=timedelta(milliseconds=100), suspect=np.float32(1), join=np.int64(20))  # type: ignore[arg-type]
     assert quick == Timeouts(heartbeat=0.1, suspect=1.0, join=20.0)
-    for late in (*NO_TIMEOUTS, 0):
+    for late in (*NO_TIMEOUTS, 0, -1.0):
         with pytest.raises(ValueError, match="timeout join="):
             Timeouts(join=late)
     LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=timedelta(seconds=5))  # type: ignore[arg-type]
