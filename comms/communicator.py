@@ -6,7 +6,6 @@ What it does not do: move bytes (transports), find peers (connect), decide who i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from holdfast.comms.execution import Body, Executor
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins import BackendInfo
 from holdfast.comms.quantities import seconds_or
+from holdfast.comms.rendezvous.gathering import MeetingCount
 from holdfast.comms.transport import Context, Peer, Transport
 from holdfast.comms.window import Window, WindowMemory, check_exposable
 from holdfast.comms.work import Work
@@ -62,7 +62,7 @@ class Communicator(Collectives):
         self.backend: str = info.name
         self._context = context
         self._recorder = recorder
-        self._splits: dict[tuple[int, ...], itertools.count[int]] = {}
+        self._splits: dict[tuple[int, ...], MeetingCount] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
@@ -139,7 +139,7 @@ class Communicator(Collectives):
         part = connect_part(
             self,
             members,
-            self._splits.setdefault(members, itertools.count()),
+            self._splits.setdefault(members, MeetingCount()),
             self._context,
             timeout=seconds_or(timeout, self._executor.timeout),
             op_timeout=self._executor.timeout,

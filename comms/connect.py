@@ -7,7 +7,6 @@ satisfies on every rank is an error on every rank.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import secrets
@@ -30,13 +29,13 @@ from holdfast.comms.local_causes import told_as_local
 from holdfast.comms.plugins import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.registry import registry
-from holdfast.comms.rendezvous.gathering import Gathering
+from holdfast.comms.rendezvous.gathering import Gathering, MeetingCount, connected
 from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.transport import Context, Peer, Transport
 
 log = logging.getLogger("holdfast.comms")
 
-_counts: dict[tuple[str, str, int], itertools.count[int]] = {}
+_counts: dict[tuple[str, str, int], MeetingCount] = {}
 _open: set[tuple[str, str, int]] = set()
 _lock = threading.Lock()
 
@@ -47,6 +46,7 @@ def _begin_child() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
+    connected.clear()
 
 
 def checks_are_on() -> bool:
@@ -107,7 +107,7 @@ def connect(
                 "another name"
             )
         _open.add(identity)
-        count = _counts.setdefault(identity, itertools.count())
+        count = _counts.setdefault(identity, MeetingCount())
     gathering = Gathering(
         place,
         name,
@@ -117,9 +117,10 @@ def connect(
         key=key,
         renew=find if place.by_rank_0 and not place.served else None,
     )
+    offer = _offer(place.size, preference, unavailable)
+    connected.add(offer.nonce)
     del place
     try:
-        offer = _offer(gathering.place.size, preference, unavailable)
         decide = functools.partial(_choose, rank=gathering.place.rank, name=name)
         with gathering.meeting(offer, decide) as meeting:
             return _build(
@@ -137,10 +138,10 @@ def connect(
                 ),
                 timeout,
                 check=any(each.check for each in meeting.offers),
-                on_close=functools.partial(_forget, identity, gathering.place),
+                on_close=functools.partial(_forget, identity, gathering.place, offer.nonce),
             )
     except BaseException:
-        _forget(identity, gathering.place)
+        _forget(identity, gathering.place, offer.nonce)
         raise
 
 
@@ -148,7 +149,7 @@ def connect(
 def connect_part(
     whole: Communicator,
     members: tuple[int, ...],
-    count: itertools.count[int],
+    count: MeetingCount,
     context: Context,
     *,
     timeout: float,
@@ -305,10 +306,11 @@ def _in_time(connect: Callable[[Context], Transport], context: Context) -> Trans
         raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
-def _forget(identity: tuple[str, str, int], place: places.Place) -> None:
+def _forget(identity: tuple[str, str, int], place: places.Place, nonce: str) -> None:
     """The rank may connect again. Until this is called `place` is held, and so the store that it may serve."""
     with _lock:
         _open.discard(identity)
+        connected.discard(nonce)
 
 
 def _offer(size: int, preference: list[str], unavailable: dict[str, str]) -> Offer:

@@ -382,6 +382,32 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Pa
     assert in_threads(2, body) == [3.0, 3.0]
 
 
+def test_a_second_process_of_a_rank_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+    """It is refused each time it comes, and the rank can connect again."""
+    place = f"file://{tmp_path}/meeting"
+    script = f"""
+from holdfast import comms
+for _ in range(2):
+    try:
+        comms.connect("shm", rank=0, size=1, rendezvous={place!r}, timeout=20.0)
+    except comms.Mismatch as error:
+        print(error)
+"""
+    with comms.connect("shm", rank=0, size=1, rendezvous=place):
+        said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90).stdout
+    assert said.count("rank 0 is taken by another process") == 2
+    comms.connect("shm", rank=0, size=1, rendezvous=place).close()
+
+
+def test_the_same_store_may_be_opened_anew_for_each_connect(tmp_path: Path) -> None:
+    def body(rank: int) -> float:
+        store = dist.FileStore(str(tmp_path / "meeting"), -1)
+        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=store, timeout=10.0))
+
+    for _ in range(3):
+        assert in_threads(2, body) == [3.0, 3.0]
+
+
 # -- Ctrl-C
 
 INTERRUPTED = """

@@ -7,7 +7,6 @@ written in the store: the others pass over it, so that ranks which failed at dif
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed
-from holdfast.comms.liveness import is_gone
+from holdfast.comms.liveness import is_gone, this_process
 from holdfast.comms.rendezvous.fetching import LOOK_SECONDS
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
 from holdfast.comms.rendezvous.place import Place
@@ -34,6 +33,10 @@ _LINGER_SECONDS, _LATE_SECONDS = 1.0, 0.25
 
 _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 """How long an offer that does not verify may stand before its rank replaces it, and how often to look."""
+
+
+connected: set[str] = set()
+"""The nonces of the offers by which this process is connected, or connects, now."""
 
 
 class _Over(Exception):
@@ -56,6 +59,13 @@ def run_scope() -> str:
     return f"{run}.{restart}/" if run or restart else ""
 
 
+@dataclass(slots=True)
+class MeetingCount:
+    """The number of the next meeting that a rank goes to. A meeting at which its place is taken does not count."""
+
+    number: int = 0
+
+
 class Gathering:
     """One rank's way through the meetings of a `name` at a `place`, until `deadline`.
 
@@ -67,7 +77,7 @@ class Gathering:
         self,
         place: Place,
         name: str,
-        count: itertools.count[int],
+        count: MeetingCount,
         *,
         deadline: float,
         timeout: float,
@@ -78,6 +88,7 @@ class Gathering:
         self.place = place
         self._name, self._count = name, count
         self._absent = set(range(place.size)) - {place.rank}
+        self._here = False
         self._deadline, self._timeout, self._key, self._look, self._renew = deadline, timeout, key, look, renew
 
     @contextlib.contextmanager
@@ -87,16 +98,17 @@ class Gathering:
         Raises `Mismatch` (ranks disagree, or this rank is taken), `OpTimeout` (naming the ranks that did not come),
         `PeerFailed`, `CorruptData`, and what `decide` raises: it must come to the same on all ranks.
         """
-        number = next(self._count)
         while True:
+            number = self._count.number
             prefix = f"holdfast/{run_scope()}{self._name}/{number}"
             store = self._open(prefix, None if self._key is None else Seal(self._key, prefix.encode()))
             try:
                 meeting = self._meet(store, number, prefix, offer, decide)
                 break
             except _Over:
-                number = next(self._count)
+                self._count.number = number + 1
             except StoreLost:
+                self._count.number = number
                 if self._renew is None or time.monotonic() >= self._deadline:
                     raise
                 self.place = self._renew()
@@ -126,7 +138,10 @@ class Gathering:
         self, store: MeetingStore, number: int, prefix: str, offer: Offer, decide: Callable[[Sequence[Offer]], T]
     ) -> Meeting[T]:
         place = self.place
+        self._here = False
         self._take_rank(store, offer)
+        self._here = True
+        self._count.number = number + 1
         offers: list[Offer] = []
         for rank in range(place.size):
             theirs = offer if rank == place.rank else self._offer_of(rank, store, offers)
@@ -159,6 +174,8 @@ class Gathering:
                     raise
                 expected = found
             else:
+                if holder.peer == this_process() and holder.nonce not in connected:
+                    raise _Over  # this process came here before, through another store object
                 raise Mismatch(self._taken_by(holder))
         raise CorruptData(f"strangers keep writing to {key!r} at {self.place.where}; meet where they cannot")
 
@@ -227,7 +244,7 @@ class Gathering:
 
     def _give_up(self, store: MeetingStore, error: BaseException) -> None:
         """Say that this meeting is over. The rank that serves the store lets the others read that."""
-        if store.lost or isinstance(error, StoreLost):
+        if store.lost or isinstance(error, StoreLost) or not self._here:
             return
         try:
             self._look()
