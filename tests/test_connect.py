@@ -417,6 +417,7 @@ from holdfast import comms
 from holdfast.comms.liveness import this_process
 
 faulthandler.dump_traceback_later(60, exit=True)
+comms.backends()  # what is imported now is not imported when the signal comes
 backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 sent = []
 
@@ -425,7 +426,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 def soon():
-    threading.Timer(0.7, interrupt).start()
+    threading.Timer(1.0, interrupt).start()
 
 try:
     if what == "connect":

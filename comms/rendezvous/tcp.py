@@ -20,6 +20,9 @@ from holdfast.comms.rendezvous.fetching import first_line
 
 _BACKLOG = 1024
 
+_END_SECONDS = 0.5
+"""How long an abandoned call may take to end: one that comes back while the interpreter ends would abort it."""
+
 _lock = threading.Lock()
 _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
 
@@ -90,9 +93,14 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
     patience = max(timeout, answer_seconds or 0.0) + 0.25  # torch gives up by itself if nobody listens
     deadline = time.monotonic() + patience
 
+    ended = threading.Event()
+
     def connect() -> dist.TCPStore:
         limit = timedelta(seconds=max(timeout, 0.001))
-        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        try:
+            return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        finally:
+            ended.set()
 
     def look() -> None:
         if time.monotonic() >= deadline:
@@ -110,6 +118,7 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
             for each in mine.values():
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)  # the abandoned call ends
+            ended.wait(_END_SECONDS)
             raise
         if answer_seconds is not None:
             mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
