@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, Unsupported
-from holdfast.comms.quantities import integer_in, seconds
+from holdfast.comms.quantities import integer, integer_in, seconds
 from holdfast.comms.registry import registry
 from holdfast.harness.folders import HeldFolder
 from holdfast.harness.job import Job
@@ -71,7 +71,11 @@ class LocalCluster:
         prepare: Callable[[], Mapping[str, Any] | None] | None = None,
         links: bool = False,
     ) -> None:
-        size, spares = integer_in(size, "size", 1), integer_in(spares, "spares", 0)
+        size, spares = integer(size, "size"), integer(spares, "spares")
+        if size < 1:
+            raise ValueError(f"size={size}: a cluster has at least one rank")
+        if spares < 0:
+            raise ValueError(f"spares={spares} is negative")
         timeout, grace = seconds(timeout), seconds(grace, "grace")
         if not timeout or not grace:
             raise ValueError(f"timeout={timeout} and grace={grace} must be positive seconds")
