@@ -1,6 +1,7 @@
 """The unit ledger: which units of work there are, who has them, and which are done. Pure: no clock, no I/O.
 
-A unit that was leased to a worker that died goes back to the queue. As a unit is a pure function of its name and of
+A unit that was leased to a worker that died goes back to the queue, and that worker is leased nothing any more, though
+a call of it may still wait for a unit. As a unit is a pure function of its name and of
 the weights of its version, it does not matter who does it, nor if it is done twice: the first result counts.
 """
 
@@ -45,6 +46,7 @@ class Ledger:
         self._queue: list[Unit] = []
         self._leases: dict[Unit, Lease] = {}
         self._open: set[Unit] = set()
+        self._gone: set[str] = set()
 
     @property
     def published(self) -> int:
@@ -78,7 +80,9 @@ class Ledger:
         return tuple(sorted(opened))
 
     def lease(self, worker: str, now: float) -> Unit | None:
-        """The next unit that nobody has, for `worker`; None if there is none at present."""
+        """Lease the next free unit to `worker`; None if there is none at present, or the worker is gone."""
+        if worker in self._gone:
+            return None
         while self._queue:
             unit = heapq.heappop(self._queue)
             if unit in self._open and unit not in self._leases:
@@ -95,7 +99,8 @@ class Ledger:
         return True
 
     def release(self, worker: str) -> tuple[Unit, ...]:
-        """The worker is gone: its units go back to the queue. Returns them."""
+        """The worker is gone for good: its units go back to the queue. Returns them."""
+        self._gone.add(worker)
         units = tuple(sorted(lease.unit for lease in self._leases.values() if lease.worker == worker))
         for unit in units:
             del self._leases[unit]

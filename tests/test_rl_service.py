@@ -78,10 +78,10 @@ def test_a_whole_run() -> None:
         assert await world.take(1, (0,), published=1) is None
         assert [(each.step, each.reward, each.size) for each in world.of(StepCommitted)] == [(0, 1.0, 2)]
         for number in range(2):
-            reply = await world.work("g")
+            reply = await world.work(f"g{number}")
             assert reply.unit == Unit(1, 1, number, "generate")
-            await world.call("work", "g", wire.WorkRequest(reply.unit, samples(0.0)))
-            world.service.lose("g")
+            await world.call("work", f"g{number}", wire.WorkRequest(reply.unit, samples(0.0)))
+            world.service.lose(f"g{number}")
         assert await world.take(1, (1, 0), published=1) == (samples(0.0), samples(0.0))
 
         assert not world.service.done
@@ -106,6 +106,24 @@ def test_a_unit_of_a_dead_generator_is_handed_to_one_that_waits() -> None:
         requeued = world.service.lose("dies")
         assert requeued == tuple(sorted(reply.unit for reply in held if reply.unit))
         assert (await waiting).unit == requeued[0]
+
+    scenario(body)
+
+
+def test_a_call_of_a_dead_generator_that_still_waits_is_given_no_unit() -> None:
+    """Its unit would be nobody's: it is released when the worker is lost, and that was before."""
+
+    async def body(world: World) -> None:
+        pending = asyncio.create_task(world.work("dies"))
+        await asyncio.sleep(0.05)
+        assert world.service.lose("dies") == ()
+        await world.take(0, (0,), 0)
+        assert (await pending).unit is None
+        assert all(lease.worker != "dies" for lease in world.service.ledger.leases)
+        late = await world.work("dies")
+        assert late.unit is None, "a call that was on its way when its worker died"
+        units = [(await world.work("lives")).unit for _ in range(RECIPE.units)]
+        assert None not in units, "all units can be had"
 
     scenario(body)
 

@@ -49,6 +49,14 @@ def test_units_of_a_dead_worker_are_the_next_to_be_leased() -> None:
     assert ledger.lease("lives", 0.0) == first
 
 
+def test_nothing_is_leased_to_a_worker_that_is_gone() -> None:
+    ledger = Ledger(RECIPE)
+    ledger.publish(0)
+    ledger.release("dies")
+    assert ledger.lease("dies", 0.0) is None
+    assert ledger.lease("lives", 0.0) is not None
+
+
 def test_a_result_counts_once_whoever_brings_it() -> None:
     ledger = Ledger(RECIPE)
     ledger.publish(0)
