@@ -1,13 +1,16 @@
 """Metrics of a process of a job for Prometheus: opt-in, by HTTP on loopback.
 
-Counters of what happened to the process come from its events. Latencies and bytes of ops come from a journal that adds
-up in plain numbers; prometheus_client sees them only when somebody asks. Without metrics nothing of this is loaded.
+Counters of what happened to the process come from its events. Latencies and bytes of ops come from a journal. Both add
+up in plain numbers of this process; prometheus_client sees them only when somebody asks, so that its own ways to share
+numbers between processes (PROMETHEUS_MULTIPROC_DIR, which another library may have set) do not apply. Without metrics
+nothing of this is loaded.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,6 +28,26 @@ OP_BUCKETS = tuple(1e-6 * 4**power for power in range(14))
 """Upper bounds, in seconds, of the histogram of op latencies: 1 us to 67 s."""
 EVENT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _HOST = "127.0.0.1"
+
+_GAUGES = {
+    "epoch": "The epoch that the process works in.",
+    "rank": "The rank of the process in its epoch; -1 without one.",
+    "members": "How many members the epoch has.",
+    "step": "The last step that was committed here.",
+}
+_COUNTERS = {
+    "epochs": "Epochs that the process was a member of.",
+    "steps_aborted": "Attempts at steps that were not committed and came again.",
+    "failures_detected": "Members found dead or stopped.",
+    "suspicions": "Times that a member was suspected.",
+    "register_away": "Times that the register could not be reached.",
+}
+_TIMES = {
+    "detection": ("From the last sign of life of a member to the moment its failure was known: no less than it took."),
+    "rebuild": "Time to build a communicator and settle the open step.",
+    "recovery": "From the revocation of an epoch to the next communicator.",
+    "resume": "From the revocation of an epoch to the next committed step.",
+}
 
 
 def ports(asked: str) -> range:
@@ -55,6 +78,32 @@ class _Sums:
         self.seconds += other.seconds
         self.nbytes += other.nbytes
         self.failures += other.failures
+
+
+class _Times:
+    """How long something took, each time."""
+
+    __slots__ = ("buckets", "seconds")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(EVENT_BUCKETS) + 1)
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.buckets[bisect_left(EVENT_BUCKETS, seconds)] += 1
+        self.seconds += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        return _cumulative(EVENT_BUCKETS, self.buckets)
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
+    """Counts by bucket as Prometheus has them: (upper bound, how many are not above it)."""
+    reached, found = 0, []
+    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+        reached += count
+        found.append(("+Inf" if bound == float("inf") else f"{bound:.9g}", reached))
+    return found
 
 
 class OpTally:
@@ -140,101 +189,93 @@ class Metrics:
             raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
         self._prometheus = prometheus
         self._tally, self._missed = tally, missed_heartbeats
+        self._job = job
+        self._lock = threading.Lock()
+        self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
+        self._committed: dict[str, int] = {}
+        self._times = {name: _Times() for name in _TIMES}
         self._revoked_at: float | None = None
         self._recovering_since = 0.0
         self.registry = prometheus.CollectorRegistry()
-        self._make(job)
         self.registry.register(self)
         self._server = self._serve(ports(asked))
         self.url = f"http://{_HOST}:{self._server.port}/metrics"
         self._unsubscribe = events.subscribe(self._hear)
         events.emit("metrics", url=self.url)
 
-    def _make(self, job: str) -> None:
-        prometheus = self._prometheus
-
-        def gauge(name: str, text: str) -> Any:
-            return prometheus.Gauge(f"holdfast_{name}", text, registry=self.registry)
-
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return prometheus.Counter(f"holdfast_{name}", text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str) -> Any:
-            return prometheus.Histogram(f"holdfast_{name}", text, buckets=EVENT_BUCKETS, registry=self.registry)
-
-        about = prometheus.Info("holdfast_process", "The process and its job.", registry=self.registry)
-        about.info({"job": job, "pid": str(os.getpid())})
-        self._epoch = gauge("epoch", "The epoch that the process works in.")
-        self._rank = gauge("rank", "The rank of the process in its epoch; -1 without one.")
-        self._size = gauge("members", "How many members the epoch has.")
-        self._step = gauge("step", "The last step that was committed here.")
-        self._rank.set(-1)
-        self._step.set(-1)
-        self._epochs = counter("epochs", "Epochs that the process was a member of.")
-        self._committed = counter("steps_committed", "Steps committed here, by how.", "how")
-        self._aborted = counter("steps_aborted", "Attempts at steps that were not committed and came again.")
-        self._failures = counter("failures_detected", "Members found dead or stopped.")
-        self._suspected = counter("suspicions", "Times that a member was suspected.")
-        self._away = counter("register_away", "Times that the register could not be reached.")
-        self._detection = histogram(
-            "detection_seconds",
-            "From the last sign of life of a member to the moment its failure was known: no less than it took.",
-        )
-        self._rebuild = histogram("rebuild_seconds", "Time to build a communicator and settle the open step.")
-        self._recovery = histogram("recovery_seconds", "From the revocation of an epoch to the next communicator.")
-        self._resume = histogram("resume_seconds", "From the revocation of an epoch to the next committed step.")
-
     def _hear(self, event: Mapping[str, Any]) -> None:
         """One event of this process."""
+        with self._lock:
+            self._count(event)
+
+    def _count(self, event: Mapping[str, Any]) -> None:
+        numbers = self._numbers
         match event["kind"]:
             case "installed":
-                self._epochs.inc()
-                self._epoch.set(event["epoch"])
-                self._size.set(len(event["members"]))
-                self._rank.set(-1 if event["rank"] is None else event["rank"])
+                numbers["epochs"] += 1
+                numbers["epoch"] = event["epoch"]
+                numbers["members"] = len(event["members"])
+                numbers["rank"] = -1 if event["rank"] is None else event["rank"]
             case "detected":
-                self._failures.inc(len(event["members"]))
+                numbers["failures_detected"] += len(event["members"])
                 for silent in event.get("silent", ()):
                     if silent is not None:
-                        self._detection.observe(silent)
+                        self._times["detection"].observe(silent)
             case "suspected":
-                self._suspected.inc()
+                numbers["suspicions"] += 1
             case "revoked":
                 self._revoked_at = self._revoked_at or event["time"]
                 self._recovering_since = event["time"]
             case "rebuilt":
-                self._rebuild.observe(event["seconds"])
+                self._times["rebuild"].observe(event["seconds"])
                 if self._revoked_at is not None:
-                    self._recovery.observe(event["time"] - self._recovering_since)
+                    self._times["recovery"].observe(event["time"] - self._recovering_since)
             case "committed":
-                self._committed.labels(event["how"]).inc()
-                self._step.set(event["step"])
+                self._committed[event["how"]] = self._committed.get(event["how"], 0) + 1
+                numbers["step"] = event["step"]
                 if self._revoked_at is not None:
-                    self._resume.observe(event["time"] - self._revoked_at)
+                    self._times["resume"].observe(event["time"] - self._revoked_at)
                     self._revoked_at = None
             case "aborted_step":
-                self._aborted.inc()
+                numbers["steps_aborted"] += 1
             case "register_away":
-                self._away.inc()
+                numbers["register_away"] += 1
 
     def collect(self) -> Iterable[Any]:
-        """What is added up elsewhere, as prometheus_client asks for it."""
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+        """Everything, as prometheus_client asks for it."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            InfoMetricFamily,
+        )
 
+        about = {"job": self._job, "pid": str(os.getpid())}
+        yield InfoMetricFamily("holdfast_process", "The process and its job.", value=about)
+        with self._lock:
+            numbers, committed = dict(self._numbers), dict(self._committed)
+            times = {name: (each.cumulative(), each.seconds) for name, each in self._times.items()}
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"holdfast_{name}", text, value=numbers[name])
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"holdfast_{name}", text, value=numbers[name])
+        steps = CounterMetricFamily("holdfast_steps_committed", "Steps committed here, by how.", labels=["how"])
+        for how, count in sorted(committed.items()):
+            steps.add_metric([how], count)
+        yield steps
+        for name, text in _TIMES.items():
+            buckets, total = times[name]
+            yield HistogramMetricFamily(f"holdfast_{name}_seconds", text, buckets=buckets, sum_value=total)
         missed = CounterMetricFamily("holdfast_heartbeats_missed", "Heartbeats of members that did not come.")
         missed.add_metric([], self._missed())
         seconds = HistogramMetricFamily("holdfast_op_seconds", "Latencies of ops on this rank.", labels=["op"])
         nbytes = CounterMetricFamily("holdfast_op_bytes", "Bytes that this rank gave to ops.", labels=["op"])
         failed = CounterMetricFamily("holdfast_ops_failed", "Ops that ended in an error.", labels=["op"])
         for op, sums in sorted(self._tally.sums().items()):
-            reached, buckets = 0, []
-            for bound, count in zip((*OP_BUCKETS, float("inf")), sums.buckets, strict=True):
-                reached += count
-                buckets.append(("+Inf" if bound == float("inf") else f"{bound:.9g}", reached))
-            seconds.add_metric([op], buckets, sums.seconds)
+            seconds.add_metric([op], _cumulative(OP_BUCKETS, sums.buckets), sums.seconds)
             nbytes.add_metric([op], sums.nbytes)
             failed.add_metric([op], sums.failures)
-        return [missed, seconds, nbytes, failed]
+        yield from (missed, seconds, nbytes, failed)
 
     def _page(self) -> tuple[str, bytes]:
         return self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self.registry)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +129,28 @@ def test_after_close_nothing_listens() -> None:
     served.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=1.0)
+
+
+@pytest.mark.parametrize("folder", ["there", "missing"])
+def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: Path, folder: str) -> None:
+    """prometheus_client would keep them in files, with the counts of processes that had the same number before."""
+    (tmp_path / "there").mkdir()
+    text = """
+import sys, urllib.request
+from holdfast.ft.events import EventLog
+from holdfast.ft.metrics import Metrics, OpTally
+events = EventLog("p0")
+metrics = Metrics("0", "job", events, OpTally(None), lambda: 0)
+events.emit("committed", step=3, epoch=1, how="normal")
+events.emit("installed", epoch=1, members=["p0"], rank=0, reason="")
+print(urllib.request.urlopen(metrics.url).read().decode())
+metrics.close()
+"""
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", text], env=environ, capture_output=True, text=True, timeout=60.0)
+        assert done.returncode == 0, done.stderr
+        assert 'holdfast_steps_committed_total{how="normal"} 1.0' in done.stdout
+        assert "holdfast_epochs_total 1.0" in done.stdout
+        assert 'holdfast_process_info{job="job"' in done.stdout
+    assert list((tmp_path / "there").iterdir()) == []
