@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.harness.blame.jobs import NoSuchJob, locate
 from holdfast.harness.cli import app
@@ -169,3 +172,29 @@ def test_a_job_that_is_not_there_is_an_error() -> None:
     done = CliRunner().invoke(app, ["top", "no-such-job"])
     assert done.exit_code == 1
     assert "no job of that name" in done.output
+
+
+def test_it_says_that_processes_wait_for_members() -> None:
+    """To begin: a third one is wanted. To go on: two were, and one of them was killed."""
+    times = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=5.0, join=30.0)
+    with LocalCluster(2, session={"size": 3, "min_size": 2, "timeouts": times}) as cluster:
+        job = cluster.start(_train, str(cluster.logs / "gate"))
+        said = until(job.directory, lambda said: said["phase"] == "forming" and len(said["rows"]) == 2)
+        assert said["needed"] == 1
+        assert [row["state"] for row in said["rows"]] == ["waits for 1 member"] * 2
+    with LocalCluster(2, session={"min_size": 2, "timeouts": times}) as cluster:
+        job = cluster.start(_train, str(cluster.logs / "gate"))
+        job.wait_for("committed", step=2)
+        job.kill(1)
+        said = until(job.directory, lambda said: said["needed"] == 1)
+        assert [row["state"] for row in said["rows"]] == ["waits for 1 member", "killed"]
+
+
+def test_the_screen_says_for_how_many_members_a_job_waits() -> None:
+    row = Row(None, "p1", 7, "waits for 2 members", -1, 0.0, "", False, 0.0)
+    state = JobState("job", "forming", 1, 1, "", -1, 0.0, 0, None, (row,), needed=2)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(state))
+    text = console.export_text()
+    assert "waits for 2 more" in text
+    assert "waits for 2 members" in text

@@ -32,6 +32,7 @@ def render(job: JobState) -> RenderableType:
         (job.phase, _PHASES.get(job.phase, "")),
         f"  epoch {job.epoch}  {counted(job.members, 'member')}",
         f"  {job.backend}" * bool(job.backend),
+        (f"  waits for {job.needed} more", "bold yellow") if job.needed else "",
         ("  step ", "dim"),
         (str(job.step) if job.step >= 0 else "-", "bold"),
         (f"  {job.steps_per_second:.1f} steps/s", "bold") if job.steps_per_second else "",
@@ -56,7 +57,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
         table.add_row(
             "-" if row.rank is None else str(row.rank),
             str(row.pid or "-"),
-            Text(row.state, _STATES.get(row.state, "red")),
+            Text(row.state, _STATES.get(row.state, "yellow" if row.state.startswith("waits") else "red")),
             str(row.step) if row.step >= 0 else "-",
             f"{row.steps_per_second:.1f}" if row.steps_per_second else "-",
             Text(row.op if row.inside else f"after {row.op}" if row.op else "", "" if row.inside else "dim"),

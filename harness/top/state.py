@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class JobState(msgspec.Struct, frozen=True):
-    """A job at one moment. `faults` counts the epochs that were revoked."""
+    """A job at one moment. `faults` counts the epochs that were revoked; `needed` how many members it waits for."""
 
     name: str
     phase: str
@@ -61,6 +61,7 @@ class JobState(msgspec.Struct, frozen=True):
     faults: int
     last_fault: Fault | None
     rows: tuple[Row, ...]
+    needed: int = 0
 
 
 class Watcher:
@@ -88,7 +89,7 @@ class Watcher:
         now = time.monotonic()
         finished = self._finished if view is None else view.phase == "finished"
         faults = self._faults(finished)
-        members = self._members(view)
+        members, needed = self._members(view), _needed(view)
         others = sorted(set(recordings) | self._spares - set(members))
         rows = [self._row(rank, member, recordings.get(member), now) for rank, member in enumerate(members)]
         rows += [
@@ -96,6 +97,8 @@ class Watcher:
             for each in others
             if each not in members and each in recordings and self._is_left(recordings[each])
         ]
+        if needed:
+            rows = [_waiting(row, needed) for row in rows]
         return JobState(
             name=view.job.name if view is not None else next((r.job for r in recordings.values()), ""),
             phase=view.phase if view is not None else "finished" if finished else "unknown",
@@ -107,6 +110,7 @@ class Watcher:
             faults=len(faults),
             last_fault=self._fault(max(faults), now) if faults else None,
             rows=tuple(rows),
+            needed=needed,
         )
 
     # What the logs say --------------------------------------------------------------------------------------------
@@ -207,6 +211,21 @@ class Watcher:
             seconds=_since(op, recording, now if running else None),
             waits_for=() if op is None or op.waiting is None or op.left is not None else op.waiting.takes,
         )
+
+
+def _needed(view: View | None) -> int:
+    """For how many members a job waits: to begin, or to go on."""
+    if view is None or view.phase not in ("forming", "running"):
+        return 0
+    alive = sum(life(member.peer) is not Life.GONE for member in view.members)
+    return max(0, (view.job.size if view.phase == "forming" else view.job.min_size) - alive)
+
+
+def _waiting(row: Row, needed: int) -> Row:
+    """The row of a process of a job that waits for members."""
+    if row.state not in ("running", "spare"):
+        return row
+    return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")
 
 
 def _state(recording: Recording, alive: Life, rank: int | None) -> str:
