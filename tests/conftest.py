@@ -14,12 +14,14 @@ from typing import Any
 os.environ.setdefault("HOLDFAST_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import dispositions
 import pytest
 import torch.distributed as dist
 from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster, processes
 
+dispositions.restore()
 pytest.register_assert_rewrite("holdfast.harness.conformance")
 
 _leaks: list[str] = []
