@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import secrets
 import threading
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from holdfast.comms import forks
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
+from holdfast.comms.environment import flag
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
 from holdfast.comms.journal import Recorder
 from holdfast.comms.keys import job_key
@@ -50,10 +50,11 @@ def _begin_child() -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether HOLDFAST_CHECK, or torch's debug level DETAIL, asks for agreement checks."""
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        return True
-    return os.environ.get("HOLDFAST_CHECK", "0") not in ("", "0")
+    """Whether HOLDFAST_CHECK, or torch's debug level DETAIL, asks for agreement checks.
+
+    Raises ValueError for a value of HOLDFAST_CHECK that says neither yes nor no.
+    """
+    return flag("HOLDFAST_CHECK") or dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 @told_as_local("connecting")

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from holdfast.comms.environment import flag
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import POINT_TO_POINT, About
 from holdfast.comms.liveness import this_process
@@ -295,7 +296,7 @@ def open_recorder(identity: str, job: str) -> FlightRecorder | None:
     A recording that cannot be made is said in a warning: the job runs without.
     """
     directory = os.environ.get(DIRECTORY)
-    if not directory or os.environ.get(SWITCH, "1") in ("", "0"):
+    if not directory or not flag(SWITCH, default=True):
         return None
     path = Path(directory) / f"{identity}{SUFFIX}"
     try:
