@@ -1,7 +1,8 @@
 """The register as the event loop asks it, one question of a kind at a time.
 
-A register of this host is asked at once: that takes microseconds. Any other is asked in a thread, so that one that is
-away delays a rebuild and holds up nothing else.
+A register of this host is asked at once: that takes microseconds. If another process is using it just then, perhaps
+one that was stopped meanwhile, it is asked in a thread, as is a register elsewhere: one that does not answer delays a
+rebuild and holds up nothing else, neither heartbeats nor the fencing of the process that holds it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from concurrent.futures import Executor
 from holdfast.comms.errors import CorruptData
 from holdfast.ft import vocabulary as v
 from holdfast.ft.register import Register
-from holdfast.ft.registers import RegisterAway
+from holdfast.ft.registers import RegisterAway, RegisterBusy
 from holdfast.ft.view import View
 
 Answer = v.CasWon | v.CasLost | v.CasFailed
@@ -54,20 +55,28 @@ class Asking:
     def read(self) -> None:
         """Show the newest view, soon; nothing if the register is away."""
         if self._register.local:
-            self._loop.call_soon(self._show, self._read())
-        elif not self._reading:
+            with contextlib.suppress(RegisterBusy):
+                self._loop.call_soon(self._show, self._read(self._register.try_read))
+                return
+        if not self._reading:
             self._reading = True
-            self._pool.submit(lambda: self._soon(self._show, self._read()))
+            self._pool.submit(lambda: self._soon(self._show, self._read(self._register.read)))
 
     def propose(self, expected: int, view: View) -> None:
         """Compare-and-set from epoch `expected` (0: empty) to `view`."""
         self._number += 1
         if self._register.local:
-            self._take(self._number, self._compare_and_set(expected, view))
-            return
+            try:
+                answer = self._compare_and_set(self._register.try_compare_and_set, expected, view)
+            except RegisterBusy:
+                pass
+            else:
+                self._take(self._number, answer)
+                return
         number, late = self._number, v.CasFailed(f"the register did not answer within {self._patience:g} s")
+        ask = self._register.compare_and_set
         self._deadline = self._loop.call_later(self._patience, self._take, number, late)
-        self._pool.submit(lambda: self._soon(self._take, number, self._compare_and_set(expected, view)))
+        self._pool.submit(lambda: self._soon(self._take, number, self._compare_and_set(ask, expected, view)))
 
     def end(self) -> None:
         """No answer is given any more."""
@@ -97,17 +106,21 @@ class Asking:
             _log.warning("nothing can be agreed for now: %s", answer.reason)
         self._answered(answer)
 
-    def _read(self) -> v.ViewRead | None:
+    def _read(self, ask: Callable[[], View | None]) -> v.ViewRead | None:
         try:
-            return v.ViewRead(self._register.read())
+            return v.ViewRead(ask())
+        except RegisterBusy:
+            raise
         except (RegisterAway, CorruptData) as error:
             _log.debug("the register cannot be read: %s", error)
             return None
 
-    def _compare_and_set(self, expected: int, view: View) -> Answer:
+    def _compare_and_set(self, ask: Callable[[int, View], bool], expected: int, view: View) -> Answer:
         try:
-            if self._register.compare_and_set(expected, view):
+            if ask(expected, view):
                 return v.CasWon(view)
             return v.CasLost(self._register.read())
+        except RegisterBusy:
+            raise
         except (RegisterAway, CorruptData) as error:
             return v.CasFailed(str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.comms.errors import CorruptData
+from holdfast.ft.step_error import StepError
 from holdfast.ft.view import Job, Member, Phase, View
 
 
@@ -15,7 +16,7 @@ class Change(msgspec.Struct, frozen=True):
     """The step from the view of epoch `epoch` - 1 to that of `epoch`.
 
     `gone` are ranks of the old view that nobody takes over, `placed` those that newcomers take over, and `joined`
-    newcomers that come last. `job` is None if it stays as it is.
+    newcomers that come last. `job` is None if it stays as it is. `stopped` and `error` are those of the new view.
     """
 
     epoch: int
@@ -25,6 +26,8 @@ class Change(msgspec.Struct, frozen=True):
     joined: tuple[Member, ...]
     reason: str
     job: Job | None = None
+    stopped: bool = False
+    error: StepError | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -38,22 +41,26 @@ class Change(msgspec.Struct, frozen=True):
             raise CorruptData(f"not a change of a view: {error}") from error
 
 
+_CHANGE = "change"
+"""Under which name a view keeps what has made it."""
+
 _decoder = msgspec.msgpack.Decoder(Change)
 
 
 def latest(view: View) -> Change | None:
     """What has made this view out of the one before, if it is known here."""
-    change: Change | None = view.__dict__.get("_change")
-    return change
+    change = view.recall(_CHANGE)
+    return change if isinstance(change, Change) else None
 
 
 def between(old: View, new: View) -> Change | None:
     """What makes `new` out of `old`; None if it is not the next one, or survivors have not kept their order."""
     if new.epoch != old.epoch + 1:
         return None
-    known = latest(new)
-    if known is not None:
-        return known
+    return new.remember(_CHANGE, old.epoch, lambda: _work_out(old, new))
+
+
+def _work_out(old: View, new: View) -> Change | None:
     gone: list[int] = []
     placed: list[tuple[int, Member]] = []
     at = 0
@@ -70,18 +77,17 @@ def between(old: View, new: View) -> Change | None:
             gone.append(rank)
     joined = new.members[at:]
     job = None if new.job == old.job else new.job
-    change = Change(new.epoch, new.phase, tuple(gone), tuple(placed), joined, new.reason, job)
-    new.__dict__["_change"] = change
-    return change
+    return Change(new.epoch, new.phase, tuple(gone), tuple(placed), joined, new.reason, job, new.stopped, new.error)
 
 
 def applied(old: View, change: Change) -> View:
     """The view that `change` makes out of `old`. Raises `CorruptData` if they do not belong together."""
     if change.epoch != old.epoch + 1:
         raise CorruptData(f"a change to epoch {change.epoch} does not follow epoch {old.epoch}")
-    known: tuple[Change, View] | None = old.__dict__.get("_applied")
-    if known is not None and (known[0] is change or known[0] == change):
-        return known[1]
+    return old.remember("applied", change, lambda: _make(old, change))
+
+
+def _make(old: View, change: Change) -> View:
     members: list[Member | None] = list(old.members)
     try:
         if any(rank < 0 for rank in (*change.gone, *(rank for rank, _ in change.placed))):
@@ -92,9 +98,9 @@ def applied(old: View, change: Change) -> View:
             members[rank] = None
         kept = tuple(member for member in members if member is not None)
         job = old.job if change.job is None else change.job
-        new = View(change.epoch, change.phase, (*kept, *change.joined), job, change.reason)
+        members_now = (*kept, *change.joined)
+        new = View(change.epoch, change.phase, members_now, job, change.reason, change.stopped, change.error)
     except (IndexError, ValueError) as error:
         raise CorruptData(f"a change to epoch {change.epoch} makes no view: {error}") from error
-    new.__dict__["_change"] = change
-    old.__dict__["_applied"] = (change, new)
+    new.remember(_CHANGE, old.epoch, lambda: change)
     return new

@@ -39,10 +39,8 @@ class Evidence:
 
     def deaths_of(self, departed: tuple[Member, ...], view: View) -> tuple[Death, ...]:
         """How those ended who are not in `view` any more. Its reason says why if nothing else is known."""
-        known: tuple[tuple[Member, ...], tuple[Death, ...]] | None = view.__dict__.get("_deaths")
-        if known is None or known[0] is not departed:
-            known = view.__dict__["_deaths"] = (departed, tuple(Death(m.id, view.reason) for m in departed))
-        return tuple(Death(d.id, self.lost.get(d.id, d.evidence)) for d in known[1]) if self.lost else known[1]
+        deaths = view.remember("deaths", departed, lambda: tuple(Death(m.id, view.reason) for m in departed))
+        return tuple(Death(d.id, self.lost.get(d.id, d.evidence)) for d in deaths) if self.lost else deaths
 
     def in_doubt(self, view: View) -> bool:
         """Whether more losses are likely to show in a moment: somebody is suspected, but not yet by enough, or shares

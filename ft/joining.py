@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from holdfast.comms.connect import runnable_backends
+from holdfast.comms.connect import checks_are_on, runnable_backends
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch
 from holdfast.comms.keys import load_key
 from holdfast.comms.liveness import this_host
@@ -47,7 +48,7 @@ def settle(
     *,
     backend: str | None,
     size: int | None,
-    min_size: int,
+    min_size: int | None,
     job: str | None,
     register: str | None,
     key_file: str | os.PathLike[str] | None,
@@ -58,6 +59,10 @@ def settle(
     """Fill what is None from the environment and check it. Raises ValueError, TypeError, `KeyRefused`."""
     if size is None and "HOLDFAST_SIZE" in os.environ:
         size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
+    if min_size is None:
+        min_size = _number("HOLDFAST_MIN_SIZE", os.environ.get("HOLDFAST_MIN_SIZE", "1"))
+    if shards is None and "HOLDFAST_SHARDS" in os.environ:
+        shards = _number("HOLDFAST_SHARDS", os.environ["HOLDFAST_SHARDS"])
     min_size = integer_in(min_size, "min_size", 1, MAX_MEMBERS)
     if size is not None:
         size = integer_in(size, "size", 1, MAX_MEMBERS)
@@ -77,6 +82,7 @@ def settle(
     where = torch.device("cpu" if device is None else device)
     mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(MESH)))
     integer_in(mesh, "HOLDFAST_MESH", 1, MAX_MEMBERS)
+    checks_are_on()
     key = load_key(Path(key_path))
     return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
 
@@ -124,6 +130,42 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
     if distance is not None:
         raise BackendUnavailable(there.backend, distance)
     return mine
+
+
+class AlreadyJoined(HoldfastError):
+    """This process has another session of the same job open."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        super().__init__(
+            f"this process has a session of job {job!r} open already; leave that one first, or start another process"
+        )
+
+
+_open_sessions: set[tuple[int, str, str]] = set()
+_open_lock = threading.Lock()
+
+
+def check_single(settings: Settings) -> None:
+    """Raise `AlreadyJoined` if this process has a session of the job open."""
+    if _session_key(settings) in _open_sessions:
+        raise AlreadyJoined(settings.name)
+
+
+def open_single(settings: Settings) -> None:
+    """Note that a session of the job is open here, until `close_single`. Raises `AlreadyJoined`."""
+    with _open_lock:
+        check_single(settings)
+        _open_sessions.add(_session_key(settings))
+
+
+def close_single(settings: Settings) -> None:
+    """The session of the job is closed."""
+    _open_sessions.discard(_session_key(settings))
+
+
+def _session_key(settings: Settings) -> tuple[int, str, str]:
+    return os.getpid(), settings.register, settings.name
 
 
 def one_host_backends(names: tuple[str, ...]) -> frozenset[str]:

@@ -6,15 +6,19 @@ home; only what they set themselves they ask of the first member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.ft.control import kv
 
-OnChange = Callable[[int, Mapping[str, bytes]], None]
+OnChange = Callable[[int, tuple[str, ...]], None]
 
 
 class SharedTable(kv.KeyValue):
-    """A table that tells of what is set in it: `on_change(epoch, items)`, in the thread that sets it."""
+    """A table that tells of what is set in it: `on_change(epoch, keys)`, in the thread that sets it.
+
+    It does not tell the values: threads that set one key may tell of it in another order than they set it. Read the
+    newest by `values` in the one thread that sends them, so that nobody is sent an older value after a newer one.
+    """
 
     def __init__(self, on_change: OnChange) -> None:
         super().__init__()
@@ -22,22 +26,27 @@ class SharedTable(kv.KeyValue):
 
     def put(self, epoch: int, items: Mapping[str, bytes]) -> None:
         super().put(epoch, items)
-        self._on_change(epoch, items)
+        self._on_change(epoch, tuple(items))
 
     def add(self, epoch: int, key: str, amount: int) -> int:
         total = super().add(epoch, key, amount)
-        self._on_change(epoch, {key: str(total).encode()})
+        self._on_change(epoch, (key,))
         return total
 
     def append(self, epoch: int, key: str, value: bytes) -> None:
         super().append(epoch, key, value)
-        self._on_change(epoch, self.items(epoch))
+        self._on_change(epoch, (key,))
 
     def compare_set(self, epoch: int, key: str, expected: bytes, desired: bytes) -> bytes:
         found = super().compare_set(epoch, key, expected, desired)
         if found == desired:
-            self._on_change(epoch, {key: desired})
+            self._on_change(epoch, (key,))
         return found
+
+    def values(self, epoch: int, keys: Iterable[str]) -> dict[str, bytes]:
+        """What these keys hold now, those of them that are there. Raises `Revoked`."""
+        held = self.items(epoch)
+        return {key: held[key] for key in keys if key in held}
 
     def receive(self, epoch: int, items: Mapping[str, bytes]) -> None:
         """Take in what the first member pushes."""

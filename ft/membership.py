@@ -27,6 +27,7 @@ from holdfast.ft.change import Change, applied
 from holdfast.ft.composition import formed, next_size, runnable, successors
 from holdfast.ft.evidence import Evidence
 from holdfast.ft.spreading import answered, passed_on, proclaimed
+from holdfast.ft.step_error import StepError
 from holdfast.ft.telling import addressed, news, standing, urgent
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.topology import Shape, heads, host_mates, observers
@@ -47,6 +48,7 @@ from holdfast.ft.vocabulary import (
     Fence,
     Heard,
     Install,
+    LocalFailed,
     LocalFinished,
     Proof,
     Propose,
@@ -88,9 +90,10 @@ class Membership(Struct, frozen=True):
     can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
     the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
     `revoked` is the newest epoch that was revoked here because somebody was lost, or because an op failed as `broken`
-    says: it cannot go on, whatever is heard later. `finished`: all steps are committed here, and this process has said
-    so in the epoch of `view`. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None
-    if none is.
+    says: it cannot go on, whatever is heard later. `finished`: all steps are committed here, or all members have
+    stopped, and this process has said so in the epoch of `view`. `failed`: the user's code raised here, and the job is
+    to end with that. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none
+    is.
     """
 
     me: Member
@@ -103,7 +106,8 @@ class Membership(Struct, frozen=True):
     evidence: Evidence = Evidence()
     spares: tuple[Member, ...] = ()
     fenced: frozenset[str] = frozenset()
-    finished: bool = False
+    finished: LocalFinished | None = None
+    failed: LocalFailed | None = None
     started_at: float | None = None
     in_flight: View | None = None
     wanted: Wanted = ()
@@ -197,7 +201,9 @@ class Membership(Struct, frozen=True):
                 return self._welcome(member), ()
             case LocalFinished(epoch):
                 is_now = self.view is not None and self.view.epoch == epoch
-                return (replace(self, finished=True) if is_now else self), ()
+                return (replace(self, finished=event) if is_now else self), ()
+            case LocalFailed():
+                return replace(self, failed=event), ()
             case Tick():
                 return self, ()
 
@@ -233,7 +239,7 @@ class Membership(Struct, frozen=True):
             view=view,
             evidence=self.evidence.after(view, departed, self.shape),
             spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
-            finished=False,
+            finished=None,
             broken="",
             wanted=(),
             short_since=None,
@@ -393,9 +399,12 @@ class Membership(Struct, frozen=True):
 
     def _need_while_running(self, view: View) -> Need | None:
         turn = self._turn(view)
-        if self.finished:
-            words = "all steps are committed"
-            return Need(("finished",), lambda: self._next("finished", self._alive(view), words), turn)
+        if self.failed is not None:
+            failed = self.failed
+            return Need(("raised",), lambda: self._ended(view, "failed", failed.reason, error=failed.error), 0.0)
+        if self.finished is not None:
+            done = self.finished
+            return Need(("finished",), lambda: self._ended(view, "finished", done.reason, stopped=done.stopped), turn)
         lost, waiting = self._lost_members(view), self._waiting()
         if not lost and not (waiting and len(view.members) < view.job.size):
             if self.revoked == view.epoch:
@@ -411,6 +420,11 @@ class Membership(Struct, frozen=True):
         if not lost or self.evidence.in_doubt(view):
             turn += self.timeouts.heartbeat
         return Need(("running", lost, waiting), lambda: self._succeeding(view), turn)
+
+    def _ended(
+        self, view: View, phase: Phase, reason: str, *, stopped: bool = False, error: StepError | None = None
+    ) -> View:
+        return replace(self._next(phase, self._alive(view), reason), stopped=stopped, error=error)
 
     def _succeeding(self, view: View) -> View:
         next_up = successors(view, self.evidence.lost, self.spares)

@@ -22,11 +22,13 @@ from holdfast.ft.asking import Answer, Asking
 from holdfast.ft.control import kv
 from holdfast.ft.detectors.detector import Surroundings
 from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.error_history import StepFailed
 from holdfast.ft.events import EventLog
 from holdfast.ft.joining import Settings, one_host_backends
 from holdfast.ft.links import Links
 from holdfast.ft.meeting import SharedTable
 from holdfast.ft.membership import Membership
+from holdfast.ft.progress import Place
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telling import left_to_another
@@ -128,6 +130,11 @@ class Reactor:
     def missed_heartbeats(self) -> int:
         """How many heartbeats of others did not come, so far. From any thread."""
         return 0 if self._detectors is None else self._detectors.missed
+
+    def ahead(self, place: Place) -> bool:
+        """Whether another member of this host is seen to have entered an op after those of `place`. From any thread."""
+        places = () if self._detectors is None else tuple(self._detectors.places.values())
+        return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
 
     async def end(self) -> None:
         """Let go of everything. Nothing is heard from here on."""
@@ -265,7 +272,12 @@ class Reactor:
         self._introduced_to = {}
         self.table.drop_before(view.epoch)
         if view.phase == "failed":
-            self._tenure.end(HoldfastError(f"job {view.job.name!r} has ended: {view.reason}"))
+            name = view.job.name
+            self._tenure.end(
+                HoldfastError(f"job {name!r} has ended: {view.reason}")
+                if view.error is None
+                else StepFailed(name, view.reason, view.error)
+            )
         self._tenure.install(view)
         if items := self.table.items(view.epoch):  # the session was told before, and has set them
             self._share(view.epoch, items)
@@ -322,10 +334,14 @@ class Reactor:
             rank = view.rank_of(self._identity) if view is not None else None
             faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
 
-    def _share_soon(self, epoch: int, items: Mapping[str, bytes]) -> None:
+    def _share_soon(self, epoch: int, keys: tuple[str, ...]) -> None:
         """From any thread: push to the others of the view what was set in the table, if this process is its first."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
-            self._loop.call_soon_threadsafe(self._share, epoch, items)
+            self._loop.call_soon_threadsafe(self._share_keys, epoch, keys)
+
+    def _share_keys(self, epoch: int, keys: tuple[str, ...]) -> None:
+        with contextlib.suppress(Revoked):
+            self._share(epoch, self.table.values(epoch, keys))
 
     def _share(self, epoch: int, items: Mapping[str, bytes], only: str | None = None) -> None:
         view = self._core.view if self._core is not None else None

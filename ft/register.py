@@ -23,7 +23,7 @@ class Register:
 
     @property
     def local(self) -> bool:
-        """Whether asking it takes microseconds and waits for no other machine."""
+        """Whether `try_read` and `try_compare_and_set` take microseconds, and wait for nobody."""
         return self._cell.local
 
     @property
@@ -52,9 +52,18 @@ class Register:
 
         After `RegisterAway` it may or may not have been done: read, and compare.
         """
-        if view.epoch != expected_epoch + 1:
-            raise ValueError(f"the view after epoch {expected_epoch} has epoch {expected_epoch + 1}, not {view.epoch}")
+        _check_next(expected_epoch, view)
         return self._cell.compare_and_set(expected_epoch, view.encode())
+
+    def try_read(self) -> View | None:
+        """As `read`; a `local` register raises `RegisterBusy` rather than wait for another process."""
+        version, value = self._cell.try_read()
+        return _decode(version, value) if version else None
+
+    def try_compare_and_set(self, expected_epoch: int, view: View) -> bool:
+        """As `compare_and_set`; a `local` register raises `RegisterBusy` rather than wait for another process."""
+        _check_next(expected_epoch, view)
+        return self._cell.try_compare_and_set(expected_epoch, view.encode())
 
     def watch(self, newer_than_epoch: int, timeout: float) -> View | None:
         """The newest view as soon as its epoch exceeds `newer_than_epoch`; None after `timeout` seconds."""
@@ -70,6 +79,11 @@ class Register:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_next(expected_epoch: int, view: View) -> None:
+    if view.epoch != expected_epoch + 1:
+        raise ValueError(f"the view after epoch {expected_epoch} has epoch {expected_epoch + 1}, not {view.epoch}")
 
 
 def _decode(version: int, value: bytes) -> View:

@@ -28,6 +28,7 @@ from holdfast.ft.meeting import Replica
 from holdfast.ft.reactor import Reactor
 from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.step_error import StepError
 from holdfast.ft.tenure import Tenure
 from holdfast.ft.view import Member, View
 
@@ -103,6 +104,18 @@ class Runtime:
     def finish(self, epoch: int) -> None:
         """All steps are committed on this rank, which works in `epoch`."""
         self._feed_soon(v.LocalFinished(epoch))
+
+    def stop(self, epoch: int, reason: str) -> None:
+        """All members of `epoch` have left the steps before the last one: the job is finished."""
+        self._feed_soon(v.LocalFinished(epoch, reason, stopped=True))
+
+    def fail(self, error: StepError, reason: str) -> None:
+        """The user's code raised `error` here, and the job is to end with it."""
+        self._feed_soon(v.LocalFailed(error, reason))
+
+    def others_go_on(self) -> bool:
+        """Whether another member of this host is seen to have entered more ops of the epoch than this process."""
+        return self._reactor.ahead(self._tenure.place())
 
     def leave(self, reason: str) -> None:
         """Tell the others that this process is gone for the job, as if it had died."""

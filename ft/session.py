@@ -23,11 +23,12 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.local_causes import told_as_local
 from holdfast.comms.quantities import integer
-from holdfast.ft import faultpoints, joining, telemetry, voting
+from holdfast.ft import departure, error_history, faultpoints, joining, telemetry, voting
 from holdfast.ft.attachments import Attachments
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.control.interface import check_ours
 from holdfast.ft.copies.keeper import Keeper
+from holdfast.ft.departure import OnError
 from holdfast.ft.events import EventLog, Listener
 from holdfast.ft.gaps import Gaps
 from holdfast.ft.ledger import Ledger
@@ -37,7 +38,7 @@ from holdfast.ft.succession import Succession
 from holdfast.ft.tenure import Noted, Tenure
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torchgroup import TorchGroup
-from holdfast.ft.verdict import FOUNDER, Verdict, judge
+from holdfast.ft.verdict import FOUNDER, NEWCOMER, Verdict, judge
 from holdfast.ft.view import View
 
 if TYPE_CHECKING:
@@ -55,14 +56,19 @@ class Session(Attachments):
 
     `backend` is a name, a preference list or "auto"; `size` how many members the job wants; `min_size` how few it can
     run with; `shards` into how many parts a step's work is divided, whatever the size (default: `size`). What is not
-    given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE, HOLDFAST_JOB, HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+    given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE, HOLDFAST_MIN_SIZE, HOLDFAST_SHARDS, HOLDFAST_JOB,
+    HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+
+    `on_error` says what an exception of the user's code does. "replace": it takes its rank out, as a death would; if
+    the same exception (type, message, place) comes again in that step or the next, it ends the job. "raise": it ends
+    the job at once. A job that ends so raises `StepFailed` on the other ranks.
 
     `metrics` (or HOLDFAST_METRICS_PORT) serves metrics for Prometheus on loopback: a port, 0 for any free one, or a
     range such as "9400-9463" of which each process takes one.
 
     Refused here, before anything is changed: ValueError and TypeError for bad arguments, `KeyRefused`, `WrongKey`,
     `Mismatch` for a register of another job or one in use with another configuration, `BackendUnavailable`,
-    `RegisterAway`.
+    `RegisterAway`, `AlreadyJoined` for a second session of one job in one process.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class Session(Attachments):
         backend: str | None = None,
         *,
         size: int | None = None,
-        min_size: int = 1,
+        min_size: int | None = None,
         job: str | None = None,
         register: str | None = None,
         key_file: str | os.PathLike[str] | None = None,
@@ -79,7 +85,11 @@ class Session(Attachments):
         device: str | torch.device | None = None,
         host: str = "127.0.0.1",
         metrics: str | int | None = None,
+        on_error: OnError = "replace",
     ) -> None:
+        if on_error not in ("raise", "replace"):
+            raise ValueError(f"on_error={on_error!r} is neither 'raise' nor 'replace'")
+        self._on_error = on_error
         self._metrics, self._host = telemetry.asked_for(metrics), check_ours(host)
         self._settings = joining.settle(
             backend=backend,
@@ -95,6 +105,7 @@ class Session(Attachments):
         self._register = Register.open(self._settings.register)
         try:
             joining.candidate_job(self._settings, self._register.read())
+            joining.check_single(self._settings)
             if self._register.lasts:
                 self._register.close()
         except BaseException:
@@ -190,8 +201,14 @@ class Session(Attachments):
             lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
         )
         try:
+            joining.open_single(self._settings)
+        except joining.AlreadyJoined as error:
+            self._telemetry.close(error)
+            raise
+        try:
             self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
         except BaseException as error:
+            joining.close_single(self._settings)
             self._telemetry.close(error)
             raise
         return self
@@ -200,17 +217,31 @@ class Session(Attachments):
         if error is not None:
             self._events.emit("error", error=f"{type(error).__name__}: {error}")
         runtime = self._runtime
-        if runtime is not None and not self._over:
+        if runtime is not None and not self._over and not self._ends_job(runtime, error):
             runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
         self._group.drop()
         self._keeper.close()
         self._comms.close()
         if runtime is not None:
             runtime.close()
+            joining.close_single(self._settings)
         self._register.close()
         if self._telemetry is not None:
             self._telemetry.close(error)
         self._events.close()
+
+    def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
+        """Whether the job is over with what makes this process leave its steps: all leave them, or an exception."""
+        view, rank, done = self._view, self.rank, self._ledger.done
+        if not self._used or view is None or rank is None or self._ledger.standing == NEWCOMER:
+            return False
+        if error is None:
+            why = f"all members stopped after {done} of {self._ledger.total} steps"
+            return departure.stop_with_all(runtime, self._tenure, self._settings, self._identity, view, why)
+        if self._tenure.ended:
+            return False
+        known = error_history.describe(error, done, rank)
+        return departure.end_with(runtime, self._tenure, self._settings, view, error, known, self._on_error)
 
     # The steps ------------------------------------------------------------------------------------------------
 
@@ -308,8 +339,10 @@ class Session(Attachments):
         self._rebuild(self._next_view(comm.epoch))
 
     def _conclude(self, view: View) -> None:
-        """The job is finished: all steps are committed, so if one is open here it is as well."""
-        if self._ledger.finishes():
+        """The job is finished: all steps are committed, so if one is open here it is as well. In one that was stopped
+        none is open.
+        """
+        if not view.stopped and self._ledger.finishes():
             self._note_commit("finished", view.epoch)
         self._over = True
 

@@ -67,6 +67,11 @@ class Tenure:
         """The newest view that was installed here."""
         return self._view
 
+    @property
+    def ended(self) -> bool:
+        """Whether this process can do nothing more in the job."""
+        return self._ended is not None
+
     def on_over(self, tell: Callable[[int], None]) -> None:
         """Call `tell(epoch)`, from any thread, when `epoch` and those before it hold no more."""
         self._on_over = tell

@@ -79,11 +79,8 @@ def heads(view: View, lost: Container[str], shape: Shape, turn: int = 0) -> tupl
 
 def _neighbours(view: View, member: Member, rings: int) -> tuple[Member, ...]:
     """Those on other hosts, each once. Worked out for all members of a host when one of them is asked for."""
-    cache: dict[str, dict[str, tuple[Member, ...]]] = view.__dict__.setdefault(f"_neighbours_{rings}", {})
     host = member.peer.host
-    found = cache.get(host)
-    if found is None:
-        found = cache[host] = _around(view, host, rings)
+    found = view.remember(f"{rings} rings around {host}", view.members, lambda: _around(view, host, rings))
     return found[member.id]
 
 
@@ -110,15 +107,16 @@ def _around(view: View, host: str, rings: int) -> dict[str, tuple[Member, ...]]:
 
 def _rings(view: View, rings: int) -> tuple[tuple[list[str], dict[str, int]], ...]:
     """For each ring the hosts in its order, and the place of each."""
-    found: tuple[tuple[list[str], dict[str, int]], ...] | None = view.__dict__.get(f"_rings_{rings}")
-    if found is None:
+
+    def work_out() -> tuple[tuple[list[str], dict[str, int]], ...]:
         hosts = [(int.from_bytes(host.encode(), "big"), host) for host in view.hosts]
         made = []
         for ring in range(rings):
             order = [host for _, host in sorted((_mix(number, ring), host) for number, host in hosts)]
             made.append((order, {host: place for place, host in enumerate(order)}))
-        found = view.__dict__[f"_rings_{rings}"] = tuple(made)
-    return found
+        return tuple(made)
+
+    return view.remember(f"{rings} rings", view.members, work_out)
 
 
 def _mix(number: int, ring: int) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport import Peer
+from holdfast.ft.step_error import StepError
 from holdfast.ft.timeouts import Timeouts
+
+T = TypeVar("T")
 
 Phase = Literal["forming", "running", "finished", "failed"]
 
@@ -76,11 +79,12 @@ class Job(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True, dict=True):
     """One epoch. Rank equals position in `members`; `reason` says in words why this view came to be.
 
-    A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed) or
-    `failed` (it cannot go on, and `reason` says why).
+    A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed, or all
+    members `stopped` before the last one) or `failed` (it cannot go on, and `reason` says why; `error` is the user's
+    exception if that is it).
 
-    What is derived from a view is worked out once and kept with it, so that a question about one member takes no
-    time that grows with their number.
+    What is derived from a view is worked out once and kept with it (`remember`), so that a question about one member
+    takes no time that grows with their number.
     """
 
     epoch: int
@@ -88,6 +92,8 @@ class View(msgspec.Struct, frozen=True, dict=True):
     members: tuple[Member, ...]
     job: Job
     reason: str
+    stopped: bool = False
+    error: StepError | None = None
 
     def __post_init__(self) -> None:
         if self.epoch < 1:
@@ -119,11 +125,26 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def left_since(self, old: View) -> tuple[Member, ...]:
         """The members of `old` that are not in this view, in rank order."""
-        known: tuple[tuple[Member, ...], tuple[Member, ...]] | None = self.__dict__.get("_left_since")
-        if known is None or known[0] is not old.members:
-            known = (old.members, tuple(m for m in old.members if m.id not in self.ranks))
-            self.__dict__["_left_since"] = known
-        return known[1]
+
+        def work_out() -> tuple[Member, ...]:
+            return tuple(m for m in old.members if m.id not in self.ranks)
+
+        return self.remember("left since", old.members, work_out)
+
+    def remember(self, name: str, of: object, work_out: Callable[[], T]) -> T:
+        """What `work_out` gives, kept with this view as `name`; worked out anew if what is kept is not of `of`.
+
+        Any thread may ask. What is kept is replaced as one, with what it is of, and never changed.
+        """
+        kept: tuple[object, T] | None = self.__dict__.get(name)
+        if kept is None or (kept[0] is not of and kept[0] != of):
+            kept = self.__dict__[name] = (of, work_out())
+        return kept[1]
+
+    def recall(self, name: str) -> object:
+        """What is kept with this view as `name`; None if nothing is."""
+        kept: tuple[object, object] | None = self.__dict__.get(name)
+        return None if kept is None else kept[1]
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.ft.change import Change
+from holdfast.ft.step_error import StepError
 from holdfast.ft.view import Member, View
 
 
@@ -136,10 +137,20 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class LocalFinished:
     """This process has committed the last step of the job, and said so in `epoch`: in the next one somebody may have to
-    be given the state first.
+    be given the state first. `stopped`: all members have left the steps before the last one, as `reason` says.
     """
 
     epoch: int
+    reason: str = "all steps are committed"
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFailed:
+    """The user's code raised `error` here, and the job is to end with it, as `reason` says."""
+
+    error: StepError
+    reason: str
 
 
 Event = (
@@ -158,6 +169,7 @@ Event = (
     | SpareAnnounced
     | SpareGone
     | Tick
+    | LocalFailed
     | LocalFinished
 )
 

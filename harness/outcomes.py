@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.comms.errors import PeerFailed, Revoked
+from holdfast.ft.error_history import StepFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Outcome:
     def is_consequence(self) -> bool:
         """True if the error only says that another rank failed, or that we ended this one."""
         cause = None if self.error is None else self.error.__cause__
-        return isinstance(cause, PeerFailed | Revoked)
+        return isinstance(cause, PeerFailed | Revoked | StepFailed)
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:

@@ -125,6 +125,38 @@ def _runtime_imports(path: Path) -> Iterator[tuple[int, str]]:
     return ((line, name) for line, name in imports(path) if line not in hidden)
 
 
+def test_only_a_view_keeps_what_is_derived_from_it() -> None:
+    """Views are shared by threads: whoever writes into one elsewhere invents another rule for that."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        if path.parts[0] == "ft" and path.name != "view.py"
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Subscript | ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "__dict__"
+    ]
+    assert not wrong, f"use View.remember: {', '.join(wrong)}"
+
+
+def test_switches_in_the_environment_are_read_in_one_place() -> None:
+    """`HOLDFAST_X=false` must not turn X on: `holdfast.comms.environment.flag` knows the words."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        if path != Path("comms/environment.py")
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Compare)
+        and "environ" in ast.unparse(node.left)
+        and any(_mentions_zero(each) for each in node.comparators)
+    ]
+    assert not wrong, f"use holdfast.comms.environment.flag: {', '.join(wrong)}"
+
+
+def _mentions_zero(node: ast.expr) -> bool:
+    return any(isinstance(each, ast.Constant) and each.value in ("0", "1") for each in ast.walk(node))
+
+
 def test_pickle_stays_between_a_parent_and_its_children() -> None:
     """Only the harness unpickles, from sockets that it inherited or made."""
     wrong = [

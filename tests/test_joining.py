@@ -74,6 +74,15 @@ def test_arguments_that_cannot_work_are_refused(
         Session(**{**contract, **change})
 
 
+@pytest.mark.parametrize("variable", ["HOLDFAST_CHECK", "HOLDFAST_MIN_SIZE", "HOLDFAST_SHARDS"])
+def test_a_variable_that_makes_no_sense_is_refused(
+    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(ValueError, match=f"{variable}='perhaps'"):
+        Session(**contract)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

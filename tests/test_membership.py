@@ -26,6 +26,7 @@ from holdfast.ft import membership
 from holdfast.ft import vocabulary as v
 from holdfast.ft.composition import runnable, successors
 from holdfast.ft.membership import Membership
+from holdfast.ft.step_error import StepError
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.view import Job, Member, View
 
@@ -204,6 +205,26 @@ def test_who_has_finished_does_not_end_the_job_for_a_newcomer_that_has_no_state_
     state, _ = state.on(v.LocalFinished(4), 10.3)
     _, effects = state.on(v.Tick(), 10.6)
     assert isinstance(effects[-1], v.Propose) and effects[-1].view.phase == "finished"
+
+
+def test_members_that_all_stop_early_finish_the_job() -> None:
+    _, effects = core(0).on(v.LocalFinished(3, "all stopped", stopped=True), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    done = effects[-1].view
+    assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
+
+
+def test_an_exception_that_ends_the_job_is_told_to_all_at_once_whoever_is_missing() -> None:
+    error = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
+    state, _ = core(2).on(dead(0), 10.0)  # the turn of p1 comes before that of p2
+    state, effects = state.on(v.LocalFailed(error, "it came again"), 10.01)
+    assert isinstance(effects[-1], v.Propose)
+    last = effects[-1].view
+    assert (last.phase, last.reason, last.error) == ("failed", "it came again", error)
+    assert last.members == (member(1), member(2))
+    _, effects = core(1).on(v.ViewRead(last), 10.1)
+    assert effects[-1] == v.Install(last)
+    assert View.decode(last.encode()) == last
 
 
 def test_a_stalled_process_is_fenced_once_by_those_who_share_its_host() -> None:

@@ -14,6 +14,7 @@ from holdfast.comms.transport import Peer
 from holdfast.ft.change import Change, applied, between
 from holdfast.ft.composition import next_size, successors
 from holdfast.ft.evidence import Evidence
+from holdfast.ft.step_error import StepError
 from holdfast.ft.topology import Shape, heads, host_mates, observers
 from holdfast.ft.view import Job, Member, View
 from holdfast.ft.vocabulary import Cleared, Death, Suspicion
@@ -109,7 +110,8 @@ def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], sp
     waiting = [Member(f"s{n}", f"h0:{900 + n}", Peer("h0", 900 + n, 1)) for n in range(spares)]
     next_up = successors(old, gone, waiting)
     assert len(next_up.members) == next_size(old, len(gone), spares)
-    new = View(2, "running", next_up.members, old.job, next_up.reason)
+    error = StepError(1, 0, "ValueError", "no", "x.py:1 in f") if spares else None
+    new = View(2, "running", next_up.members, old.job, next_up.reason, stopped=bool(more), error=error)
     change = between(old, new)
     assert change is not None
     assert Change.decode(change.encode()) == change

@@ -42,6 +42,8 @@ class Detectors:
         self._heartbeat = surroundings.timeouts.heartbeat
         self._loop = surroundings.loop
         self._send = send
+        self.places: dict[str, Place] = {}
+        """How far the members of this host were last seen to be."""
         self._view: View | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._detectors: dict[str, Detector] = {}
@@ -63,6 +65,7 @@ class Detectors:
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         """Watch exactly these from now on."""
         self._view = view
+        self.places.clear()
         self._each(lambda detector: detector.follow(view, watched))
 
     def beat(self) -> None:
@@ -182,4 +185,5 @@ class Detectors:
         self._look()
 
     def _placed(self, member_id: str, place: Place) -> None:
+        self.places[member_id] = place
         self._each(lambda detector: detector.placed(member_id, place))

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 
 from holdfast.comms.registry import plugin_manager
-from holdfast.ft.registers.cell import Cell, RegisterAway
+from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
 
-__all__ = ["Cell", "RegisterAway", "open_cell", "schemes"]
+__all__ = ["Cell", "RegisterAway", "RegisterBusy", "open_cell", "schemes"]
 
 _log = logging.getLogger(__name__)
 

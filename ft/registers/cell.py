@@ -18,6 +18,10 @@ class RegisterAway(HoldfastError):
         super().__init__(f"register {url} is away: {reason}")
 
 
+class RegisterBusy(RegisterAway):
+    """Another process is using the register, and this one was not to wait. Nothing was done."""
+
+
 class Cell(ABC):
     """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each
     write.
@@ -27,7 +31,7 @@ class Cell(ABC):
     """
 
     local: ClassVar[bool] = False
-    """Whether `read` and `compare_and_set` take microseconds and wait for no other machine."""
+    """Whether `try_read` and `try_compare_and_set` take microseconds, and wait for nobody."""
 
     pushes: ClassVar[bool] = False
     """Whether a `wait` costs nothing while nothing happens: the register tells it, and nobody has to ask again."""
@@ -46,6 +50,14 @@ class Cell(ABC):
         """Write `value` as version expected + 1 if the newest version is `expected`; say whether it was
         written.
         """
+
+    def try_read(self) -> tuple[int, bytes]:
+        """As `read`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
+        return self.read()
+
+    def try_compare_and_set(self, expected: int, value: bytes) -> bool:
+        """As `compare_and_set`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
+        return self.compare_and_set(expected, value)
 
     @abstractmethod
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:

@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 from holdfast.comms import forks, paths
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.registers.cell import Cell, RegisterAway
+from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
 from holdfast.ft.registers.inotify import Watch
 
 APPLICATION_ID = 0x484F4C44  # "HOLD"
@@ -221,8 +221,10 @@ class SqliteCell(Cell):
             raise
         return db
 
-    def _attempt(self, action: Callable[[], T]) -> T:
-        """Do `action`, again while another process holds the lock it needs, for up to `BUSY_SECONDS`."""
+    def _attempt(self, action: Callable[[], T], wait: bool = True) -> T:
+        """Do `action`, again while another process holds the lock it needs, for up to `BUSY_SECONDS` if it is to
+        `wait`.
+        """
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.0001
         while True:
             try:
@@ -233,13 +235,17 @@ class SqliteCell(Cell):
                     raise CorruptData(f"register {self._url} is damaged or is not one: {error}") from error
                 if code not in _BUSY:
                     raise RegisterAway(self._url, str(error)) from error
+                if not wait:
+                    raise RegisterBusy(self._url, "another process holds its lock") from error
                 if time.monotonic() >= deadline:
                     reason = f"another process has held its lock for {BUSY_SECONDS:g} s; is a member stopped?"
                     raise RegisterAway(self._url, reason) from error
             time.sleep(pause)
             pause = min(2 * pause, 0.002)
 
-    def _execute(self, sql: str, arguments: tuple[object, ...]) -> tuple[list[tuple[int, bytes]], int]:
+    def _execute(
+        self, sql: str, arguments: tuple[object, ...], wait: bool = True
+    ) -> tuple[list[tuple[int, bytes]], int]:
         """One statement, which is one transaction: its rows, and how many it wrote."""
 
         def once() -> tuple[list[tuple[int, bytes]], int]:
@@ -248,7 +254,7 @@ class SqliteCell(Cell):
                 cursor = self._db.execute(sql, arguments)
                 return cursor.fetchall(), cursor.rowcount
 
-        return self._attempt(once)
+        return self._attempt(once, wait)
 
     def _check_usable(self) -> None:
         """A file removed or replaced under us would split the job in two registers: refuse to go on."""
@@ -261,17 +267,23 @@ class SqliteCell(Cell):
         if (found.st_dev, found.st_ino) != self._file:
             raise RegisterAway(self._url, "the file was replaced by another one while in use")
 
-    def read(self) -> tuple[int, bytes]:
-        rows, _ = self._execute("SELECT version, value FROM cell WHERE name = ?", (self._name,))
+    def read(self, wait: bool = True) -> tuple[int, bytes]:
+        rows, _ = self._execute("SELECT version, value FROM cell WHERE name = ?", (self._name,), wait)
         return rows[0] if rows else (0, b"")
 
-    def compare_and_set(self, expected: int, value: bytes) -> bool:
+    def try_read(self) -> tuple[int, bytes]:
+        return self.read(wait=False)
+
+    def try_compare_and_set(self, expected: int, value: bytes) -> bool:
+        return self.compare_and_set(expected, value, wait=False)
+
+    def compare_and_set(self, expected: int, value: bytes, wait: bool = True) -> bool:
         if expected == 0:
             sql = "INSERT INTO cell VALUES (?, 1, ?) ON CONFLICT DO NOTHING"
             arguments: tuple[object, ...] = (self._name, value)
         else:
             sql, arguments = _REPLACE, (value, self._name, expected)
-        return self._execute(sql, arguments)[1] == 1
+        return self._execute(sql, arguments, wait)[1] == 1
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
         deadline = time.monotonic() + timeout

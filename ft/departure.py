@@ -1,0 +1,99 @@
+"""How a session leaves a job that is not over: with all others before the last step, or by an exception of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Literal
+
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.ft import error_history
+from holdfast.ft.attempt import FAILURES
+from holdfast.ft.control.errors import KeyTimeout
+from holdfast.ft.joining import Settings
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.runtime import Runtime
+from holdfast.ft.step_error import StepError
+from holdfast.ft.tenure import Tenure
+from holdfast.ft.view import View
+
+OnError = Literal["raise", "replace"]
+
+LOOK_SECONDS = 0.05
+"""Seconds between two looks whether the others have stopped too, or go on."""
+
+
+def stop_with_all(runtime: Runtime, tenure: Tenure, settings: Settings, identity: str, view: View, why: str) -> bool:
+    """Declare the job finished before its last step, if all members of `view` leave it here; whether it is.
+
+    False as soon as another member is seen to go on, or after the operation's timeout.
+    """
+    timeouts = settings.timeouts
+    wanted, deadline = set(view.ranks), time.monotonic() + timeouts.operation
+    try:
+        while view.phase == "running":
+            wanted &= view.ranks.keys()
+            if _all_have_stopped(runtime, tenure, identity, view, wanted, deadline):
+                runtime.stop(view.epoch, why)
+            elif not tenure.is_over(view.epoch):
+                return False
+            view = tenure.wait(view.epoch, timeouts.rebuild + timeouts.join)
+    except HoldfastError:
+        return False
+    return view.phase == "finished"
+
+
+def _all_have_stopped(
+    runtime: Runtime, tenure: Tenure, identity: str, view: View, wanted: set[str], deadline: float
+) -> bool:
+    """Whether all of the `wanted` stop in the epoch of `view`; False if it is over before, or another goes on."""
+    try:
+        store = runtime.store(view)
+        store.set(f"stopped/{identity}", "")
+        while time.monotonic() < deadline and not runtime.others_go_on():
+            with contextlib.suppress(KeyTimeout):
+                store.wait([f"stopped/{member}" for member in sorted(wanted)], timedelta(seconds=LOOK_SECONDS))
+                return True
+    except FAILURES:
+        tenure.wait_over(view.epoch, LOOK_SECONDS)
+    return False
+
+
+def end_with(
+    runtime: Runtime,
+    tenure: Tenure,
+    settings: Settings,
+    view: View,
+    error: BaseException,
+    known: StepError,
+    on: OnError,
+) -> bool:
+    """End the job with `error`, `known` to the others as that, if this is asked for `on` errors or the same exception
+    has come before; whether it has ended. What comes of the death of a peer ends no job.
+    """
+    if not isinstance(error, Exception) or any(isinstance(each, FAILURES) for each in _chain(error)):
+        return False
+    try:
+        again = error_history.note(settings.register, known)
+    except (RegisterAway, CorruptData):
+        return False
+    if on == "replace" and not again:
+        return False
+    runtime.fail(known, f"{'the same exception came again' if again else 'an exception'}: {known}")
+    with contextlib.suppress(HoldfastError):  # which is how the end of the job is told
+        while view.phase == "running":
+            view = tenure.wait(view.epoch, settings.timeouts.rebuild)
+    newest = tenure.view
+    return newest is not None and newest.phase == "failed"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or beside."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        yield each
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__

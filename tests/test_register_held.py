@@ -1,0 +1,185 @@
+"""A register whose lock another process holds, or holds for ever: it delays what is to be agreed, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.comms.errors import Revoked
+from holdfast.comms.transport import Peer
+from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
+from holdfast.ft import vocabulary as v
+from holdfast.ft.asking import Asking
+from holdfast.ft.meeting import SharedTable
+from holdfast.ft.register import Register
+from holdfast.ft.registers import RegisterBusy
+from holdfast.harness import LocalCluster
+from holdfast.harness.invariants import check, event_of
+
+TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+VIEW = View(1, "forming", (Member("p1", "x:1", Peer("here", 1, 0)),), Job("j", 1, 1, 1, ("shm",)), "it begins")
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """The register's write lock, held."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.close()
+
+
+@pytest.fixture
+def register(tmp_path: Path) -> Iterator[Register]:
+    with Register.open(f"sqlite://{tmp_path}/job.sqlite") as opened:
+        yield opened
+
+
+def test_what_must_not_wait_is_told_that_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+    with held(tmp_path / "job.sqlite"):
+        with pytest.raises(RegisterBusy, match="another process holds its lock"):
+            register.try_compare_and_set(0, VIEW)
+        assert register.try_read() is None, "readers never wait"
+    assert register.try_compare_and_set(0, VIEW)
+    assert register.try_read() == VIEW
+
+
+def test_an_event_loop_goes_on_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+    answers: list[Any] = []
+    ticks = 0
+
+    async def propose(pool: ThreadPoolExecutor) -> None:
+        nonlocal ticks
+        asking = Asking(register, pool, 10.0, answers.append, answers.append)
+        with held(tmp_path / "job.sqlite"):
+            began = time.monotonic()
+            asking.propose(0, VIEW)
+            while time.monotonic() - began < 0.3:
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert answers == []
+        while not answers:
+            await asyncio.sleep(0.01)
+        asking.end()
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(propose(pool))
+    assert answers == [v.CasWon(VIEW)]
+    assert ticks > 5
+
+
+def test_a_busy_register_is_given_up_in_time(register: Register, tmp_path: Path) -> None:
+    answers: list[Any] = []
+
+    async def propose(pool: ThreadPoolExecutor) -> None:
+        asking = Asking(register, pool, 0.2, answers.append, answers.append)
+        asking.propose(0, VIEW)
+        while not answers:
+            await asyncio.sleep(0.01)
+        asking.end()
+
+    with ThreadPoolExecutor(1) as pool, held(tmp_path / "job.sqlite"):
+        asyncio.run(propose(pool))
+        assert [type(answer) for answer in answers] == [v.CasFailed]
+        assert "did not answer within 0.2 s" in answers[0].reason
+
+
+def stop_in_the_lock() -> None:
+    """Arm this process: the first of the job that is about to propose a view stops, with the register's lock."""
+    directory = Path(os.environ["HOLDFAST_LOG_DIR"]).parent
+
+    def fault(point: str, step: int, rank: int, epoch: int) -> None:
+        if point != "rebuild.before_propose" or step < 5:
+            return
+        try:
+            (directory / "stopped").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        with held(directory / "register.sqlite"):
+            (directory / "stopped").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    faultpoints.arm(fault)
+
+
+def count(session: Session) -> int:
+    for attempt in session.steps(40):
+        with attempt:
+            time.sleep(0.01)
+            attempt.comm.barrier()
+    return session.step
+
+
+def test_a_member_that_is_stopped_in_the_lock_is_fenced_and_the_others_go_on() -> None:
+    with LocalCluster(4, session={"timeouts": TIMES}, prepare=stop_in_the_lock) as ranks:
+        job = ranks.start(count)
+        job.wait_for("committed", step=6)
+        job.kill(3)
+        assert job.results() == [40, 40]
+        events = job.events()
+        stopped = float((job.directory / "stopped").read_text())
+    assert check([event_of(event) for event in events]) == []
+    fenced = [event for event in events if event["kind"] == "fenced"]
+    assert len({event["member"] for event in fenced}) == 1, "nobody else was silent"
+    resumed = min(event["time"] for event in events if event["kind"] == "committed" and event["time"] > stopped)
+    print(f"resumed {resumed - stopped:.3f} s after the stop")
+    assert resumed - stopped < 3.5, "suspect is 1 s; a register that is waited for costs 5 s"
+
+
+# -- the table by which members meet
+
+
+def test_nobody_is_sent_an_older_value_after_a_newer_one() -> None:
+    """Threads set a key and tell of it: in whatever order they do so, what is sent is never older than before."""
+    told: list[tuple[int, tuple[str, ...]]] = []
+    sent: list[int] = []
+    table = SharedTable(lambda epoch, keys: told.append((epoch, keys)))
+    rounds = 300
+
+    def add() -> None:
+        for _ in range(rounds):
+            table.add(1, "n", 1)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or told:
+        if told:
+            sent.append(int(table.values(*told.pop(0))["n"]))
+    for thread in threads:
+        thread.join()
+    assert sent == sorted(sent)
+    assert sent[-1] == 4 * rounds
+    table.drop_before(2)
+    with pytest.raises(Revoked):
+        table.values(1, ("n",))
+
+
+# -- what is kept with a view
+
+
+def test_what_is_derived_from_a_view_is_the_same_in_all_threads() -> None:
+    made: list[object] = []
+
+    def ask(view: View, of: object) -> None:
+        made.extend(view.remember("x", of, lambda: (of, view.epoch)) for _ in range(200))
+
+    threads = [threading.Thread(target=ask, args=(VIEW, n % 2)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(made) == {(0, 1), (1, 1)}

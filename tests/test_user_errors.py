@@ -1,0 +1,209 @@
+"""Exceptions of a user's code: replaced once, the end when they come again; and jobs that all leave early."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
+from holdfast.ft.error_history import describe, note
+from holdfast.ft.keys import create_key
+from holdfast.ft.register import Register
+from holdfast.harness import LocalCluster
+from holdfast.harness.failures import unpack_error
+from holdfast.harness.invariants import check, event_of
+from holdfast.harness.job import Job
+
+QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+
+
+def outcomes(job: Job, timeout: float = 30.0) -> list[BaseException | None]:
+    """The error of each process that has ended, once all have."""
+    deadline = time.monotonic() + timeout
+    while not all(map(job.ended, job.processes)) and time.monotonic() < deadline:
+        job._collect(0.05)
+    ended = [job._ended.get(process.pid) for process in job.processes]
+    return [None if end is None or end.error is None else unpack_error(end.error) for end in ended]
+
+
+def fails(session: Session, gate: str = "", once: str = "") -> int:
+    """Steps in which rank 1 raises in step 5; only once if there is a file `once` to note it in."""
+    for attempt in session.steps(10):
+        with attempt:
+            while gate and attempt.step == 3 and not Path(gate).exists():
+                time.sleep(0.005)
+            if attempt.step == 5 and attempt.rank == 1 and not (once and Path(once).exists()):
+                if once:
+                    Path(once).touch()
+                raise ValueError("a bad batch")
+            attempt.comm.barrier()
+    return session.step
+
+
+def test_an_exception_that_does_not_come_again_costs_a_spare_and_no_more() -> None:
+    with LocalCluster(2, spares=1, session={"timeouts": QUICK}) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(fails, str(gate), str(ranks.logs / "once"))
+        job.wait_for_spares()
+        gate.touch()
+        assert job.results() == [10, 10]
+
+
+@pytest.mark.parametrize("spares", [1, 3])
+def test_an_exception_that_comes_again_ends_the_job_on_all_ranks_and_consumes_one_spare(spares: int) -> None:
+    with LocalCluster(2, spares=spares, session={"timeouts": QUICK}) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(fails, str(gate))
+        job.wait_for_spares()
+        gate.touch()
+        with pytest.raises(ValueError, match="a bad batch"):
+            job.results()
+        errors = outcomes(job)
+        view = job.newest_view()
+        assert check([event_of(event) for event in job.events()]) == []
+    assert view is not None and view.phase == "failed"
+    assert sum(isinstance(error, ValueError) for error in errors) == 2, "one more spare would have been no help"
+    told = [error for error in errors if isinstance(error, StepFailed)]
+    assert len(told) == spares, "the survivor and the spares that were not needed"
+    for error in told:
+        assert (error.error.step, error.error.rank, error.error.kind) == (5, 1, "ValueError")
+        assert "the same exception came again: ValueError: a bad batch (step 5, rank 1" in str(error)
+        assert "test_user_errors.py" in error.error.place
+
+
+def test_the_first_exception_ends_a_job_that_wants_that() -> None:
+    with LocalCluster(3, session={"timeouts": QUICK, "on_error": "raise"}) as ranks:
+        job = ranks.start(fails)
+        with pytest.raises(ValueError, match="a bad batch"):
+            job.results()
+        errors = outcomes(job)
+    assert sorted(type(error).__name__ for error in errors) == ["StepFailed", "StepFailed", "ValueError"]
+
+
+def test_an_exception_in_every_step_ends_the_job_though_the_steps_are_committed() -> None:
+    """All others have done their part when it is raised, so each step is committed without the rank that raises."""
+
+    def fail(session: Session, gate: str) -> None:
+        for attempt in session.steps(20):
+            with attempt:
+                while attempt.step == 3 and not Path(gate).exists():
+                    time.sleep(0.005)
+                attempt.comm.barrier()
+                if attempt.step > 3 and attempt.rank == 1:
+                    time.sleep(0.1)
+                    raise ValueError("always")
+
+    with LocalCluster(2, spares=3, session={"timeouts": QUICK}) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(fail, str(gate))
+        job.wait_for_spares()
+        gate.touch()
+        errors = outcomes(job)
+    assert sum(isinstance(error, ValueError) for error in errors) == 2
+    assert sum(isinstance(error, StepFailed) for error in errors) == 3
+
+
+def test_an_exception_on_all_ranks_ends_the_job_at_once() -> None:
+    def fail(session: Session) -> None:
+        for attempt in session.steps(4):
+            with attempt:
+                attempt.comm.barrier()
+                if attempt.step == 2:
+                    raise KeyError("everywhere")
+
+    with LocalCluster(3, session={"timeouts": replace(QUICK, join=60.0), "min_size": 3}) as ranks:
+        began = time.monotonic()
+        job = ranks.start(fail)
+        errors = outcomes(job)
+        assert time.monotonic() - began < 30, "nobody waits for members that cannot come"
+    assert {type(error) for error in errors} <= {KeyError, StepFailed}
+    assert KeyError in map(type, errors)
+
+
+def test_an_exception_comes_again_if_type_message_place_and_step_are_the_same(tmp_path: Path) -> None:
+    def caught(words: str, kind: type[Exception] = ValueError) -> Exception:
+        try:
+            raise kind(words)
+        except Exception as error:
+            return error
+
+    register = f"sqlite://{tmp_path}/job.sqlite"
+    with Register.open(register):
+        assert not note(register, describe(caught("x"), 3, 0))
+        assert not note(register, describe(caught("y"), 3, 0))
+        assert not note(register, describe(caught("x"), 5, 0)), "in a later step"
+        assert not note(register, describe(caught("x", KeyError), 3, 0))
+        assert not note(register, describe(ValueError("x"), 3, 0)), "raised elsewhere"
+        assert note(register, describe(caught("x"), 3, 1)), "on whatever rank"
+        assert note(register, describe(caught("x"), 4, 1)), "its step was committed without it"
+        assert not note(register, describe(caught("\ud800" + "long" * 1000), 3, 1))
+        assert note(register, describe(caught("\ud800" + "long" * 1000), 3, 1))
+
+
+# -- stopping early
+
+
+def stops(session: Session, at: int, only: int = -1, late: float = 0.0) -> int:
+    for attempt in session.steps(10):
+        with attempt:
+            attempt.comm.barrier()
+        if attempt.step == at and only in (-1, attempt.rank):
+            break
+    time.sleep(late * (session.rank or 0))
+    return session.step
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_all_ranks_may_leave_the_steps_early(backend: str) -> None:
+    with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
+        job = ranks.start(stops, 4, late=0.4)
+        assert job.results() == [5, 5, 5]
+        assert outcomes(job) == [None] * 4, "the spare is let go too"
+        view = job.newest_view()
+        assert check([event_of(event) for event in job.events()]) == []
+    assert view is not None
+    assert (view.phase, view.reason) == ("finished", "all members stopped after 5 of 10 steps")
+
+
+def test_a_rank_that_leaves_the_steps_alone_is_done_without_at_once() -> None:
+    with LocalCluster(3, session={"timeouts": QUICK}) as ranks:
+        job = ranks.start(stops, 4, only=2)
+        assert job.results() == [10, 10]
+        events = job.events()
+    committed = [event["time"] for event in events if event["kind"] == "committed"]
+    assert max(b - a for a, b in pairwise(committed)) < QUICK.operation / 2
+
+
+def test_a_rank_that_dies_while_all_stop_does_not_keep_the_others() -> None:
+    with LocalCluster(3, session={"timeouts": QUICK}) as ranks:
+        job = ranks.start(stops, 4, late=0.7)
+        job.wait_for("committed", step=4)
+        job.kill(2)
+        assert job.results() == [5, 5]
+
+
+# -- one session of a job in a process
+
+
+def test_a_second_session_of_a_job_in_one_process_is_refused_at_once(tmp_path: Path) -> None:
+    create_key(tmp_path / "key")
+    contract: dict[str, Any] = {
+        "job": "job",
+        "register": f"sqlite://{tmp_path}/job.sqlite",
+        "key_file": tmp_path / "key",
+        "backend": "shm",
+        "timeouts": QUICK,
+    }
+    early = Session(**contract)
+    with Session(**contract):
+        with pytest.raises(AlreadyJoined, match="a session of job 'job' open already"):
+            Session(**contract)
+        with pytest.raises(AlreadyJoined), early:
+            pass
+    with Session(**contract, size=1) as session:
+        assert session.rank is None
