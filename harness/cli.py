@@ -96,6 +96,15 @@ def run(
             min=0.0, show_default="no limit", help="Seconds that processes may go on after the job's last step."
         ),
     ] = float("inf"),
+    min_size: Annotated[
+        int | None, typer.Option(min=1, help="How few ranks the job can go on with, if the script does not say it.")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Into how many parts a step is divided, if the script does not say it.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check that all ranks call the same ops with the same arguments (slower).")
+    ] = False,
     logs: Annotated[Path | None, typer.Option(help="Keep event logs and flight recordings in this folder.")] = None,
 ) -> None:
     """Run a script as one job: size + spares processes on this machine, each of which joins by ft.Session().
@@ -110,10 +119,13 @@ def run(
 
     The script needs no rank and no size: holdfast.ft.Session() finds
     the job by the environment that this command sets: HOLDFAST_JOB,
-    HOLDFAST_REGISTER, HOLDFAST_KEY_FILE, HOLDFAST_BACKEND, HOLDFAST_SIZE.
+    HOLDFAST_REGISTER, HOLDFAST_KEY_FILE, HOLDFAST_BACKEND, HOLDFAST_SIZE,
+    and HOLDFAST_MIN_SIZE and HOLDFAST_SHARDS if they are given here.
 
     When a process dies the sessions put a spare in its place or go on
-    without it; nothing is restarted. All processes end with this command.
+    without it; nothing is restarted. All processes end with this command,
+    and with each process all that it has started. The job ends as soon as
+    fewer processes are left than it needs.
     Output is shown with the number of the process in front.
 
     After the last step the members of the job go on as long as they
@@ -121,7 +133,8 @@ def run(
     5 s after the last of them.
 
     Exit status: 0 only if the job finished and its last members exited
-    with 0 as well.
+    with 0 as well. If not, a table at the end says which ranks failed, and
+    how.
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.launch import Plan, launch, python_command
@@ -129,7 +142,8 @@ def run(
     if not Path(script).is_file():
         raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
     try:
-        status = launch(Plan(python_command(script, arguments or ()), size, spares, backend, job, grace), logs)
+        command = python_command(script, arguments or ())
+        status = launch(Plan(command, size, spares, backend, job, grace, min_size, shards, check), logs)
     except (HoldfastError, ValueError, OSError) as error:
         typer.echo(f"holdfast run: {error}", err=True)
         raise typer.Exit(2) from error

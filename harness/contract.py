@@ -25,16 +25,32 @@ class LocalContract:
     backend: str
     size: int
     register_elsewhere: str | None = None
+    min_size: int | None = None
+    shards: int | None = None
 
     @staticmethod
-    def create(name: str, directory: Path, backend: str, size: int, register: str | None = None) -> LocalContract:
+    def create(
+        name: str,
+        directory: Path,
+        backend: str,
+        size: int,
+        register: str | None = None,
+        *,
+        min_size: int | None = None,
+        shards: int | None = None,
+        logs: Path | None = None,
+    ) -> LocalContract:
         """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`.
 
-        `register` is the URL of the job's register if that is not to be a file in `directory`.
+        `register` is the URL of the job's register if that is not to be a file in `directory`; `logs` an existing
+        folder for event logs and flight recordings, if they are to outlive `directory`.
         """
-        contract = LocalContract(name, directory.absolute(), backend, size, register)
+        contract = LocalContract(name, directory.absolute(), backend, size, register, min_size, shards)
         create_key(contract.key_file)
-        contract.events_directory.mkdir(mode=0o700)
+        if logs is None:
+            contract.events_directory.mkdir(mode=0o700)
+        else:
+            contract.events_directory.symlink_to(logs.absolute(), target_is_directory=True)
         return contract
 
     @property
@@ -51,13 +67,15 @@ class LocalContract:
 
     def environ(self) -> dict[str, str]:
         """What to add to the environment of each process of the job."""
+        given = {"HOLDFAST_MIN_SIZE": self.min_size, "HOLDFAST_SHARDS": self.shards}
         return {
             "HOLDFAST_JOB": self.name,
             "HOLDFAST_REGISTER": self.register_url,
             "HOLDFAST_KEY_FILE": str(self.key_file),
             "HOLDFAST_BACKEND": self.backend,
             "HOLDFAST_SIZE": str(self.size),
-            "HOLDFAST_LOG_DIR": str(self.events_directory),
+            "HOLDFAST_LOG_DIR": str(self.events_directory.resolve()),
+            **{variable: str(value) for variable, value in given.items() if value is not None},
         }
 
     def register(self) -> Register:

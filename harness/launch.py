@@ -1,38 +1,41 @@
 """`holdfast run`: start a script in several processes of this machine that form one job by `ft.Session`.
 
-The launcher starts processes, shows their output, and ends them when it ends. It takes no part in the job: who is
-alive, who has which rank and what is done about a death is settled by the sessions among themselves.
+The launcher starts processes, shows their output, and ends them when it ends. Who is alive, who has which rank and what
+is done about a death is settled by the sessions among themselves. The launcher ends the job only when it knows better
+than they: so few processes are left that the job can never go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.liveness import is_stopped
 from holdfast.comms.registry import registry
+from holdfast.ft.registers import RegisterAway
 from holdfast.ft.view import View
-from holdfast.harness import launching
+from holdfast.harness import launching, run_report
 from holdfast.harness.console import console
 from holdfast.harness.contract import LocalContract
 from holdfast.harness.folders import HeldFolder
+from holdfast.harness.guarded import GuardedProcess
 from holdfast.harness.output import LineSplitter
-from holdfast.harness.spawning import die_with_parent, how_it_ended
+from holdfast.harness.run_report import LastWords
+from holdfast.harness.spawning import how_it_ended
 from holdfast.harness.torch_environment import TorchEnvironment
 from holdfast.harness.visible import visible, visible_but_colours
 
@@ -46,7 +49,11 @@ LOOK = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: `size` + `spares` processes of `command`. They may go on for `grace` seconds after the job."""
+    """What to start: `size` + `spares` processes of `command`. They may go on for `grace` seconds after the job.
+
+    `min_size` and `shards` are those of the sessions, if the script does not say them; `check` turns agreement checks
+    on.
+    """
 
     command: tuple[str, ...]
     size: int
@@ -54,10 +61,17 @@ class Plan:
     backend: str = "shm"
     job: str = "job"
     grace: float = float("inf")
+    min_size: int | None = None
+    shards: int | None = None
+    check: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.spares < 0:
             raise ValueError(f"size={self.size} must be at least 1 and spares={self.spares} not negative")
+        if self.min_size is not None and not 1 <= self.min_size <= self.size:
+            raise ValueError(f"min_size={self.min_size} must be at least 1 and at most size={self.size}")
+        if self.shards is not None and self.shards < 1:
+            raise ValueError(f"shards={self.shards} must be at least 1")
         if not self.command:
             raise ValueError("there is no script to run")
 
@@ -68,8 +82,10 @@ class Launcher:
     def __init__(self, plan: Plan, contract: LocalContract, console: Console, start: launching.Launch) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
         self._selector = selectors.DefaultSelector()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[GuardedProcess] = []
         self._lines: dict[int, LineSplitter] = {}
+        self._words: dict[int, LastWords] = {}
+        self._began = time.monotonic()
 
     def run(self) -> int:
         """Start all, show what they write until they are gone, and say whether the job ended well (0) or not (1)."""
@@ -87,27 +103,18 @@ class Launcher:
         environ = {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self._plan.size))),
-            "HOLDFAST_CHECK": os.environ.get("HOLDFAST_CHECK", "1"),
             "PYTHONUNBUFFERED": "1",
+            **({"HOLDFAST_CHECK": "1"} if self._plan.check else {}),
             **self._contract.environ(),
         }
         for number in range(self._plan.size + self._plan.spares):
-            process = subprocess.Popen(
-                self._plan.command,
-                env={**environ, **self._torch.of(number), **self._launch.environ[number]},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                process_group=0,
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+            own = {**self._torch.of(number), **self._launch.environ[number]}
+            process = GuardedProcess(self._plan.command, {**environ, **own})
             self._processes.append(process)
-            assert process.stdout is not None
-            self._selector.register(process.stdout, selectors.EVENT_READ, number)
-            pidfd = os.pidfd_open(process.pid)
-            self._selector.register(pidfd, selectors.EVENT_READ, number)
-            self._launch.attach(number, pidfd)
+            self._words[number] = LastWords()
+            self._selector.register(process.output, selectors.EVENT_READ, number)
+            self._selector.register(process.pidfd, selectors.EVENT_READ, number)
+            self._launch.attach(number, process.pidfd)
 
     def _follow(self) -> None:
         """Until all processes are gone, or the job is over and who still runs has had its time."""
@@ -120,7 +127,7 @@ class Launcher:
                 continue
             look = now + LOOK
             if over is None:
-                over = self._over()
+                over = self._over() or self._give_up()
                 began = busy = now
             elif self._members_at_work(over):
                 busy = now
@@ -151,13 +158,13 @@ class Launcher:
             stream.close()
         lines = self._lines.setdefault(number, LineSplitter())
         for line in lines.feed(data) if data else lines.end():
+            self._words[number].hear(line)
             self._say(number, line)
 
     def _reap(self, number: int) -> None:
-        """A process has ended: what is left of its group is killed while the number of the group is still its own."""
+        """A process has ended, or is to end."""
         process = self._processes[number]
-        _signal_group(process, signal.SIGKILL)
-        if code := process.wait():
+        if code := process.reap():
             self._say(number, f"{how_it_ended(code)} (pid {process.pid})", "bold red")
 
     def _say(self, number: int, line: str, style: str = "") -> None:
@@ -174,13 +181,25 @@ class Launcher:
         view = self._view()
         return view if view is not None and view.phase in ("finished", "failed") else None
 
+    def _give_up(self) -> View | None:
+        """End the job if fewer processes are left than it needs: nobody else can come. Its last view, if it is over."""
+        left = sum(process.returncode is None for process in self._processes)
+        view = self._view()  # after the count: the last view of a job is there before its members end
+        if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
+            return None
+        words = f"{left} processes are left of the {view.job.min_size} members needed, and nobody else can come"
+        last = msgspec.structs.replace(view, epoch=view.epoch + 1, phase="failed", reason=words)
+        with self._contract.register() as register, contextlib.suppress(RegisterAway):
+            return last if register.compare_and_set(view.epoch, last) else None
+        return None
+
     def _members_at_work(self, last: View) -> bool:
         """Whether a member of a finished job goes on after the last step; one that is stopped does not."""
         return last.phase == "finished" and any(
             process.returncode is None and not is_stopped(process.pid) for process in self._members(last).values()
         )
 
-    def _members(self, view: View) -> dict[int, subprocess.Popen[bytes]]:
+    def _members(self, view: View) -> dict[int, GuardedProcess]:
         """The processes of the members of a view, by rank."""
         processes = {process.pid: process for process in self._processes}
         ranks = enumerate(member.peer.pid for member in view.members)
@@ -190,7 +209,7 @@ class Launcher:
         """End what still runs, groups and all."""
         for sent in (signal.SIGTERM, signal.SIGCONT):
             for process in self._processes:
-                _signal_group(process, sent)
+                process.signal(sent)
         deadline = time.monotonic() + GRACE
         while self._running() and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -212,6 +231,22 @@ class Launcher:
             stream.close()
 
     def _verdict(self) -> int:
+        status = self._judge()
+        for line in run_report.table(self._failures()) if status else ():
+            self._fail(line)
+        return status
+
+    def _failures(self) -> list[run_report.Failure]:
+        """What ended badly, and how."""
+        events = (event for event in self._contract.events() if event["time"] >= self._began)
+        ranks = run_report.last_ranks(events)
+        return [
+            run_report.Failure(ranks.get(process.pid), process.pid, process.returncode, str(self._words[number]))
+            for number, process in enumerate(self._processes)
+            if process.returncode
+        ]
+
+    def _judge(self) -> int:
         view = self._view()
         if view is None:
             ended = "no process joined the job by holdfast.ft.Session(), so that nothing would have survived a death"
@@ -233,25 +268,20 @@ class Launcher:
         return 1
 
     def _fail(self, text: str) -> None:
-        self._console.print(Text(f"holdfast run: {text}", "bold red"), soft_wrap=True)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.returncode is None:
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
+        self._console.print(Text(visible(f"holdfast run: {text}"), "bold red"), soft_wrap=True)
 
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that they too take the way through `finally`."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that they too take the way through `finally`; not if they are
+    ignored, as by nohup.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    kept = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    old = {number: signal.signal(number, interrupt) for number in kept}
     try:
         yield
     finally:
@@ -262,25 +292,29 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def launch(plan: Plan, log_directory: Path | None = None) -> int:
     """Run the job; the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
 
-    Event logs are kept in `log_directory` (made if it is not there). Raises `BackendUnavailable`, ValueError, and
-    OSError before anything is started if that folder cannot be made.
+    Event logs and flight recordings are written to `log_directory` (made if it is not there). Raises
+    `BackendUnavailable`, ValueError, and OSError before anything is started if that folder cannot be made.
     """
     launcher = _launcher(plan.backend)
     out = console()
     if log_directory is not None:
         log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with HeldFolder("holdfast-run-") as folder, _terminated_as_interrupted():
-        contract = LocalContract.create(plan.job, folder.path, plan.backend, plan.size)
+        contract = LocalContract.create(
+            plan.job,
+            folder.path,
+            plan.backend,
+            plan.size,
+            min_size=plan.min_size,
+            shards=plan.shards,
+            logs=log_directory,
+        )
         try:
             with closing(launching.launch(launcher, plan.size + plan.spares)) as start:
                 return Launcher(plan, contract, out, start).run()
         except KeyboardInterrupt:
             out.print("holdfast run: interrupted; all processes are ended", style="bold red")
             return 130
-        finally:
-            if log_directory is not None:
-                for path in contract.events_directory.iterdir():
-                    shutil.copy(path, log_directory / path.name)
 
 
 def _launcher(preference: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.comms.keys import create_key
 from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
 from holdfast.ft.error_history import describe, note
-from holdfast.ft.keys import create_key
 from holdfast.ft.register import Register
 from holdfast.harness import LocalCluster
 from holdfast.harness.failures import unpack_error

@@ -1,0 +1,120 @@
+"""A rank's parent: runs a command, and leaves nothing of it behind, however it or the launcher ends.
+
+`python -I -S guardian.py FD COMMAND...` writes to the pipe FD the command's pid, and once it has ended its wait status,
+a line each. It is the reaper of all that the command starts, new sessions and daemons included, and kills what is left
+of that when the command ends, when its own parent is gone, or at SIGUSR1. SIGTERM, SIGINT, SIGHUP and SIGCONT go on to
+the command's process group. It imports nothing of holdfast: it has to start fast, and may not fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # of prctl
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
+END = signal.SIGUSR1
+REAP_MILLISECONDS = 1000
+KILL_SECONDS = 5.0
+
+
+def run(status: int, command: list[str]) -> None:
+    """The whole life of a guardian."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.set_inheritable(status, False)
+    parent, me = os.getppid(), os.getpid()
+    launcher = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        return
+    handled = {*FORWARDED, END}
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    pid = os.fork()
+    if pid == 0:
+        _become(command, me, prctl)
+    ended: list[int] = []
+    for number in FORWARDED:
+        signal.signal(number, lambda got, _: _signal_group(pid, got))
+    signal.signal(END, lambda *_: ended.append(pid))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+    os.write(status, f"{pid}\n".encode())
+    poll, child = select.poll(), os.pidfd_open(pid)
+    poll.register(launcher, select.POLLIN)
+    poll.register(child, select.POLLIN)
+    while not ended and not poll.poll(REAP_MILLISECONDS):
+        _reap_others(pid)
+    _signal_group(pid, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, f"{_kill_all(pid)}\n".encode())
+
+
+def _become(command: list[str], guardian: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
+    """Be the command: in a process group of its own, with default signals, and not longer than the guardian."""
+    try:
+        os.setpgid(0, 0)
+        prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == guardian:
+            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _reap_others(pid: int) -> None:
+    """Reap what the command has left to its guardian while it runs."""
+    with contextlib.suppress(ChildProcessError):
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (found := os.waitid(os.P_ALL, 0, options)) is not None and found.si_pid != pid:
+            os.waitpid(found.si_pid, 0)
+
+
+def _kill_all(pid: int) -> int:
+    """Kill all descendants until none is left; the wait status of the command."""
+    status, deadline = 0, time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                status = found[1] if found[0] == pid else status
+        except ChildProcessError:
+            break
+        for victim in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(victim, signal.SIGKILL)
+        time.sleep(0.001)
+    return status
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have, and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = int((Path(entry.path) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            found.append(child)
+            todo.append(child)
+    return found
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,308 @@
+"""`holdfast run`: how a job ends that cannot go on, what is said of it, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.comms.environment import flag
+from holdfast.ft.flight import find
+from holdfast.harness import guardian
+from holdfast.harness.guarded import GuardedProcess
+from holdfast.harness.launch import Plan, launch, python_command
+from holdfast.harness.run_report import Failure, LastWords, last_ranks, table
+
+COMMAND = str(Path(sys.executable).with_name("holdfast"))
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def ended(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether all these processes are gone soon."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            for pid in pids:
+                if Path(f"/proc/{pid}").exists():
+                    os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# -- a job that cannot go on
+
+FAILS = """
+    from holdfast import ft
+    with ft.Session(timeouts=ft.Timeouts(join=60.0)) as session:
+        for attempt in session.steps(20):
+            with attempt:
+                if attempt.step == 3 and attempt.rank == 1:
+                    raise ValueError(f"no such batch in {{attempt.step}}{words}")
+                attempt.comm.barrier()
+"""
+
+
+def test_run_ends_with_an_exception_that_comes_again_and_says_who_failed_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, FAILS.format(words=""))
+    assert launch(Plan(python_command(path, ()), 3, spares=1)) == 1
+    output = capsys.readouterr().out
+    rows = [line.removeprefix("holdfast run: ").split() for line in output.splitlines() if "holdfast run:" in line]
+    assert "the same exception came again: ValueError: no such batch in 3 (step 3, rank 1" in output
+    assert ["rank", "pid", "exit", "last", "error", "line"] in rows
+    failures = rows[rows.index(["rank", "pid", "exit", "last", "error", "line"]) + 1 :]
+    raised = [" ".join((row[0], *row[2:])) for row in failures if "ValueError:" in row[6:7]]
+    assert raised == ["1 exited with status 1 ValueError: no such batch in 3"] * 2
+
+
+def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each exception differs, so that none of them ends the job by itself."""
+    path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
+    began = time.monotonic()
+    assert launch(Plan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
+    assert time.monotonic() - began < 40, "join is 60 s"
+    output = capsys.readouterr().out
+    assert "2 processes are left of the 3 members needed, and nobody else can come" in output
+    assert output.count("ValueError: no such batch in 3") >= 4
+
+
+def test_sizes_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_size=3 must be at least 1 and at most size=2"):
+        Plan(("true",), 2, min_size=3)
+    with pytest.raises(ValueError, match="shards=0"):
+        Plan(("true",), 2, shards=0)
+
+
+def test_run_gives_its_sessions_min_size_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(
+        tmp_path,
+        """
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(1):
+                with attempt:
+                    print("job", session.view.job.min_size, session.view.job.shards, attempt.shards)
+        """,
+    )
+    assert launch(Plan(python_command(path, ()), 2, min_size=2, shards=6)) == 0
+    output = capsys.readouterr().out
+    assert "job 2 6 (0, 1, 2)" in output
+    assert "job 2 6 (3, 4, 5)" in output
+
+
+def test_run_takes_an_early_stop_for_a_good_end(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(1000):
+                with attempt:
+                    attempt.comm.barrier()
+                if attempt.step == 2:
+                    break
+        """,
+    )
+    assert launch(Plan(python_command(path, ()), 2)) == 0
+
+
+def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
+    words = LastWords()
+    for line in (
+        "starting",
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "KeyError: 1",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "Traceback (most recent call last):",
+        '  File "x.py", line 2',
+        "ValueError: two",
+        "closing down",
+        "",
+    ):
+        words.hear(line)
+    assert str(words) == "ValueError: two"
+    quiet = LastWords()
+    quiet.hear("out of memory ")
+    assert str(quiet) == "out of memory"
+
+
+def test_the_table_has_ranks_first_and_spares_last() -> None:
+    failures = [Failure(None, 7, 1, "x"), Failure(1, 5, -9, ""), Failure(0, 60, 2, "y")]
+    assert table(failures) == [
+        "rank   pid  exit                  last error line",
+        "0      60   exited with status 2  y",
+        "1      5    was ended by SIGKILL  -",
+        "spare  7    exited with status 1  x",
+    ]
+    assert table([]) == []
+    installed = {"kind": "installed", "pid": 5}
+    assert last_ranks([{**installed, "rank": 0}, {**installed, "rank": None}, {**installed, "rank": 2}]) == {5: 2}
+
+
+# -- checks
+
+CHECKED = "import os; print('check', os.environ.get('HOLDFAST_CHECK'))"
+
+
+@pytest.mark.parametrize(
+    ("check", "inherited", "seen"), [(False, None, "None"), (True, "0", "1"), (False, "yes", "yes")]
+)
+def test_checks_are_off_unless_they_are_asked_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check: bool,
+    inherited: str | None,
+    seen: str,
+) -> None:
+    monkeypatch.delenv("HOLDFAST_CHECK")
+    if inherited is not None:
+        monkeypatch.setenv("HOLDFAST_CHECK", inherited)
+    launch(Plan(python_command(script(tmp_path, CHECKED), ()), 1, check=check))
+    assert f"check {seen}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["1", "true", "Yes", " on "])
+def test_words_that_turn_a_variable_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", word)
+    assert flag("HOLDFAST_CHECK")
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
+def test_words_that_turn_a_variable_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", word)
+    assert not flag("HOLDFAST_CHECK", default=True)
+
+
+def test_a_word_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", "maybe")
+    with pytest.raises(ValueError, match="HOLDFAST_CHECK='maybe' is neither on"):
+        flag("HOLDFAST_CHECK")
+    monkeypatch.delenv("HOLDFAST_CHECK")
+    assert flag("HOLDFAST_CHECK", default=True)
+
+
+# -- nothing outlives a job
+
+CHILDREN = """
+import os, subprocess, sys, time
+children = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"], start_new_session=True)]
+quiet = "stdout=s.DEVNULL, stderr=s.DEVNULL"
+daemon = f"import subprocess as s; print(s.Popen(['sleep', '600'], start_new_session=True, {quiet}).pid)"
+orphan = subprocess.run([sys.executable, "-c", daemon], capture_output=True, text=True).stdout
+print("pids", os.getpid(), *(child.pid for child in children), orphan.strip(), flush=True)
+"""
+
+
+def test_a_killed_launcher_leaves_no_child_of_a_rank_behind_and_keeps_the_recordings(tmp_path: Path) -> None:
+    text = """
+from holdfast import ft
+with ft.Session() as session:
+    for attempt in session.steps(10**6):
+        with attempt:
+            attempt.comm.barrier()
+            if attempt.step == 2:
+                start_children()
+"""
+    start = "def start_children():\n" + textwrap.indent(CHILDREN, "    ")
+    path, logs = script(tmp_path, start + text), tmp_path / "logs"
+    launcher = subprocess.Popen([COMMAND, "run", "-n", "2", "--logs", logs, path], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 8:
+        line = launcher.stdout.readline()
+        assert line, "the job has ended"
+        pids += map(int, line.split("pids ")[1].split() if "pids " in line else [])
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert ended(pids)
+    assert len(find(logs)) == 2, "flight recordings"
+    assert len(list(logs.glob("*.jsonl"))) == 2
+    assert logs.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
+def test_a_process_leaves_no_children_behind_however_it_ends(tmp_path: Path, end: str) -> None:
+    process = GuardedProcess([sys.executable, script(tmp_path, CHILDREN + end)], os.environ)
+    with process.output as output:
+        pids = [int(pid) for pid in output.readline().split()[1:]]
+        assert pids[0] == process.pid
+        if "sleep" not in end:
+            assert process.output.read() == b"", "its children had the other end of the pipe"
+        code = process.reap()
+    os.close(process.pidfd)
+    assert ended(pids, 2.0)
+    assert code == {"os._exit(3)": 3}.get(end, -signal.SIGKILL)
+
+
+def test_a_process_does_not_outlive_its_guardian(tmp_path: Path) -> None:
+    process = GuardedProcess(["sleep", "600"], os.environ)
+    pid = process.pid
+    process._guardian.kill()
+    with process.output:
+        assert ended([pid])
+        assert process.reap() == -signal.SIGKILL
+    os.close(process.pidfd)
+
+
+def test_signals_reach_a_process_and_what_is_ignored_here_is_not_there() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = GuardedProcess(["sleep", "600"], os.environ)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.pid
+    process.signal(signal.SIGINT)
+    with process.output as output:
+        assert output.read() == b""
+    assert process.reap() == -signal.SIGINT
+    os.close(process.pidfd)
+
+
+def test_a_command_that_is_not_there_is_said(tmp_path: Path) -> None:
+    process = GuardedProcess([str(tmp_path / "nothing")], os.environ)
+    with process.output as output:
+        assert b"cannot run" in output.read()
+    assert process.reap() == 127
+    os.close(process.pidfd)
+
+
+def test_descendants_are_found_whatever_their_session() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 10
+        while len(found := guardian.descendants(child.pid)) < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(found) == 1
+        assert {child.pid, *found} <= set(guardian.descendants(os.getpid()))
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def test_a_hangup_that_nohup_ignores_does_not_end_a_job(tmp_path: Path) -> None:
+    path = script(tmp_path, "import time; print('here', flush=True); time.sleep(1.0); print('done', flush=True)")
+    command = ["sh", "-c", f"trap '' HUP; exec {COMMAND} run -n 1 {path}"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert "here" in launcher.stdout.readline()
+    launcher.send_signal(signal.SIGHUP)
+    assert "[0] done" in launcher.communicate(timeout=30)[0]
