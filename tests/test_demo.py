@@ -184,7 +184,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: int) 
         (["--backend", "no-such"], "no-such"),
         (["--backend", "inproc"], "cannot connect processes"),
         (["--steps", "0"], "steps"),
-        (["--report", "/proc/none"], "cannot make the folder"),
+        (["--report", "/proc/none"], "no folder to write to"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -20,7 +20,7 @@ from holdfast.backends.ucx.notices import WORDS, Hello, Met
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
 from holdfast.backends.ucx.worker import Transports, explain
 from holdfast.comms.algorithms import cost
-from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported, again
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport import Context
 
@@ -79,6 +79,7 @@ class _Meeting:
         self._mets: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._published = False
+        self._unreached: HoldfastError | None = None
         self._began = time.monotonic()
         self._hello = self._notices.hellos[context.rank] = self._own_hello()
         for rank in self._missing:
@@ -158,7 +159,7 @@ class _Meeting:
             raise again(error)
         self._transport.judge(self._transport.liveness.dead(), self._missing)
         if now >= self._context.deadline:
-            raise OpTimeout("connect", 0, now - self._began, self._missing)
+            raise OpTimeout("connect", 0, now - self._began, self._missing) from self._unreached
 
     def _look_in_store(self) -> bool:
         """Say where this rank is, and look for one that is missing; whether it was found."""
@@ -181,7 +182,11 @@ class _Meeting:
         try:
             self._transport.links[rank] = self._connections.link(address)
         except UcxError as error:
-            raise explain(error, rank, self._worker.over) from error
+            explained = explain(error, rank, self._worker.over)
+            if error.status != libucp.ERR_UNREACHABLE:
+                raise explained from error
+            self._unreached = explained  # that worker may be gone, and its rank about to give another address
+            return False
         self._greet(rank)
         return True
 

@@ -26,8 +26,6 @@ from resource import RUSAGE_SELF, getrusage
 from time import process_time_ns
 from typing import Any, BinaryIO, cast
 
-from holdfast.comms.paths import connect_unix
-
 Op = Callable[[], object]
 WARM_UP = 20
 ATTEMPTS = 2
@@ -37,14 +35,18 @@ PRIORITY = -10
 """Where it is allowed, so that others on the machine interrupt less. Processes run one at a time, for milliseconds."""
 
 
-def _workloads(path: str) -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location("holdfast_gate_workloads", path)
+UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "paths.py"
+"""How a Unix socket with a long name is reached: the gate's own file, loaded by its path, not that of a side."""
+
+
+def _load(name: str, path: Path | str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return {workload.name: workload for workload in module.WORKLOADS}
+    return module
 
 
 def _stream(connection: socket.socket) -> BinaryIO:
@@ -144,7 +146,7 @@ def _be(order: dict[str, Any], workloads: dict[str, Any], address: str) -> None:
         others.append(_stream(here))
         here.close()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connect_unix(connection, address)
+        _load("holdfast_gate_unix_sockets", UNIX_SOCKETS).connect_unix(connection, address)
         stream = _stream(connection)
         _say(stream, {"key": order["key"], "where": str(Path(comms.__file__).resolve())})
         _serve(stream, _Rank(0, workloads, folder, others))
@@ -167,7 +169,7 @@ def main(workloads_path: str, address: str) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    workloads = _workloads(workloads_path)
+    workloads = {each.name: each for each in _load("holdfast_gate_workloads", workloads_path).WORKLOADS}
     signal.signal(signal.SIGCHLD, _reap)
     for line in sys.stdin.buffer:
         if os.fork() == 0:
