@@ -26,6 +26,9 @@ from holdfast.harness.words import counted
 
 Progress = Callable[[str], None]
 
+START_SECONDS = 3.0
+"""About how long the ranks of one library take to start."""
+
 LONGEST_TURN = 120.0
 """Seconds after which a library that does not answer is given up."""
 
@@ -207,9 +210,9 @@ def _start(plan: Plan, ranks: int, arena: Arena, skipped: dict[str, str]) -> lis
 
 
 def expected_seconds(plan: Plan) -> float:
-    """About how long the plan takes: what is timed, and as much again for starting, warming up and checking."""
+    """About how long the plan takes: what is timed, as much again for warming up and checking, and the starts."""
     measured = sum(1 if OPERATIONS[name].layout in SIZELESS else len(plan.sizes) for name in plan.operations)
-    return 2 * plan.seconds * measured * len(plan.contestants) * len(plan.ranks)
+    return (2 * plan.seconds * measured + START_SECONDS) * len(plan.contestants) * len(plan.ranks)
 
 
 def run(plan: Plan, progress: Progress = lambda text: None) -> Bench:
