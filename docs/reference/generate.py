@@ -91,39 +91,30 @@ def _error_row(kind: type[BaseException]) -> str:
     return f"| `{kind.__module__.removesuffix('.errors')}.{kind.__name__}` | {bases} | {said} |"
 
 
+class _NoEvents:
+    """The event log of a process to which nothing happens."""
+
+    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def emit(self, kind: str, **fields: Any) -> None: ...
+
+
 def metrics() -> str:
     """A table of all metrics: name, type, labels, and help text, as a scrape returns them."""
+    from holdfast.ft.metrics import Metrics, OpTally
+
+    served = Metrics("0", "job", _NoEvents(), OpTally(None), lambda: 0)
+    try:
+        families = list(served.registry.collect())
+    finally:
+        served.close()
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in families():
-        labels = ", ".join(f"`{label}`" for label in family.labels)
-        rows.append(f"| `{family.name}` | {family.type} | {labels} | {family.documentation} |")
+    for family in families:
+        name = family.name + "_total" * (family.type == "counter")
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
     return "\n".join(rows)
-
-
-class Family:
-    """One metric: its name, type, help text and labels."""
-
-    def __init__(self, name: str, kind: str, documentation: str, labels: tuple[str, ...]) -> None:
-        self.name, self.type, self.documentation, self.labels = name, kind, documentation, labels
-
-
-def families() -> list[Family]:
-    """The metrics that `ft/metrics.py` makes, read from its source."""
-    found = []
-    for node in ast.walk(ast.parse((ROOT / "ft" / "metrics.py").read_text())):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        words = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        kind = {"gauge": "gauge", "counter": "counter", "histogram": "histogram", "Info": "info"}.get(
-            name, "counter" if name == "CounterMetricFamily" else "histogram" if name == "HistogramMetricFamily" else ""
-        )
-        if kind and len(words) >= 2:
-            full = words[0] if words[0].startswith("holdfast_") else f"holdfast_{words[0]}"
-            named = [word.value for word in node.keywords if word.arg == "labels" and isinstance(word.value, ast.List)]
-            labels = [e.value for each in named for e in each.elts if isinstance(e, ast.Constant)]
-            found.append(Family(full + "_total" * (kind == "counter"), kind, words[1], (*words[2:], *map(str, labels))))
-    return found
 
 
 def command_line() -> str:
