@@ -17,12 +17,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dispositions
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
 from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster, processes
 
 dispositions.restore()
 pytest.register_assert_rewrite("holdfast.harness.conformance")
+settings.register_profile("holdfast", deadline=None)  # a slow machine is no failure
+settings.load_profile("holdfast")
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []
