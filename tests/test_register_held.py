@@ -111,6 +111,7 @@ def stop_in_the_lock() -> None:
         with held(directory / "register.sqlite"):
             (directory / "stopped").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60.0)  # a process of several threads may run on for a moment
 
     faultpoints.arm(fault)
 

@@ -43,9 +43,16 @@ def ended(pids: list[int], seconds: float = 10.0) -> bool:
 
 # -- a job that cannot go on
 
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have the time to end by themselves, however busy the machine is."""
+    monkeypatch.setattr("holdfast.harness.launch.GRACE", 60.0)
+
+
 FAILS = """
     from holdfast import ft
-    with ft.Session(timeouts=ft.Timeouts(join=60.0)) as session:
+    with ft.Session(timeouts=ft.Timeouts(join=600.0)) as session:
         for attempt in session.steps(20):
             with attempt:
                 if attempt.step == 3 and attempt.rank == 1:
@@ -54,6 +61,7 @@ FAILS = """
 """
 
 
+@pytest.mark.usefixtures("patient")
 def test_run_ends_with_an_exception_that_comes_again_and_says_who_failed_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +76,7 @@ def test_run_ends_with_an_exception_that_comes_again_and_says_who_failed_how(
     assert raised == ["1 exited with status 1 ValueError: no such batch in 3"] * 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +84,7 @@ def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
     path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
     began = time.monotonic()
     assert launch(Plan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
-    assert time.monotonic() - began < 40, "join is 60 s"
+    assert time.monotonic() - began < 90, "join is 600 s"
     output = capsys.readouterr().out
     assert "2 processes are left of the 3 members needed, and nobody else can come" in output
     assert output.count("ValueError: no such batch in 3") >= 4
