@@ -59,6 +59,11 @@ def in_child(start: Start) -> Start:
     return start
 
 
+def around(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` in this process right before it forks, and `after` in this process once it has."""
+    os.register_at_fork(before=before, after_in_parent=after)
+
+
 def guard_socket(owner: HasSocket) -> None:
     """Let go of this owner's socket in forked children: a copy would keep the connection up when its process dies."""
     _sockets.add(owner)

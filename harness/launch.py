@@ -38,6 +38,7 @@ from holdfast.harness.run_report import LastWords
 from holdfast.harness.spawning import how_it_ended
 from holdfast.harness.torch_environment import TorchEnvironment
 from holdfast.harness.visible import visible, visible_but_colours
+from holdfast.harness.words import counted
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 GRACE = 5.0
@@ -187,7 +188,8 @@ class Launcher:
         view = self._view()  # after the count: the last view of a job is there before its members end
         if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
             return None
-        words = f"{left} processes are left of the {view.job.min_size} members needed, and nobody else can come"
+        needed = counted(view.job.min_size, "member")
+        words = f"{counted(left, 'process is', 'processes are')} left of the {needed} needed, and nobody else can come"
         last = msgspec.structs.replace(view, epoch=view.epoch + 1, phase="failed", reason=words)
         with self._contract.register() as register, contextlib.suppress(RegisterAway):
             return last if register.compare_and_set(view.epoch, last) else None

@@ -147,7 +147,7 @@ def _go_on() -> None:
         _held_for_fork.pop().release()
 
 
-os.register_at_fork(before=_finish_transactions, after_in_parent=_go_on)
+forks.around(_finish_transactions, _go_on)
 
 
 @forks.in_child
