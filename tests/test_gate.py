@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -178,6 +179,14 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
     op = workload.make(0, workload.ranks, tmp_path)
     op()
     assert called
+
+
+@pytest.mark.parametrize("name", ["arm", "workloads"])
+def test_what_runs_before_the_sides_are_forked_imports_nothing_of_holdfast(name: str) -> None:
+    """Or both sides would run the code of the gate."""
+    tree = ast.parse((HERE / "harness" / "gate" / f"{name}.py").read_text())
+    imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in imported if module and module.startswith("holdfast")]
 
 
 # Whole runs ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.paths import url_of
-
 Op = Callable[[], object]
 Make = Callable[[int, int, Path], Op]
 """(rank, ranks, an empty folder that they share) -> an op, done by all ranks together."""
@@ -32,9 +30,7 @@ class Workload:
 def _connect(backend: str, rank: int, ranks: int, folder: Path) -> object:
     from holdfast import comms
 
-    return comms.connect(
-        backend, rank=rank, size=ranks, rendezvous=url_of("file", Path(folder) / backend), timeout=60.0
-    )
+    return comms.connect(backend, rank=rank, size=ranks, rendezvous=(folder / backend).as_uri(), timeout=60.0)
 
 
 def _reduce(backend: str, count: int, timeout: float | None = None) -> Make:
