@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from children import Child, children
+from waiting import eventually
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
 from holdfast.comms.keys import KeyRefused, create_key
@@ -434,7 +435,7 @@ def test_a_session_leaves_no_threads_and_no_descriptors(contract: dict[str, Any]
         with Session(**{**contract, "register": f"{contract['register']}{number}"}, size=1) as session:
             one_step(session)
             assert any(thread.name.startswith("holdfast-") for thread in threading.enumerate())
-    assert set(threading.enumerate()) == threads
+    eventually(lambda: set(threading.enumerate()) <= threads)  # a call of the register may end a moment later
     assert open_descriptors() == before
 
 
