@@ -39,12 +39,14 @@ def run(status: int, command: list[str]) -> None:
     pid = os.fork()
     if pid == 0:
         _become(command, me, prctl)
+    with contextlib.suppress(PermissionError):  # it runs the command already, in the group
+        os.setpgid(pid, pid)
     ended: list[int] = []
     for number in FORWARDED:
         signal.signal(number, lambda got, _: _signal_group(pid, got))
     signal.signal(END, lambda *_: ended.append(pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-    os.write(status, f"{pid}\n".encode())
+    _say(status, pid)
     poll, child = select.poll(), os.pidfd_open(pid)
     poll.register(launcher, select.POLLIN)
     poll.register(child, select.POLLIN)
@@ -52,7 +54,12 @@ def run(status: int, command: list[str]) -> None:
         _reap_others(pid)
     _signal_group(pid, signal.SIGKILL)
     with contextlib.suppress(BrokenPipeError):
-        os.write(status, f"{_kill_all(pid)}\n".encode())
+        _say(status, _kill_all(pid))
+
+
+def _say(status: int, number: int) -> None:
+    """A line, written whole: a pipe takes what is this short at once or not at all."""
+    os.write(status, f"{number}\n".encode())
 
 
 def _become(command: list[str], guardian: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:

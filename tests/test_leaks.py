@@ -37,7 +37,7 @@ LEAKING = """
 
 def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a test session with our `conftest.py` and one file of tests."""
-    for name in ("conftest.py", "leaks.py"):
+    for name in ("conftest.py", "dispositions.py", "leaks.py"):
         shutil.copy(TESTS / name, tmp_path / name)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_one.py").write_text(textwrap.dedent(source))

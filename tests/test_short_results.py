@@ -27,6 +27,8 @@ AS_THEY_COME = {
     "ft/registers/inotify.py": "notifications are drained, not looked at",
     "harness/bench/counters.py": "a counter is read whole or not at all",
     "harness/chaos/faults/disk.py": "it writes until the disk is full",
+    "harness/guarded.py": "single bytes",
+    "harness/guardian.py": "a line that a pipe takes at once or not at all",
     "harness/launch.py": "lines are put together from what has come",
     "harness/netns.py": "single bytes",
 }
