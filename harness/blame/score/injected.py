@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from holdfast.comms.arguments import TAGS
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.blame.analyse import analyse
 from holdfast.harness.blame.evidence import Evidence, gather
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from holdfast.ft import Session
 
 _ENVIRON = {"HOLDFAST_CHECK": "0", "UCX_TLS": "tcp,self"}
-_ASTRAY = 1 << 31
+_ASTRAY = TAGS - 1
+"""A tag that a user could receive from, and that this job does not."""
 LIMIT = 20.0
 """Seconds for a fault to show."""
 
@@ -69,7 +71,7 @@ def _cut(comm: Any, other: int) -> None:
     send = transport._post_send
 
     def post(tensor: Any, dst: int, tag: int) -> Any:
-        return send(tensor, dst, tag ^ _ASTRAY if dst == other else tag)
+        return send(tensor, dst, _ASTRAY if dst == other else tag)
 
     transport._post_send = post
 
