@@ -23,7 +23,7 @@ help:  ## this list
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/* backends/ucx/native/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/* backends/ucx/onesided/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
@@ -65,7 +65,7 @@ asv-continuous: $(STAMP) peers  ## benchmarks on two commits, and what differs (
 
 asv-publish: $(STAMP)  ## the history of all benchmarks as pages in .asv/html, which need no network
 	$(ASV) publish
-	$(BIN)/python -m holdfast.harness.asv_pages .asv/html
+	$(BIN)/python -m holdfast.harness.asv.pages .asv/html
 
 gate: $(STAMP)  ## is HEAD slower than BASE? (BASE=HEAD~1 HEAD=HEAD; HEAD=. for the files as they are)
 	$(BIN)/holdfast gate $(BASE) $(HEAD)
@@ -74,7 +74,7 @@ FIGURES := docs/figures
 BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
 
 figures: $(STAMP)  ## draw the pictures of docs/figures.md from the data that is committed there
-	$(BIN)/python -m holdfast.harness.figures $(FIGURES)
+	$(BIN)/python -m holdfast.harness.bench.figures $(FIGURES)
 
 figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate  ## measure it anew
 

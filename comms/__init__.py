@@ -22,9 +22,9 @@ from holdfast.comms.errors import (
     Unsupported,
     UsedAfterFork,
 )
+from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.ops import Recv, ReduceOp, Send
-from holdfast.comms.plane import Handle, MemoryPlane, Region, memory
-from holdfast.comms.registry import Backend, backends, register, unregister
+from holdfast.comms.plugins.registry import Backend, backends, register, unregister
 from holdfast.comms.window import Window
 from holdfast.comms.work import Work
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.comms.arguments import Arguments
-from holdfast.comms.execution import Body, Executor
+from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.ops import Recv, ReduceOp, Send
-from holdfast.comms.overlap import apart, check_outputs
 from holdfast.comms.reproducible import check_exact, reduce_exactly
-from holdfast.comms.tensors import packed, parts, rows, unpack, unpack_all
-from holdfast.comms.transport import Transport
+from holdfast.comms.tensors.overlap import apart, check_outputs
+from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
+from holdfast.comms.transport.base import Transport
 from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor

@@ -13,17 +13,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from holdfast.comms import forks, objects
-from holdfast.comms.arguments import Arguments
+from holdfast.comms import objects
 from holdfast.comms.collectives import Collectives
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
-from holdfast.comms.execution import Body, Executor
+from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.journal import Recorder
-from holdfast.comms.plugins import BackendInfo
+from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.gathering import MeetingCount
-from holdfast.comms.transport import Context, Peer, Transport
-from holdfast.comms.window import Window, WindowMemory, check_exposable
+from holdfast.comms.system import forks
+from holdfast.comms.transport.base import Context, Peer, Transport
+from holdfast.comms.transport.window_memory import WindowMemory
+from holdfast.comms.window import Window, check_exposable
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -45,6 +47,7 @@ class Communicator(Collectives):
         transport: Transport,
         context: Context,
         info: BackendInfo,
+        connect_part: Callable[..., Communicator],
         *,
         timeout: float,
         check: bool = False,
@@ -61,6 +64,7 @@ class Communicator(Collectives):
         self.epoch: int = context.epoch
         self.backend: str = info.name
         self._context = context
+        self._connect_part = connect_part
         self._recorder = recorder
         self._splits: dict[tuple[int, ...], MeetingCount] = {}
         self._members: dict[str, tuple[int, ...]] = {}
@@ -93,9 +97,9 @@ class Communicator(Collectives):
         self._check.movable(tensor)
 
     @property
-    def greetings(self) -> Sequence[tuple[int, ...]] | None:
+    def connect_payloads(self) -> Sequence[tuple[int, ...]] | None:
         """What each rank had to say when it connected; None if the backend does not carry that."""
-        return self._transport.greetings
+        return self._transport.connect_payloads
 
     @property
     def announced(self) -> bytes | None:
@@ -131,12 +135,10 @@ class Communicator(Collectives):
         """A communicator of `ranks` of this one, in that order; called by exactly those ranks, within `timeout`
         seconds. It ends when this one is aborted or an op fails here, but outlives `close()`.
         """
-        from holdfast.comms.connect import connect_part
-
         members = tuple(self._check.rank(member, "ranks") for member in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
             raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and hold the caller's")
-        part = connect_part(
+        part = self._connect_part(
             self,
             members,
             self._splits.setdefault(members, MeetingCount()),

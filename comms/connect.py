@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comms import forks
 from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.environment import flag
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
 from holdfast.comms.journal import Recorder
-from holdfast.comms.keys import job_key
-from holdfast.comms.liveness import this_process
-from holdfast.comms.local_causes import told_as_local
-from holdfast.comms.plugins import BackendInfo, Unavailable
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
-from holdfast.comms.registry import registry
 from holdfast.comms.rendezvous.gathering import Gathering, MeetingCount, connected
 from holdfast.comms.rendezvous.offers import Offer, shorten
-from holdfast.comms.transport import Context, Peer, Transport
+from holdfast.comms.system import forks
+from holdfast.comms.system.environment import flag
+from holdfast.comms.system.keys import job_key
+from holdfast.comms.system.local_causes import told_as_local
+from holdfast.comms.transport.base import Context, Peer, Transport
+from holdfast.comms.transport.liveness import this_process
 
 log = logging.getLogger("holdfast.comms")
 
@@ -91,7 +91,7 @@ def connect(
     preference, unavailable = _asked(backend, where)
     key = job_key()
 
-    def find() -> places.Place:
+    def find() -> places.MeetingPlace:
         return places.meet(rendezvous, rank, size, max(0.0, deadline - time.monotonic()))
 
     try:
@@ -164,7 +164,7 @@ def connect_part(
     deadline = time.monotonic() + timeout
     rank = members.index(whole.rank)
     within = f"{whole.name}/{'-'.join(map(str, members))}"
-    place = places.Place(rank, len(members), context.store, within, f"the rendezvous of {whole.name!r}")
+    place = places.MeetingPlace(rank, len(members), context.store, within, f"the rendezvous of {whole.name!r}")
 
     def look() -> None:
         if (error := whole.over) is not None:
@@ -204,7 +204,7 @@ def connect_members(
     over: Callable[[], HoldfastError | None] = lambda: None,
     recorder: Recorder | None = None,
     previous: Communicator | None = None,
-    greeting: Sequence[int] = (),
+    connect_payload: Sequence[int] = (),
 ) -> Communicator:
     """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
 
@@ -212,7 +212,7 @@ def connect_members(
     `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call ends with what
     `over()` gives once that is not None. `recorder` is told of every op, and of those of communicators split off.
     `previous` is the communicator of the epoch before, aborted and not closed; the backend may keep what is good of it.
-    `greeting` may come along with the connection (`Communicator.greetings`).
+    `connect_payload` may come along with the connection (`Communicator.connect_payloads`).
     """
     info = registry().backend(backend).info
     connecting = True
@@ -229,7 +229,7 @@ def connect_members(
         over=lambda: over() if connecting else None,
         journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
         previous=None if previous is None or previous.backend != backend else previous.transport,
-        greeting=tuple(greeting),
+        connect_payload=tuple(connect_payload),
     )
     communicator = _build(
         info, told, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
@@ -273,7 +273,7 @@ def _build(
     made: list[Communicator] = []
 
     def make(transport: Transport) -> None:
-        made[:] = [Communicator(transport, context, info, timeout=timeout, check=check, **more)]
+        made[:] = [Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more)]
 
     context = told(meanwhile=make)
     transport = _connect(info.connect, context)
@@ -307,7 +307,7 @@ def _in_time(connect: Callable[[Context], Transport], context: Context) -> Trans
         raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
-def _forget(identity: tuple[str, str, int], place: places.Place, nonce: str) -> None:
+def _forget(identity: tuple[str, str, int], place: places.MeetingPlace, nonce: str) -> None:
     """The rank may connect again. Until this is called `place` is held, and so the store that it may serve."""
     with _lock:
         _open.discard(identity)

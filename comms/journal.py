@@ -1,7 +1,7 @@
 """What may be told of every op of a communicator as it runs: who records ops implements this.
 
-Unlike the observers of `holdfast.comms.plugins`, which see each op as an event object, a journal is called on the path
-of the op itself, by position, and must cost well under a microsecond. Without one nothing is called.
+Unlike the observers of `holdfast.comms.plugins.spec`, which see each op as an event object, a journal is called on the
+path of the op itself, by position, and must cost well under a microsecond. Without one nothing is called.
 """
 
 from __future__ import annotations

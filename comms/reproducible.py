@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.comms.algorithms import arithmetic
+from holdfast.comms import arithmetic
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.exact_sum import add_exactly, make_nans_alike, summable
+from holdfast.comms.exact.exact_sum import add_exactly, make_nans_alike, summable
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors import packed, unpack
-from holdfast.comms.transport import Transport
+from holdfast.comms.tensors.packing import packed, unpack
+from holdfast.comms.transport.base import Transport
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator

@@ -16,19 +16,19 @@ call closes the window and raises `RegionGone`; until then the others reach the 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from holdfast.comms import _native, forks
+from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
-from holdfast.comms.exposed import ExposedMemory, moved_away
-from holdfast.comms.overlap import check_outputs
 from holdfast.comms.quantities import integer, seconds
-from holdfast.comms.tensor_memory import plain_tensor
-from holdfast.comms.tensors import packed, unpack
+from holdfast.comms.system import forks
+from holdfast.comms.tensors.exposed import ExposedMemory, moved_away
+from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.overlap import check_outputs
+from holdfast.comms.tensors.packing import packed, unpack
+from holdfast.comms.transport.window_memory import WindowMemory, closed_here
 
 Tensor = torch.Tensor
 
@@ -36,49 +36,6 @@ ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.0002
-
-
-class WindowMemory(ABC):
-    """What a backend supplies: bytes of the other ranks. Offsets are in bytes and were checked."""
-
-    sizes: Sequence[int]
-    """The size of each rank's window, in bytes."""
-    leaving = False
-    """This rank closes the window: a call that is under way ends with `closed_here()` when it next looks."""
-
-    @abstractmethod
-    def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None:
-        """Copy a contiguous tensor into a rank's window. Raises `RegionGone`."""
-
-    @abstractmethod
-    def read(self, rank: int, offset: int, into: Tensor, deadline: float) -> None:
-        """Copy from a rank's window into a contiguous tensor. Raises `RegionGone`."""
-
-    @abstractmethod
-    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        """Add to an integer, atomically, wrapping around; what it was before."""
-
-    @abstractmethod
-    def compare_swap(
-        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
-    ) -> int:
-        """Set an integer to `desired` if it is `expected`, atomically; what it was before."""
-
-    @abstractmethod
-    def signal(self, rank: int, deadline: float) -> None:
-        """Count one more signal from this rank to `rank`."""
-
-    @abstractmethod
-    def wait_signal(self, rank: int, deadline: float) -> None:
-        """Return when `rank` has signalled once more than was waited for. Raises `OpTimeout`, `RegionGone`."""
-
-    @abstractmethod
-    def flush(self, rank: int | None, deadline: float) -> None:
-        """Return when everything issued to `rank` (to all, for None) has taken effect there."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """From here on the others get `RegionGone`. No call of this rank is under way. Idempotent."""
 
 
 class Window:
@@ -239,16 +196,6 @@ def _left_behind(memory: WindowMemory, rank: int, alone: bool) -> RegionGone:
         memory.leaving = True
         memory.close()
     return moved_away(f"a window of rank {rank}")
-
-
-def closed_here() -> RegionGone:
-    """What a call gets whose own rank has closed the window."""
-    return RegionGone("this rank has closed the window; make another one")
-
-
-def closed_there(rank: int) -> RegionGone:
-    """What a call gets that reaches for the window of a rank that has closed it."""
-    return RegionGone(f"rank {rank} has closed its window; make another one")
 
 
 def check_exposable(tensor: Tensor) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.system import forks
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+    from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
 
 FAILURES = (PeerFailed, Revoked, OpTimeout)
 """What the death of a peer can look like inside an attempt."""

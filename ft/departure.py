@@ -12,12 +12,12 @@ from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.ft import error_history
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.control.errors import KeyTimeout
-from holdfast.ft.joining import Settings
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime import Runtime
-from holdfast.ft.step_error import StepError
-from holdfast.ft.tenure import Tenure
-from holdfast.ft.view import View
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.runtime.runtime import Runtime
+from holdfast.ft.settings import Settings
 
 OnError = Literal["raise", "replace"]
 
@@ -25,7 +25,9 @@ LOOK_SECONDS = 0.05
 """Seconds between two looks whether the others have stopped too, or go on."""
 
 
-def stop_with_all(runtime: Runtime, tenure: Tenure, settings: Settings, identity: str, view: View, why: str) -> bool:
+def stop_with_all(
+    runtime: Runtime, tenure: EpochGuard, settings: Settings, identity: str, view: View, why: str
+) -> bool:
     """Declare the job finished before its last step, if all members of `view` leave it here; whether it is.
 
     False as soon as another member is seen to go on, or after the operation's timeout.
@@ -46,7 +48,7 @@ def stop_with_all(runtime: Runtime, tenure: Tenure, settings: Settings, identity
 
 
 def _all_have_stopped(
-    runtime: Runtime, tenure: Tenure, identity: str, view: View, wanted: set[str], deadline: float
+    runtime: Runtime, tenure: EpochGuard, identity: str, view: View, wanted: set[str], deadline: float
 ) -> bool:
     """Whether all of the `wanted` stop in the epoch of `view`; False if it is over before, or another goes on."""
     try:
@@ -63,7 +65,7 @@ def _all_have_stopped(
 
 def end_with(
     runtime: Runtime,
-    tenure: Tenure,
+    tenure: EpochGuard,
     settings: Settings,
     view: View,
     error: BaseException,

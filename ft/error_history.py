@@ -10,8 +10,8 @@ import traceback
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.registers import open_cell
-from holdfast.ft.step_error import StepError
 
 CELL = "errors"
 """The name of the cell."""

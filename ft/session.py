@@ -18,31 +18,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.comms import forks
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.comms.local_causes import told_as_local
 from holdfast.comms.quantities import integer
-from holdfast.ft import departure, error_history, faultpoints, joining, telemetry, voting
-from holdfast.ft.attachments import Attachments
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import told_as_local
+from holdfast.ft import departure, error_history, faultpoints
+from holdfast.ft import settings as joining
 from holdfast.ft.attempt import FAILURES, Attempt
+from holdfast.ft.commit import voting
+from holdfast.ft.commit.commit_state import CommitState
+from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Verdict, judge
+from holdfast.ft.communicators import CommunicatorManager
 from holdfast.ft.control.interface import check_ours
-from holdfast.ft.copies.keeper import Keeper
 from holdfast.ft.departure import OnError
-from holdfast.ft.events import EventLog, Listener
-from holdfast.ft.gaps import Gaps
-from holdfast.ft.ledger import Ledger
-from holdfast.ft.register import Register
-from holdfast.ft.runtime import Runtime, new_identity
-from holdfast.ft.succession import Succession
-from holdfast.ft.tenure import Noted, Tenure
+from holdfast.ft.membership.view import View
+from holdfast.ft.recovery_times import RecoveryTimes
+from holdfast.ft.runtime.epoch_guard import EpochEventLogger, EpochGuard
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.runtime.runtime import Runtime, new_identity
+from holdfast.ft.state.attachments import Attachments
+from holdfast.ft.state.replicator import StateReplicator
+from holdfast.ft.telemetry import telemetry
+from holdfast.ft.telemetry.event_log import EventLog, Listener
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.torchgroup import TorchGroup
-from holdfast.ft.verdict import FOUNDER, NEWCOMER, Verdict, judge
-from holdfast.ft.view import View
+from holdfast.ft.torch_default_group import DefaultGroup
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
+    from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """What a forked child can still read of its parent's session."""
@@ -114,16 +117,16 @@ class Session(Attachments):
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
-        self._tenure = Tenure(self._identity, Noted(self._identity, self._events))
+        self._tenure = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
-        keeper = Keeper(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
+        keeper = StateReplicator(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
         super().__init__(keeper, self._settings.size)
-        self._group = TorchGroup()
-        self._gaps = Gaps()
-        self._comms = Succession(self._settings)
+        self._group = DefaultGroup()
+        self._gaps = RecoveryTimes()
+        self._comms = CommunicatorManager(self._settings)
         self._view: View | None = None
-        self._ledger = Ledger()
+        self._commit_state = CommitState()
         self._over = False
         forks.own(self, f"the session of job {self._settings.name!r}", _READABLE)
 
@@ -157,7 +160,7 @@ class Session(Attachments):
     @property
     def step(self) -> int:
         """How many steps are committed here: the number of the step that comes next."""
-        return self._ledger.done
+        return self._commit_state.done
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
@@ -184,9 +187,9 @@ class Session(Attachments):
             raise HoldfastError("the session is not open: write `with Session(...) as session:`")
         if self._used:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
-        self._keeper.check()
+        self._replicator.check()
         self._used = True
-        self._ledger.total = total
+        self._commit_state.total = total
         return self._steps(self._runtime)
 
     @told_as_local("joining a job")
@@ -220,7 +223,7 @@ class Session(Attachments):
         if runtime is not None and not self._over and not self._ends_job(runtime, error):
             runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
         self._group.drop()
-        self._keeper.close()
+        self._replicator.close()
         self._comms.close()
         if runtime is not None:
             runtime.close()
@@ -232,11 +235,11 @@ class Session(Attachments):
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether the job is over with what makes this process leave its steps: all leave them, or an exception."""
-        view, rank, done = self._view, self.rank, self._ledger.done
-        if not self._used or view is None or rank is None or self._ledger.standing == NEWCOMER:
+        view, rank, done = self._view, self.rank, self._commit_state.done
+        if not self._used or view is None or rank is None or self._commit_state.standing == NEWCOMER:
             return False
         if error is None:
-            why = f"all members stopped after {done} of {self._ledger.total} steps"
+            why = f"all members stopped after {done} of {self._commit_state.total} steps"
             return departure.stop_with_all(runtime, self._tenure, self._settings, self._identity, view, why)
         if self._tenure.ended:
             return False
@@ -248,11 +251,11 @@ class Session(Attachments):
     def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
         self._enter_job(runtime)
         while not self._over and self._ready():
-            if self._ledger.done >= self._ledger.total:
+            if self._commit_state.done >= self._commit_state.total:
                 self._finish(runtime)
                 continue
             assert self._comms.comm is not None and self._view is not None
-            attempt = Attempt(self, self._comms.comm, self._ledger.done, self._view.job.shards)
+            attempt = Attempt(self, self._comms.comm, self._commit_state.done, self._view.job.shards)
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
@@ -261,7 +264,7 @@ class Session(Attachments):
                     f"step {attempt.step} ended here in an error that was caught outside of `with attempt:`, while the "
                     "other ranks went on with it; let the error leave the session, or catch it inside of the block"
                 )
-        self._events.emit("finished", step=self._ledger.done - 1)
+        self._events.emit("finished", step=self._commit_state.done - 1)
 
     def _enter_job(self, runtime: Runtime) -> None:
         """Wait until this process is in a running view or the job is over, and build its first communicator."""
@@ -270,7 +273,7 @@ class Session(Attachments):
             self._over = True
             return
         if not runtime.was_spare:
-            self._ledger.found()
+            self._commit_state.found()
         self._rebuild(view)
 
     def _ready(self) -> bool:
@@ -280,13 +283,13 @@ class Session(Attachments):
             assert comm is not None and self._runtime is not None
             try:
                 self._synchronise(comm)
-                self._runtime.at_step(self._ledger.done)
+                self._runtime.at_step(self._commit_state.done)
                 if self._telemetry is not None:
-                    self._telemetry.at_step(self._ledger.done)
+                    self._telemetry.at_step(self._commit_state.done)
                 with self._tenure.held(comm.epoch):
                     self._reach("step.begin")
-                    if self._ledger.done < self._ledger.total:
-                        self._events.emit("attempt", step=self._ledger.done, epoch=comm.epoch)
+                    if self._commit_state.done < self._commit_state.total:
+                        self._events.emit("attempt", step=self._commit_state.done, epoch=comm.epoch)
                 return True
             except FAILURES as failure:
                 self._go_on(failure)
@@ -299,11 +302,11 @@ class Session(Attachments):
         """
         comm = self._comms.comm
         assert comm is not None
-        self._keeper.stage(comm, self._hosts(), self._ledger.done + 1)
+        self._replicator.stage(comm, self._hosts(), self._commit_state.done + 1)
         self._reach("commit.before_prepare")
         with self._tenure.held(comm.epoch):
-            self._ledger.prepare()
-            self._events.emit("prepared", step=self._ledger.done, epoch=comm.epoch)
+            self._commit_state.prepare()
+            self._events.emit("prepared", step=self._commit_state.done, epoch=comm.epoch)
         self._reach("commit.before_barrier")
         comm.barrier()
         self._reach("commit.after_barrier")
@@ -314,18 +317,18 @@ class Session(Attachments):
 
     def recover(self, failure: HoldfastError) -> bool:
         """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
-        comm, done = self._comms.comm, self._ledger.done
+        comm, done = self._comms.comm, self._commit_state.done
         assert comm is not None
         self._go_on(failure)
-        if self._ledger.done == done:
+        if self._commit_state.done == done:
             self._events.emit("aborted_step", step=done, epoch=comm.epoch)
-        return self._ledger.done > done
+        return self._commit_state.done > done
 
     def _go_on(self, failure: HoldfastError) -> None:
         assert self._comms.comm is not None
         epoch, word = self._comms.comm.epoch, self._comms.comm.announced
         if word is not None:
-            self._tenure.heed(word)
+            self._tenure.adopt_announced_view(word)
         failure = self._comms.comm.in_its_ranks(failure)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
@@ -342,7 +345,7 @@ class Session(Attachments):
         """The job is finished: all steps are committed, so if one is open here it is as well. In one that was stopped
         none is open.
         """
-        if not view.stopped and self._ledger.finishes():
+        if not view.stopped and self._commit_state.finishes():
             self._note_commit("finished", view.epoch)
         self._over = True
 
@@ -369,7 +372,7 @@ class Session(Attachments):
             runtime.failed(failure)
         if self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
             return
-        if not self._ledger.may_break():
+        if not self._commit_state.may_break():
             raise failure
         runtime.broken(epoch, failure)
 
@@ -385,7 +388,7 @@ class Session(Attachments):
                 continue
             if verdict.committed:
                 self._note_commit("recovered", view.epoch)
-            self._ledger.settle(verdict)
+            self._commit_state.settle(verdict)
             seconds = time.monotonic() - began
             self._events.emit("rebuilt", epoch=view.epoch, seconds=seconds, rank=self.rank, size=self.size)
             return
@@ -398,12 +401,12 @@ class Session(Attachments):
         assert rank is not None
         if self._comms.comm is not None:
             self._group.drop()
-            self._keeper.drop()
+            self._replicator.drop()
             self._comms.retire()
         timeouts = self._settings.timeouts
         patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
         self._reach("rebuild.before_connect", view)
-        mine = self._ledger.vote()
+        mine = self._commit_state.vote()
         comm = self._comms.connect(
             view,
             rank,
@@ -411,7 +414,7 @@ class Session(Attachments):
             patience,
             over=lambda: self._tenure.why_over(view.epoch),
             recorder=None if self._telemetry is None else self._telemetry.recorder,
-            greeting=mine.numbers(),
+            connect_payload=mine.numbers(),
         )
         self._view = view
         self._tenure.carry(comm)
@@ -424,31 +427,33 @@ class Session(Attachments):
         """Bring newcomers up to date, and what is sharded; collective. All who hold the state are at the start of the
         same step.
         """
-        verdict = self._ledger.pending
+        verdict = self._commit_state.pending
         if verdict is not None:
-            founding = self._ledger.standing == FOUNDER
-            taken = self._keeper.bring_up_to_date(comm, self._hosts(), verdict, self._ledger.done, founding=founding)
+            founding = self._commit_state.standing == FOUNDER
+            taken = self._replicator.bring_up_to_date(
+                comm, self._hosts(), verdict, self._commit_state.done, founding=founding
+            )
             if taken is not None:
-                self._ledger.take_over(taken)
+                self._commit_state.take_over(taken)
                 self._reach("sync.after_load")
-                self._keeper.everybody_has_it(comm)
-            self._ledger.synchronised()
-        self._keeper.look(self._ledger.done)
-        if self._keeper.needs_group:
+                self._replicator.everybody_has_it(comm)
+            self._commit_state.synchronised()
+        self._replicator.look(self._commit_state.done)
+        if self._replicator.needs_group:
             self.process_group()
-            done = self._keeper.enter(comm, self._hosts(), self._ledger.done)
-            if done != self._ledger.done:
-                self._ledger.go_back(done)
-            self._keeper.begin(comm, done)
+            done = self._replicator.enter(comm, self._hosts(), self._commit_state.done)
+            if done != self._commit_state.done:
+                self._commit_state.go_back(done)
+            self._replicator.begin(comm, done)
 
     def _note_commit(self, how: str, epoch: int) -> None:
-        self._events.emit("committed", step=self._ledger.done, epoch=epoch, how=how)
-        self._ledger.commit()
-        self._keeper.committed(self._ledger.done)
+        self._events.emit("committed", step=self._commit_state.done, epoch=epoch, how=how)
+        self._commit_state.commit()
+        self._replicator.committed(self._commit_state.done)
         assert self._view is not None
         gap = self._gaps.commit(time.monotonic(), self._view, how == "normal")
         if gap is not None:
-            self._events.emit("gap", step=self._ledger.done - 1, epoch=epoch, **gap)
+            self._events.emit("gap", step=self._commit_state.done - 1, epoch=epoch, **gap)
 
     # Small things ---------------------------------------------------------------------------------------------
 
@@ -461,4 +466,4 @@ class Session(Attachments):
         where = view or self._view
         if where is not None and faultpoints.armed():
             rank = where.rank_of(self._identity)
-            faultpoints.reach(point, self._ledger.done, -1 if rank is None else rank, where.epoch)
+            faultpoints.reach(point, self._commit_state.done, -1 if rank is None else rank, where.epoch)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.ft.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from holdfast.harness.cluster import LocalCluster
-    from holdfast.harness.failures import RankDied, RankFailed, RunTimeout
-    from holdfast.harness.job import Job
+    from holdfast.harness.cluster.errors import RankDied, RankFailed, RunTimeout
+    from holdfast.harness.cluster.job import Job
+    from holdfast.harness.cluster.local_cluster import LocalCluster
 
 _HOMES = {
-    "Job": "holdfast.harness.job",
-    "LocalCluster": "holdfast.harness.cluster",
-    "RankDied": "holdfast.harness.failures",
-    "RankFailed": "holdfast.harness.failures",
-    "RunTimeout": "holdfast.harness.failures",
+    "Job": "holdfast.harness.cluster.job",
+    "LocalCluster": "holdfast.harness.cluster.local_cluster",
+    "RankDied": "holdfast.harness.cluster.errors",
+    "RankFailed": "holdfast.harness.cluster.errors",
+    "RunTimeout": "holdfast.harness.cluster.errors",
 }
 
 __all__ = ["Job", "LocalCluster", "RankDied", "RankFailed", "RunTimeout"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on demand: the `holdfast` command must not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = on_demand(_HOMES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from holdfast.ft.events import EventLog
+from holdfast.ft.telemetry.event_log import EventLog
 
 Activity = Literal["generate", "evaluate", "fetch", "train", "update", "publish"]
 

@@ -16,15 +16,15 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.control.rpc import AsyncRpcServer
-from holdfast.rl import wire
 from holdfast.rl.crew import Crew, Role, Site
-from holdfast.rl.engine import Engine, Worker
-from holdfast.rl.generator import generate_units
 from holdfast.rl.happenings import WorkerLost, WorkerStarted
-from holdfast.rl.holder import hold_weights
-from holdfast.rl.recipe import Recipe
-from holdfast.rl.service import Audience, Service
-from holdfast.rl.trainer import train
+from holdfast.rl.learning.recipe import Recipe
+from holdfast.rl.roles import wire
+from holdfast.rl.roles.engine import Engine, Worker
+from holdfast.rl.roles.generator import generate_units
+from holdfast.rl.roles.holder import hold_weights
+from holdfast.rl.roles.service import Audience, Service
+from holdfast.rl.roles.trainer import train
 
 LEASE_SECONDS = 30.0
 """A generator that has had a unit for so long is taken for stuck, and ended."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
 
 Kind = Literal["generate", "evaluate"]
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from holdfast.comms.liveness import is_gone, this_host
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import is_gone, this_host
 from holdfast.ft.registers import RegisterAway, open_cell
 from holdfast.store import transitions
 from holdfast.store.catalog import Catalog

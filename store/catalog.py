@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.plane import Handle
-from holdfast.comms.transport import Peer
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
 from holdfast.store.errors import NoSuchVersion
 
 KEPT = ""

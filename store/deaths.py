@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.liveness import is_gone, open_pidfd, this_host
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import is_gone, open_pidfd, this_host
 
 RETRY_SECONDS = 0.1
 _log = logging.getLogger("holdfast.store")

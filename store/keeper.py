@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms.errors import HoldfastError, RegionGone
-from holdfast.comms.plane import Handle, MemoryPlane, Region
-from holdfast.comms.transport import Peer
+from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
+from holdfast.comms.transport.base import Peer
 from holdfast.store import transitions
 from holdfast.store.book import Book
 from holdfast.store.catalog import Catalog, Holder, Replica, Shard, Version

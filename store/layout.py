@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from holdfast.comms.errors import CorruptData, Unsupported
-from holdfast.comms.tensor_memory import plain_tensor
+from holdfast.comms.tensors.memory import plain_tensor
 
 PIECE_BYTES = 2 << 20
 """The longest piece, in bytes: short enough to be verified while it is in the cache."""

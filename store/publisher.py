@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.comms.errors import HoldfastError, Mismatch
-from holdfast.comms.plane import MemoryPlane
+from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.store import transitions
 from holdfast.store.book import Book
 from holdfast.store.catalog import Catalog, Shard

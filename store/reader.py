@@ -13,10 +13,10 @@ import torch
 import xxhash
 
 from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
-from holdfast.comms.liveness import this_process
-from holdfast.comms.overlap import overlaps_itself
-from holdfast.comms.plane import MemoryPlane
-from holdfast.comms.shared_tensors import aliases, check_agreement, sharing
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.comms.tensors.overlap import overlaps_itself
+from holdfast.comms.tensors.shared import aliases, check_agreement, sharing
+from holdfast.comms.transport.liveness import this_process
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
 from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of, lies_in_order

@@ -12,11 +12,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from holdfast.comms import forks
 from holdfast.comms.errors import Mismatch, RegionGone
-from holdfast.comms.liveness import this_process
-from holdfast.comms.plane import MemoryPlane, memory
+from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
+from holdfast.comms.system import forks
+from holdfast.comms.transport.liveness import this_process
 from holdfast.store import transitions
 from holdfast.store.book import Book
 from holdfast.store.catalog import Catalog, Holder, Version

@@ -16,8 +16,8 @@ import xxhash
 from msgspec.structs import replace
 
 from holdfast.comms.errors import Mismatch, StaleEpoch
-from holdfast.comms.plane import Handle
-from holdfast.comms.transport import Peer
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import KEPT, Catalog, Holder, Past, Pin, Replica, Shard, Version
 
 REMEMBERED = 16

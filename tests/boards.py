@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast.comms import Communicator
-from holdfast.comms.algorithms.board import Board
-from holdfast.comms.algorithms.direct import DirectTransport
+from holdfast.comms.algorithms.shared_memory.board import Board
+from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 
 ALL_SORTS = (1 << 32) - 1
 """Of large ops: what a rank says in WANTED that would rather read every input where it is."""

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from leaks import Snapshot, settle
 
-from holdfast.harness import LocalCluster, processes
+from holdfast.harness import LocalCluster
+from holdfast.harness.processes import zygote_client as processes
 
 dispositions.restore()
 pytest.register_assert_rewrite("holdfast.harness.conformance")

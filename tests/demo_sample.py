@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 
-from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Life, Note, Outcome, Span, Stage, Step
+from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Life, Note, RunOutcome, Span, Stage, Step
 from holdfast.harness.invariants import Event, examine
 from holdfast.rl.crew import Crew
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
 
 SECONDS = 62.0
 STRUCK = {"trainer-1": 14.2, "generator-0": 26.8, "holder-1": 40.1}
@@ -120,7 +120,7 @@ def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> D
         blows=blows if faults else (),
         notes=(Note(14.2, "trainer-1", "killed with SIGKILL"),) if faults else (),
         findings=tuple(examine(_findings(broken=not passed))),
-        outcome=Outcome(
+        outcome=RunOutcome(
             untrained=0.0,
             before=0.103,
             after=0.907,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.backends import nccl
-from holdfast.backends.nccl import NcclTransport
+from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl.transport import NcclTransport
 from holdfast.comms import HoldfastError
 
 Tensor = torch.Tensor

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast.comms.transport import Peer
-from holdfast.ft import vocabulary as v
-from holdfast.ft.membership import Membership
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.topology import Shape
+from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.topology import Shape
-from holdfast.ft.view import Job, Member, View
 
 Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import HoldfastError, Mismatch, ReduceOp
-from holdfast.comms.algorithms import bruck, cost, doubling, ring, tree
-from holdfast.comms.algorithms.exchange import Exchange
-from holdfast.comms.algorithms.messages import MessageTransport
-from holdfast.comms.liveness import this_process
-from holdfast.comms.transport import Context
-from holdfast.harness.threads import in_threads
+from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, ring, tree
+from holdfast.comms.algorithms.message_passing.exchange import Exchange
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness.cluster.in_threads import in_threads
 
 Tensor = torch.Tensor
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.harness import asv_pages
+from holdfast.harness.asv import pages as asv_pages
 from holdfast.harness.asv.common import RankClock, Ranks
-from holdfast.harness.bench.alone import in_threads, one_rank
-from holdfast.harness.bench.counters import Unavailable, bytecodes, instructions
-from holdfast.harness.bench.counting import count_traffic
+from holdfast.harness.bench.collectives.counters import Unavailable, bytecodes, instructions
+from holdfast.harness.bench.collectives.counting import count_traffic
+from holdfast.harness.bench.overhead.alone import in_threads, one_rank
 
 HERE = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -18,11 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
-from holdfast.harness.bench import recovery, recovery_bound, recovery_peer, rounds, show
+from holdfast.ft.console.console import console
+from holdfast.ft.launch.held_directory import MARKER
 from holdfast.harness.bench.cli import app
-from holdfast.harness.bench.contestants import Arena, missing
-from holdfast.harness.bench.data import START, Array, allocate, count_wrong, fill, pattern
-from holdfast.harness.bench.definitions import (
+from holdfast.harness.bench.collectives import rounds
+from holdfast.harness.bench.collectives.contestants import Arena, missing
+from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.collectives.definitions import (
     OPERATIONS,
     Operation,
     parse_counts,
@@ -30,16 +32,18 @@ from holdfast.harness.bench.definitions import (
     parse_sizes,
     show_size,
 )
-from holdfast.harness.bench.drivers import Call, Driver
-from holdfast.harness.bench.failure import ContestantFailed
-from holdfast.harness.bench.imports import measure
-from holdfast.harness.bench.noise import Noise
-from holdfast.harness.bench.results import Bench, Row, Timing, ratios
-from holdfast.harness.bench.startline import StartLine
-from holdfast.harness.bench.wire import Measure
-from holdfast.harness.bench.worker import Bound, time_ops
-from holdfast.harness.console import console
-from holdfast.harness.folders import MARKER
+from holdfast.harness.bench.collectives.failure import ContestantFailed
+from holdfast.harness.bench.collectives.startline import StartLine
+from holdfast.harness.bench.collectives.wire import Measure
+from holdfast.harness.bench.collectives.worker import Bound, time_ops
+from holdfast.harness.bench.drivers.driver import Call, Driver
+from holdfast.harness.bench.output import show
+from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.bench.output.results import Bench, Row, Timing, ratios
+from holdfast.harness.bench.overhead.imports import measure
+from holdfast.harness.bench.recovery import bound as recovery_bound
+from holdfast.harness.bench.recovery import peer as recovery_peer
+from holdfast.harness.bench.recovery import recovery
 
 
 class Summing(Driver):
@@ -189,14 +193,14 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    from holdfast.harness.bench.wire import Measured
+    from holdfast.harness.bench.collectives.wire import Measured
 
     answers = [Measured([(0, 1000), (0, 5000)], [], 0), Measured([(0, 3000), (0, 2000)], [], 0)]
     assert rounds._slowest(answers, blocks=False) == pytest.approx([3e-6, 5e-6])
 
 
 def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
-    from holdfast.harness.bench.wire import Measured
+    from holdfast.harness.bench.collectives.wire import Measured
 
     good = [Measured([(0, 10)], [], 0), Measured([(5, 11)], [], 0)]
     bad = [Measured([(0, 4)], [], 0), Measured([(5, 11)], [], 0)]
@@ -208,9 +212,9 @@ def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
 
 def _plan(
     ops: tuple[str, ...], everyone: tuple[str, ...], ranks: int = 2, sizes: str = "8,1K", turns: int = 2
-) -> rounds.Plan:
+) -> rounds.BenchPlan:
     ours = tuple(name for name in everyone if name.startswith("holdfast:"))
-    return rounds.Plan(ops, everyone, ours, (ranks,), parse_sizes(sizes), rounds=turns, seconds=0.02)
+    return rounds.BenchPlan(ops, everyone, ours, (ranks,), parse_sizes(sizes), rounds=turns, seconds=0.02)
 
 
 def _refused(bench: Bench) -> set[tuple[str, str]]:

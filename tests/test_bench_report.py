@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.bench import chart, compare, page, pictures
 from holdfast.harness.bench.cli import app
-from holdfast.harness.bench.results import Bench, Failure, Machine, Row, Timing, ratios
+from holdfast.harness.bench.output import chart, compare, page, pictures
+from holdfast.harness.bench.output.results import Bench, Failure, Machine, Row, Timing, ratios
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
 NAMES = ("holdfast:shm", "openmpi", "memcpy")

@@ -13,15 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 from holdfast.comms.errors import PeerFailed
-from holdfast.ft.flight import FlightRecorder, read
-from holdfast.harness.blame.analyse import analyse
-from holdfast.harness.blame.evidence import Evidence, Life, assemble
-from holdfast.harness.blame.jobs import NoSuchJob, locate
-from holdfast.harness.blame.perfetto import trace
+from holdfast.ft.diagnosis.analyse import analyse
+from holdfast.ft.diagnosis.evidence import Evidence, Life
+from holdfast.ft.diagnosis.gathering import assemble
+from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
+from holdfast.ft.diagnosis.perfetto import trace
+from holdfast.ft.telemetry.flight import FlightRecorder, read
 from holdfast.harness.blame.score.cases import KINDS, generated
 from holdfast.harness.blame.score.injected import injected
 from holdfast.harness.blame.score.model import Call, World
-from holdfast.harness.cli import app
+from holdfast.harness.cli.app import app
 
 SUM = Call("all_reduce", torch.empty(4, device="meta"), "sum")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator
-from holdfast.comms.algorithms import channels
-from holdfast.comms.algorithms.channels import Channels
+from holdfast.comms.algorithms.shared_memory import channels
+from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import Mismatch
 from holdfast.harness import LocalCluster
 from tests.boards import board_of

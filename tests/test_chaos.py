@@ -21,24 +21,24 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
+from holdfast.ft.console.words import counted
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos import library
-from holdfast.harness.chaos.checks import EverySampleOnce, OnlyTheStruckLeave, growth
-from holdfast.harness.chaos.compare import compared, load_report
-from holdfast.harness.chaos.measure import percentiles, strikes
-from holdfast.harness.chaos.performance import Raw, Struck
-from holdfast.harness.chaos.planning import Planned, Trigger
-from holdfast.harness.chaos.points import LATE_STEPS
-from holdfast.harness.chaos.record import ChaosReport, Speed, Stage, Strike
-from holdfast.harness.chaos.scenario import Scenario
-from holdfast.harness.chaos.stage import Noted
-from holdfast.harness.chaos.verdict import failures
-from holdfast.harness.chaos.workload import Store
+from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyTheStruckLeave, growth
+from holdfast.harness.chaos.judge.compare import compared, load_report
+from holdfast.harness.chaos.judge.measure import percentiles, strikes
+from holdfast.harness.chaos.judge.page import write_comparison, write_report
+from holdfast.harness.chaos.judge.record import ChaosReport, RecoveryStage, Speed, Strike
+from holdfast.harness.chaos.judge.verdict import failures
+from holdfast.harness.chaos.run.fault_context import Noted
+from holdfast.harness.chaos.run.points import LATE_STEPS
+from holdfast.harness.chaos.run.scenario_run import Raw, Struck
+from holdfast.harness.chaos.scenario import library
+from holdfast.harness.chaos.scenario.planning import Planned, Trigger
+from holdfast.harness.chaos.scenario.scenario import Scenario
+from holdfast.harness.chaos.scenario.workload import Store
 from holdfast.harness.chaos.workloads.store import BODIES
-from holdfast.harness.cli import app
+from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, Event
-from holdfast.harness.report.chaos import write_comparison, write_report
-from holdfast.harness.words import counted
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -248,11 +248,11 @@ def test_what_is_drawn_has_a_legend(killed: Path, tmp_path: Path) -> None:
 
 
 def test_a_slower_run_is_worse() -> None:
-    stage = [Stage("detected", 0.001), Stage("resumed", 0.01)]
+    stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
     strike = Strike(
         number=1, type="kill", words="kill", when="", time=1.0, healed=None, victims=(), step=1, stages=tuple(stage)
     )
-    slower = msgspec.structs.replace(strike, stages=(Stage("detected", 0.001), Stage("resumed", 0.5)))
+    slower = msgspec.structs.replace(strike, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
     assert percentiles([strike])["resumed"].p50 == 0.01
     assert percentiles([strike, slower])["resumed"].worst == 0.5
     assert percentiles([strike, slower, slower])["resumed"].p50 == 0.5
@@ -410,7 +410,9 @@ def test_a_training_of_ones_own_survives(chaos: Any) -> None:
 
 
 def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.harness.chaos.performance.LOOK_SECONDS", 0.5)  # it would be over between two looks
+    monkeypatch.setattr(
+        "holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5
+    )  # it would be over between two looks
     run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
     run.check()
     first, last = run.report.strikes

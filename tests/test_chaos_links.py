@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
-from holdfast.harness.channel import Channel
-from holdfast.harness.chaos.links.client import Links
-from holdfast.harness.chaos.links.policy import BULK, CLEAR, Policy, Rule, combined
-from holdfast.harness.chaos.links.proxy import Direction
-from holdfast.harness.processes import Process, zygote
+from holdfast.harness.links.client import Links
+from holdfast.harness.links.policy import BULK, CLEAR, Policy, Rule, combined
+from holdfast.harness.links.proxy import Direction
+from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.zygote_client import Process, zygote
 
 policies = st.builds(
     Policy,
@@ -211,7 +211,7 @@ def test_the_end_of_a_stream_is_not_corrupted(size: int, headers: bool) -> None:
 
 UNPRIVILEGED = """
 import ctypes, os, socket
-from holdfast.harness.chaos.links import seccomp
+from holdfast.harness.links import seccomp
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process is that was never root

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.register import Register
+from holdfast.ft.membership.view import Job, View
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.view import Job, View
+from holdfast.ft.runtime.register import Register
 from holdfast.harness import chaos
-from holdfast.harness.chaos import library
-from holdfast.harness.chaos.checks import RegisterAwayBreaksNothing
-from holdfast.harness.chaos.registers import EtcdServer, TcpServer
-from holdfast.harness.chaos.scenario import BadScenario, JobSpec, Scenario, parse
-from holdfast.harness.following import Following
+from holdfast.harness.chaos.judge.checks import RegisterAwayBreaksNothing
+from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
+from holdfast.harness.chaos.scenario import library
+from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse
+from holdfast.harness.cluster.view_cache import Following
 from holdfast.harness.invariants import Bounds, Event
 
 AWAY = """
@@ -44,7 +44,7 @@ def parsed(text: str) -> Scenario:
 @pytest.fixture
 def etcd() -> None:
     try:
-        from holdfast.harness.etcd import binary
+        from holdfast.harness.testbed.etcd import binary
 
         binary()
     except (ModuleNotFoundError, HoldfastError) as error:

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.plugins import hookimpl
-from holdfast.comms.registry import plugin_manager
+from holdfast.comms.plugins.registry import plugin_manager
+from holdfast.comms.plugins.spec import hookimpl
 from holdfast.harness import chaos
-from holdfast.harness.chaos import library
 from holdfast.harness.chaos.command import _ids
-from holdfast.harness.chaos.fault_type import fault_types
-from holdfast.harness.chaos.links.breakable import unbreakable
-from holdfast.harness.chaos.locate import line_of
-from holdfast.harness.chaos.planning import encoded, schedule
-from holdfast.harness.chaos.scenario import BadScenario, Scenario, load, parse
-from holdfast.harness.chaos.workload import Python
-from holdfast.harness.job import Job
+from holdfast.harness.chaos.scenario import library
+from holdfast.harness.chaos.scenario.fault_type import fault_types
+from holdfast.harness.chaos.scenario.locate import line_of
+from holdfast.harness.chaos.scenario.planning import encoded, schedule
+from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
+from holdfast.harness.chaos.scenario.workload import Python
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.links.breakable import unbreakable
 
 SMALLEST = """
 title = "nothing happens"
@@ -256,8 +256,8 @@ def test_other_seeds_give_other_schedules() -> None:
 
 def test_another_process_draws_the_same() -> None:
     code = (
-        "from holdfast.harness.chaos import library, schedule\n"
-        "from holdfast.harness.chaos.planning import encoded\n"
+        "from holdfast.harness.chaos.scenario import library; from holdfast.harness.chaos import schedule\n"
+        "from holdfast.harness.chaos.scenario.planning import encoded\n"
         "import sys; sys.stdout.buffer.write(encoded(schedule(library.find('two-at-once'), 11)))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout

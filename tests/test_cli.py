@@ -19,11 +19,11 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from holdfast.harness.cli import app
-from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand
-from holdfast.harness.launch import Plan, launch, python_command
-from holdfast.harness.outputs import check_file
-from holdfast.harness.processes import StartFailed
+from holdfast.ft.console.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand
+from holdfast.ft.console.outputs import check_file
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.harness.cli.app import app
 
 COMMANDS = typer.main.get_group(app)
 COMMAND = Path(sys.executable).parent / "holdfast"
@@ -134,7 +134,7 @@ def test_what_a_command_did_not_expect_ends_with_no_verdict(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("holdfast.harness.bench.imports.measure", fail)
+    monkeypatch.setattr("holdfast.harness.bench.overhead.imports.measure", fail)
     done = said("bench", "imports")
     assert done.exit_code == status
     assert str(error) in done.stderr
@@ -250,7 +250,7 @@ def test_backends_as_json() -> None:
 BROKEN = {"broken_plugin.py": "raise RuntimeError('cannot work')"}
 ABSENT = {
     "absent_plugin.py": """
-        from holdfast.comms.plugins import API_VERSION, BackendInfo, Capabilities, Unavailable, hookimpl
+        from holdfast.comms.plugins.spec import API_VERSION, BackendInfo, Capabilities, Unavailable, hookimpl
 
         @hookimpl
         def holdfast_backends():
@@ -530,7 +530,7 @@ def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
     """The exit status of a job of one rank that goes on after its steps."""
     path = tmp_path / "script.py"
     path.write_text(STEPS + textwrap.dedent(after_the_steps))
-    return launch(Plan(python_command(str(path), [str(tmp_path)]), 1, **plan))
+    return launch(LaunchPlan(python_command(str(path), [str(tmp_path)]), 1, **plan))
 
 
 def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
@@ -545,7 +545,7 @@ def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not of the job's last view, or stopped, is given hardly any time after its end."""
-    monkeypatch.setattr("holdfast.harness.launch.GRACE", 0.2)
+    monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -594,7 +594,7 @@ def test_run_ends_what_a_dead_rank_had_started(tmp_path: Path, capsys: pytest.Ca
         os.kill(os.getpid(), {end})
         """,
     )
-    assert launch(Plan(python_command(str(path), ()), 1)) == 1
+    assert launch(LaunchPlan(python_command(str(path), ()), 1)) == 1
     output = capsys.readouterr().out
     assert "was ended by" in output
     child = int(output.split("child ")[1].split()[0])

@@ -18,8 +18,9 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
-from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout, processes
-from holdfast.harness.failures import pack_error, rank_failure, unpack_error
+from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
+from holdfast.harness.cluster.errors import pack_error, rank_failure, unpack_error
+from holdfast.harness.processes import zygote_client as processes
 
 
 class Custom(Exception):
@@ -331,7 +332,7 @@ def test_a_rank_takes_the_processes_that_it_started_with_it() -> None:
 
 PARENT = """
     import sys, time
-    from holdfast.harness import LocalCluster, processes
+    from holdfast.harness import LocalCluster; from holdfast.harness.processes import zygote_client as processes
     cluster = LocalCluster(2)
     print(*cluster.run(lambda comm: __import__("os").getpid()), processes.zygote_pid(), flush=True)
     time.sleep(600)

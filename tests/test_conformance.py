@@ -16,7 +16,7 @@ PLUGIN = Path(__file__).parent.parent / "examples" / "plugin-backend"
 def conformance(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`holdfast conformance ...`, in a folder that has nothing to do with this project's tests."""
     environ = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
-    command = [sys.executable, "-m", "holdfast.harness.cli", "conformance", *arguments]
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "conformance", *arguments]
     return subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -34,8 +34,8 @@ def test_a_backend_that_passes_gives_status_0_and_every_outcome_as_json() -> Non
 def test_a_backend_that_breaks_a_promise_fails(tmp_path: Path) -> None:
     (tmp_path / "forgetful.py").write_text(
         "from dataclasses import replace\n"
-        "from holdfast.backends import inproc\n"
-        "from holdfast.comms.plugins import hookimpl\n"
+        "from holdfast.backends.inproc import transport as inproc\n"
+        "from holdfast.comms.plugins.spec import hookimpl\n"
         "class Forgetful(inproc.InprocTransport):\n"
         "    def broadcast(self, tensor, src, deadline):\n"
         "        super().broadcast(tensor.clone(), src, deadline)\n"

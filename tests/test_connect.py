@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends.gloo import _CONNECT_SECONDS
+from holdfast.backends.gloo.transport import _CONNECT_SECONDS
 from holdfast.comms.connect import connect_members
-from holdfast.comms.liveness import this_process
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 
 
@@ -112,7 +112,7 @@ def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
 
 def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
     from holdfast.comms.connect import choose_backend
-    from holdfast.comms.liveness import this_process
+    from holdfast.comms.transport.liveness import this_process
 
     here = this_process()
     there = Peer("another host", 1, 1)
@@ -217,7 +217,7 @@ def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path, odd: dict[
 
 def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
     from holdfast.comms.connect import connect_members
-    from holdfast.comms.liveness import this_process
+    from holdfast.comms.transport.liveness import this_process
 
     stranger = Peer(this_process().host, 2**22, 1)
     with pytest.raises(comms.Unsupported):
@@ -257,7 +257,7 @@ def test_who_connects_with_a_rank_that_dies_is_told_at_once(process_backend: str
 def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) -> None:
     with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
         outcomes = cluster.outcomes(
-            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.run_interruptible"
+            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.transport.run_interruptible"
         )
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
 
@@ -414,7 +414,7 @@ INTERRUPTED = """
 import faulthandler, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from holdfast import comms
-from holdfast.comms.liveness import this_process
+from holdfast.comms.transport.liveness import this_process
 
 faulthandler.dump_traceback_later(60, exit=True)
 comms.backends()  # what is imported now is not imported when the signal comes

@@ -1,4 +1,4 @@
-"""What the command prints: others' text as it is, on any terminal, in any encoding (`harness/console.py`)."""
+"""What the command prints: others' text as it is, on any terminal, in any encoding (`ft/console/console.py`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.harness.chaos.compare import Row
+from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
+from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
+from holdfast.ft.console.visible import visible, visible_but_colours
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.judge.compare import Row
 from holdfast.harness.chaos.show import comparison
-from holdfast.harness.console import FoldingTable, console, panel, print_json, styled, working
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Finding, GateReport
 from holdfast.harness.gate.show import show as show_gate
-from holdfast.harness.output import LONGEST_LINE, LineSplitter
-from holdfast.harness.visible import visible, visible_but_colours
-from holdfast.harness.words import counted
 
 # -- control characters
 
@@ -210,7 +210,7 @@ HARNESS = Path(__file__).parents[1] / "harness"
 
 
 def offences(source: str) -> Iterator[str]:
-    """What a file of the harness must not do with rich: see `harness/console.py`."""
+    """What a file of the harness must not do with rich: see `ft/console/console.py`."""
     tree = ast.parse(source)
     documentation = {
         id(node.body[0].value)

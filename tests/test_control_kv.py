@@ -18,7 +18,7 @@ import torch.distributed as dist
 from children import children
 
 from holdfast.comms.errors import OpTimeout, Revoked
-from holdfast.comms.keys import KeyRefused, create_key, load_key
+from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import ConnectionLost, KeyTimeout, RemoteError
 from holdfast.ft.control.kv import ControlStore, KeyValue, RemoteTable, Table, handlers
 from holdfast.ft.control.rpc import RpcClient, RpcServer

@@ -21,18 +21,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast import comms
 from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
-from holdfast.comms.plane import MemoryPlane
+from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
-from holdfast.ft.copies.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
-from holdfast.ft.copies.leaves import Layout, Leaf, _cuts, _placements
-from holdfast.ft.copies.mesh import Mesh, all_ranks, box_of, shape_of
-from holdfast.ft.copies.restoring import assemble, choose, complete_size, needed
-from holdfast.ft.copies.shelf import Shelf, shifts
-from holdfast.ft.gradients import ShardSums
+from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
+from holdfast.ft.state.gradients import ShardSums
+from holdfast.ft.state.leaves import Layout, Leaf, _cuts, _placements
+from holdfast.ft.state.mesh import Mesh, all_ranks, box_of, shape_of
+from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
+from holdfast.ft.state.shelf import Shelf, shifts
 from holdfast.harness import LocalCluster
+from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.job import Job
-from holdfast.harness.processes import zygote
+from holdfast.harness.processes.zygote_client import zygote
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 6

@@ -19,7 +19,7 @@ from rich.console import Console
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.harness.demo.display import LivePanel, PlainLines
 from holdfast.harness.demo.faults import Restored, Struck
-from holdfast.harness.demo.plan import Plan, check_backend
+from holdfast.harness.demo.plan import DemoPlan, check_backend
 from holdfast.harness.demo.record import DemoRun, Evaluation
 from holdfast.harness.demo.recorder import Recorder
 from holdfast.harness.demo.recovery import blows, complete
@@ -36,7 +36,7 @@ from holdfast.rl.happenings import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
 from holdfast.rl.units import Unit
 
 STAGES = {
@@ -47,7 +47,7 @@ STAGES = {
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "holdfast.harness.cli", "demo", *arguments]
+    return [sys.executable, "-m", "holdfast.harness.cli.app", "demo", *arguments]
 
 
 def processes_of(parent: int) -> list[int]:
@@ -197,11 +197,11 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path: Path, a
 
 
 def test_faults_are_spread_over_the_run() -> None:
-    plan = Plan(recipe=Recipe(steps=1001), backend="shm").with_faults()
+    plan = DemoPlan(recipe=Recipe(steps=1001), backend="shm").with_faults()
     assert [(strike.victim, strike.step) for strike in plan.strikes] == [
         ("trainer", 250), ("generator", 500), ("holder", 750)
     ]  # fmt: skip
-    assert all(strike.step == 0 for strike in Plan(recipe=Recipe(steps=1), backend="shm").with_faults().strikes)
+    assert all(strike.step == 0 for strike in DemoPlan(recipe=Recipe(steps=1), backend="shm").with_faults().strikes)
 
 
 def test_only_backends_that_connect_processes_will_do() -> None:
@@ -277,7 +277,7 @@ def a_run_so_far() -> Recorder:
 def test_a_watcher_sees_how_it_goes(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
-    plan = Plan(recipe=Recipe(steps=10), backend="shm")
+    plan = DemoPlan(recipe=Recipe(steps=10), backend="shm")
     display = LivePanel(console, plan) if terminal else PlainLines(console, plan)
     recorder = a_run_so_far()
     display.refresh(recorder)

@@ -18,23 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import OpTimeout
-from holdfast.comms.liveness import HOST, is_stopped, this_host, this_process
-from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, hookimpl
-from holdfast.comms.registry import InvalidPlugin, Registry
-from holdfast.comms.transport import Peer
+from holdfast.comms.plugins.registry import InvalidPlugin, Registry
+from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import HOST, is_stopped, this_host, this_process
 from holdfast.ft import Session
-from holdfast.ft import vocabulary as v
 from holdfast.ft.detectors import plugin as own_detectors
-from holdfast.ft.detectors.detector import Detector, Surroundings
-from holdfast.ft.detectors.observing import NOBODY_LISTENS, Observing
-from holdfast.ft.detectors.progressing import Progressing
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.observers import NOBODY_LISTENS, Observing
+from holdfast.ft.detectors.partition import Condemned, CutOff, Observers, Resign, Verdict
+from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
+from holdfast.ft.detectors.progress import Progressing
+from holdfast.ft.detectors.stragglers import OpPosition, Progress
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.observers import Condemned, CutOff, Observers, Resign, Verdict
-from holdfast.ft.processes import ProcessWatch, cpu_ticks
-from holdfast.ft.progress import Place, Progress
-from holdfast.ft.pulse import Pulse, PulseReader
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.view import Job, Member, View
 from holdfast.harness import LocalCluster
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
@@ -167,10 +167,18 @@ def _ignore(*words: object, **fields: object) -> None: ...
 
 def surroundings(
     view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[v.Event], None] = _ignore
-) -> Surroundings:
+) -> DetectorContext:
     """Those of the first member."""
-    return Surroundings(
-        view.members[0], TIMES, loop, tell, _ignore, _ignore, _ignore, lambda: Place(3, 0, False), lambda who: False
+    return DetectorContext(
+        view.members[0],
+        TIMES,
+        loop,
+        tell,
+        _ignore,
+        _ignore,
+        _ignore,
+        lambda: OpPosition(3, 0, False),
+        lambda who: False,
     )
 
 
@@ -202,9 +210,9 @@ def progress(ticks: dict[int, int]) -> Progress:
 def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words: str) -> None:
     ticks = {101: 50, 102: 0}
     mine = progress(ticks)
-    mine.here(Place(3, 7, True), 0.0)
-    mine.there("p1", Place(3, 6, False))
-    mine.there("p2", Place(3, 7, True))
+    mine.here(OpPosition(3, 7, True), 0.0)
+    mine.there("p1", OpPosition(3, 6, False))
+    mine.there("p2", OpPosition(3, 7, True))
     assert mine.look(0.4) == ()
     assert mine.look(0.5) == (), "the first look only notes the processor time"
     ticks[101] += moves
@@ -217,17 +225,17 @@ def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words:
 
 def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
     mine = progress({})
-    mine.there("p1", Place(3, 2, False))
-    mine.here(Place(3, 7, False), 0.0)
+    mine.there("p1", OpPosition(3, 2, False))
+    mine.here(OpPosition(3, 7, False), 0.0)
     assert mine.look(60.0) == ()
-    mine.here(Place(2, 7, True), 60.0)
+    mine.here(OpPosition(2, 7, True), 60.0)
     assert mine.look(120.0) == (), "it is in an older epoch"
 
 
 def test_a_place_of_another_epoch_says_nothing() -> None:
     mine = progress({101: 0})
-    mine.here(Place(3, 7, True), 0.0)
-    mine.there("p1", Place(2, 1, False))
+    mine.here(OpPosition(3, 7, True), 0.0)
+    mine.there("p1", OpPosition(2, 1, False))
     assert mine.look(1.0) == mine.look(2.0) == ()
 
 
@@ -236,7 +244,7 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
     meanwhile some did come, and say so with their next heartbeat.
     """
     view, told = view_of("AAAA"), list[v.Event]()
-    around = Surroundings(
+    around = DetectorContext(
         view.members[0],
         TIMES,
         asyncio.new_event_loop(),
@@ -244,20 +252,20 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
         _ignore,
         _ignore,
         _ignore,
-        lambda: Place(3, 5001, False),
+        lambda: OpPosition(3, 5001, False),
         lambda who: False,
     )
     around.loop.close()
     detector = Progressing(around)
     detector.follow(view, view.members[1:])
     for rank in (1, 2, 3):
-        detector.placed(f"p{rank}", Place(3, 4000, False))
+        detector.placed(f"p{rank}", OpPosition(3, 4000, False))
     late = OpTimeout("barrier", 5001, 0.05)
     late.communicator, late.joint = "job", joint
     detector.failed(view, late, 10.0)
     assert told == []
     for rank in came:
-        detector.placed(f"p{rank}", Place(3, 5001, False))
+        detector.placed(f"p{rank}", OpPosition(3, 5001, False))
     detector.look(10.0 + TIMES.suspect)
     detector.look(10.1 + TIMES.suspect)
     return told
@@ -281,7 +289,7 @@ def test_an_op_that_is_not_of_all_ranks_says_nothing_of_who_is_behind() -> None:
 def test_a_pulse_can_be_read_while_its_process_is_stopped_and_is_gone_with_it() -> None:
     def body(pipe: Connection) -> None:
         pulse = Pulse()
-        pulse.beat(123.5, Place(4, 17, True))
+        pulse.beat(123.5, OpPosition(4, 17, True))
         pipe.send((pulse.fd, this_process()))
         pipe.recv()
 
@@ -290,7 +298,7 @@ def test_a_pulse_can_be_read_while_its_process_is_stopped_and_is_gone_with_it() 
         fd, peer = child.hear()
         child.stop()
         reader = PulseReader(peer, fd)
-        assert reader.read() == (123.5, Place(4, 17, True))
+        assert reader.read() == (123.5, OpPosition(4, 17, True))
         assert is_stopped(child.pid)
         reader.close()
         with pytest.raises(OSError):
@@ -430,7 +438,7 @@ class Counting(Detector):
 
     fails_at = 0
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DetectorContext) -> None:
         super().__init__(surroundings)
         self.beats, self.closed = 0, False
 
@@ -450,7 +458,7 @@ class Failing(Counting):
 def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     made: list[Counting] = []
 
-    def make(kind: type[Counting]) -> Callable[[Surroundings], Detector]:
+    def make(kind: type[Counting]) -> Callable[[DetectorContext], Detector]:
         return lambda surroundings: made.append(kind(surroundings)) or made[-1]
 
     def broken(*_: object) -> Any:

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from test_control import mutated
 
 from holdfast.comms.errors import CorruptData, OpTimeout
-from holdfast.comms.liveness import this_process
-from holdfast.comms.registry import registry
-from holdfast.comms.transport import Peer
-from holdfast.ft.detectors.detector import Surroundings
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.progress import Place
-from holdfast.ft.pulse import Pulse, PulseReader
+from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.view import Job, Member, View
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
 ME = this_process()
@@ -50,7 +50,7 @@ class Listening:
         self.said: list[tuple[str | None, bytes]] = []
         self.told: list[Any] = []
         self._loop = asyncio.new_event_loop()
-        surroundings = Surroundings(
+        surroundings = DetectorContext(
             me=MEMBERS[rank],
             timeouts=TIMES,
             loop=self._loop,
@@ -58,7 +58,7 @@ class Listening:
             stop=self.told.append,
             resign=self.told.append,
             note=lambda kind, **fields: self.told.append((kind, fields)),
-            place=lambda: Place(3, 7, True),
+            place=lambda: OpPosition(3, 7, True),
             lost=lambda member: False,
         )
         infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
@@ -104,7 +104,9 @@ def sayings() -> list[bytes]:
     """One of everything that detectors say."""
     with listening() as speaker:
         speaker.detectors.linked("p1")
-        speaker.parts["progress"].surroundings.send_all(speaker.parts["progress"]._say(Place(3, 6, True), asking=True))
+        speaker.parts["progress"].surroundings.send_all(
+            speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True)
+        )
         speaker.parts["heartbeat"].surroundings.send_all(msgspec.msgpack.encode(["p2", "p3"]))
         speaker.detectors.failed(VIEW, OpTimeout("all_reduce", 1, 5.0, (2,)))
         return [body for _, body in speaker.said]
@@ -212,9 +214,9 @@ def test_a_number_that_stands_for_a_fifo_that_nobody_writes_is_not_waited_for(tm
 def test_our_own_page_can_be_opened() -> None:
     pulse = Pulse()
     try:
-        pulse.beat(1.5, Place(3, 7, True))
+        pulse.beat(1.5, OpPosition(3, 7, True))
         reader = PulseReader(this_process(), pulse.fd)
-        assert reader.read() == (1.5, Place(3, 7, True))
+        assert reader.read() == (1.5, OpPosition(3, 7, True))
         reader.close()
     finally:
         pulse.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, HoldfastError, Mismatch, Recv, Send
-from holdfast.comms.tensors import DTYPES
+from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 
 pytestmark = pytest.mark.usefixtures("_unchecked")

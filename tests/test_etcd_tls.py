@@ -12,7 +12,7 @@ import requests
 
 from holdfast.ft.registers import RegisterAway, open_cell
 from holdfast.ft.registers.etcd_access import Unauthorised, parse
-from holdfast.harness.etcd import Certificates, EtcdCluster
+from holdfast.harness.testbed.etcd import Certificates, EtcdCluster
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from holdfast.harness.bench.evictions import HOGS, measure
+from holdfast.harness.bench.recovery.evictions import HOGS, measure
 
 
 def test_slow_ranks_on_too_few_cores_are_left_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, RegionGone, memory
-from holdfast.comms.exposed import ExposedMemory
+from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.harness import LocalCluster
 
 COUNT = 1 << 16

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, PersistentCall, RequestCall
-from holdfast.comms.plugins import OpEvent, hookimpl
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.harness import LocalCluster
 
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")

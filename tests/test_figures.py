@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.harness import figures
+from holdfast.harness.bench import figures
 
 DOCS = Path(__file__).parents[1] / "docs"
 

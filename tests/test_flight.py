@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.ft.flight import BadRecording, FlightRecorder, State, Status, find, layout, open_recorder, read
-from holdfast.ft.flight.reader import decode
+from holdfast.ft.telemetry.flight import BadRecording, FlightRecorder, State, Status, find, layout, open_recorder, read
+from holdfast.ft.telemetry.flight.reader import decode
 from holdfast.harness import LocalCluster
 
 TENSOR = torch.ones(2, 3)

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.backends.gloo_sockets import listens, name_of, sockets
+from holdfast.backends.gloo.sockets import listens, name_of, sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
-from holdfast.ft import metrics_server as served
 from holdfast.ft.control.rpc import RpcClient, RpcServer
+from holdfast.ft.telemetry import metrics_server as served
 from holdfast.harness import LocalCluster
 
 KNOWN = {"key": b"k" * 32, "job": "job"}

@@ -1,4 +1,4 @@
-"""A folder is held as long as its owner lives, and removed by the next one after that (`harness/folders.py`)."""
+"""A folder is held as long as its owner lives, then the next one removes it (`ft/launch/held_directory.py`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.harness import LocalCluster, folders
-from holdfast.harness.folders import HeldFolder
-from holdfast.harness.launch import Plan, launch, python_command
+from holdfast.ft.launch import held_directory as folders
+from holdfast.ft.launch.held_directory import HeldFolder
+from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.harness import LocalCluster
 
 OWNER = """
 import sys
 from pathlib import Path
-from holdfast.harness.folders import HeldFolder
+from holdfast.ft.launch.held_directory import HeldFolder
 
 folder = HeldFolder("job-", Path(sys.argv[1]))
 (folder.path / "segment").write_bytes(b"memory")
@@ -118,7 +119,7 @@ def test_a_private_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, n
 def test_nothing_that_a_job_writes_is_for_others_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text("from holdfast import ft\nwith ft.Session() as session:\n    list(session.steps(0))\n")
-    launch(Plan(python_command(str(script), []), 1), logs)
+    launch(LaunchPlan(python_command(str(script), []), 1), logs)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (logs, *logs.iterdir())}
     assert len(modes) > 1
     assert not [name for name, mode in modes.items() if mode & 0o077], modes

@@ -25,7 +25,7 @@ def run_without(calls: list[str], code: str, *arguments: str) -> str:
 
 
 _STATUS = """
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
 from holdfast.ft.detectors.plugin import _kernel
 print(registry().backend("shm").status)
 print(registry().backend("gloo").status)

@@ -17,7 +17,8 @@ import torch
 from children import Child
 
 from holdfast import comms
-from holdfast.comms import Communicator, UsedAfterFork, Work, forks
+from holdfast.comms import Communicator, UsedAfterFork, Work
+from holdfast.comms.system import forks
 from holdfast.ft import Session
 from holdfast.ft.control.rpc import RpcClient, RpcServer
 from holdfast.harness import LocalCluster

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from waiting import eventually
 
 from holdfast.comms import reproducible
-from holdfast.harness.cli import app
+from holdfast.harness.cli.app import app
 from holdfast.harness.gate.calibrate import calibrate
 from holdfast.harness.gate.decide import Rule, Verdict, decide, paired_ratio, t_cdf, t_quantile
 from holdfast.harness.gate.gate import Comparison, Course, Finding, GateReport, chosen, cluster
@@ -163,7 +163,7 @@ def test_sigterm_ends_it_with_nothing_left_behind(repository: Path, tmp_path: Pa
     own = tmp_path / "temporary"
     own.mkdir()
     (repository / "setup.py").write_text("import time; time.sleep(60)\n")  # it is being compiled when the signal comes
-    command = [sys.executable, "-m", "holdfast.harness.cli", "gate", str(repository), str(repository)]
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "gate", str(repository), str(repository)]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(own)}, stderr=subprocess.DEVNULL)
     eventually(lambda: any(own.glob("holdfast-gate-*/base/tree/setup.py")), 60.0)
     process.terminate()
@@ -203,7 +203,7 @@ def _copy(into: Path) -> Path:
 def test_it_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
-    execution = _copy(slow) / "comms" / "execution.py"
+    execution = _copy(slow) / "comms" / "execution" / "executor.py"
     code = execution.read_text()
     head = "    def issue("
     assert head in code

@@ -16,12 +16,13 @@ from children import Child, children
 from waiting import eventually
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
-from holdfast.comms.keys import KeyRefused, create_key
-from holdfast.ft import Attempt, Session, Timeouts, faultpoints, joining
+from holdfast.comms.system.keys import KeyRefused, create_key
+from holdfast.ft import Attempt, Session, Timeouts, faultpoints
+from holdfast.ft import settings as joining
 from holdfast.ft.control.errors import WrongKey
-from holdfast.ft.copies.fetching import BLOCK
-from holdfast.ft.register import Register
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.state.fetching import BLOCK
 
 QUICK = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=2.0)
 

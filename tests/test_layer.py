@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.comms.errors import Unsupported
-from holdfast.harness.bench.layer import HOLDFAST, WAYS, run, table
+from holdfast.harness.bench.overhead.layer import HOLDFAST, WAYS, run, table
 
 
 @pytest.mark.parametrize("backend", sorted(WAYS))

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.comms.liveness import Liveness, started, stopped, this_host, this_process
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import Liveness, started, stopped, this_host, this_process
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.backends.gloo_errors import meaning_of
+from holdfast.backends.gloo.errors import meaning_of
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
 from holdfast.comms.errors import describe
-from holdfast.comms.local_causes import exhausted, local_cause, not_openable, unreadable
+from holdfast.comms.system.local_causes import exhausted, local_cause, not_openable, unreadable
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 

@@ -21,14 +21,16 @@ import torch
 from children import Child, children
 from mappings import needs_huge_pages, said_of
 
-from holdfast.backends import block_copy, inproc_memory, process_memory, shm_memory
+from holdfast.backends.common import block_copy, process_memory
+from holdfast.backends.common.region_table import Address
+from holdfast.backends.inproc import memory_plane as inproc_memory
 from holdfast.backends.nixl import plane as nixl_plane
 from holdfast.backends.nixl.agent import Agent
-from holdfast.backends.region_table import Address
-from holdfast.backends.ucx import memory as ucx_memory
+from holdfast.backends.shm import memory_plane as shm_memory
+from holdfast.backends.ucx import memory_plane as ucx_memory
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.plane import Handle, MemoryPlane, memory
-from holdfast.comms.plugins import Available
+from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
+from holdfast.comms.plugins.spec import Available
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": inproc_memory.open_plane,
@@ -558,7 +560,7 @@ def test_a_writer_stopped_in_the_middle_of_a_block_does_not_hold_close_up_for_ev
         pipe.send("locked")
         pipe.recv()
 
-    monkeypatch.setattr("holdfast.backends.region_table.WRITER_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.backends.common.region_table.WRITER_SECONDS", 0.2)
     with shm_memory.open_plane() as plane:
         region = plane.expose(torch.zeros(8), writable=True)
         child = start(writer, Address.decode(region.handle.address).descriptor)

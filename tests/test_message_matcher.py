@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Mismatch, OpTimeout, PeerFailed
-from holdfast.comms.torchdist.message_matcher import Expected, Header, MessageMatcher
+from holdfast.comms.torchdist.p2p.message_matcher import Expected, Header, MessageMatcher
 
 SENDERS, TAGS = (0, 1), (0, 1, 2)
 

@@ -17,8 +17,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.events import EventLog
-from holdfast.ft.metrics import Metrics, OpTally, ports
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.metrics import Metrics, OpTally, ports
 from holdfast.harness import LocalCluster
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -54,7 +54,7 @@ def _train(session: Any, scraped_at: int) -> Samples:
 def _events(session: Any) -> list[dict[str, Any]]:
     from pathlib import Path
 
-    from holdfast.harness.contract import read_events
+    from holdfast.ft.telemetry.event_reader import read_events
 
     events = read_events(Path(os.environ["HOLDFAST_LOG_DIR"]))
     return [event for event in events if event["process"] == session.identity]
@@ -137,8 +137,8 @@ def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: 
     (tmp_path / "there").mkdir()
     text = """
 import sys, urllib.request
-from holdfast.ft.events import EventLog
-from holdfast.ft.metrics import Metrics, OpTally
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.metrics import Metrics, OpTally
 events = EventLog("p0")
 metrics = Metrics("0", "job", events, OpTally(None), lambda: 0)
 events.emit("committed", step=3, epoch=1, how="normal")

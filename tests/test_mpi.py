@@ -27,18 +27,18 @@ from holdfast.comms import (
     Revoked,
     Unsupported,
 )
-from holdfast.comms.plugins import OpEvent, hookimpl
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft import Session
+from holdfast.ft.launch.launchers import launch
+from holdfast.ft.launch.mpirun import mpirun_path
 from holdfast.harness import LocalCluster
-from holdfast.harness.launching import launch
-from holdfast.harness.mpirun import mpirun_path
-from holdfast.harness.outcomes import Outcome
+from holdfast.harness.cluster.results import RankResult
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
 
 
-def survivors(outcomes: list[Outcome], dead: int) -> list[object]:
+def survivors(outcomes: list[RankResult], dead: int) -> list[object]:
     """What the ranks returned that were not killed; fails with the first of their errors."""
     rest = [outcome for outcome in outcomes if outcome.rank != dead]
     for outcome in rest:

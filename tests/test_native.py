@@ -15,9 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import ReduceOp, _native
-from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.tensors import DTYPES, packed, plain, span
+from holdfast.comms import ReduceOp, _native, arithmetic
+from holdfast.comms.tensors.packing import DTYPES, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 LATE = -2

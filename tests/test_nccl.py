@@ -25,15 +25,24 @@ from hypothesis import strategies as st
 from like_nccl import OnTheHost
 
 from holdfast import comms
-from holdfast.backends import nccl, rccl
-from holdfast.backends.device_reduction import carried, combine
-from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, ReduceOp, Unsupported
-from holdfast.comms.algorithms import arithmetic
-from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
-from holdfast.comms.plugins import Unavailable
-from holdfast.comms.transport import Context
+from holdfast.backends.nccl import rccl
+from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl.device_reduction import carried, combine
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    HoldfastError,
+    OpTimeout,
+    PeerFailed,
+    ReduceOp,
+    Unsupported,
+    arithmetic,
+)
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.plugins.spec import Unavailable
+from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from holdfast.harness.threads import in_threads
+from holdfast.harness.cluster.in_threads import in_threads
 
 Tensor = torch.Tensor
 NAMES: tuple[Any, ...] = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")

@@ -22,13 +22,15 @@ import torch.distributed as dist
 from like_nccl import LikeNccl, OnTheHost
 from waiting import eventually
 
-from holdfast.backends import cuda_devices, nccl, nccl_settings, streams
-from holdfast.backends.grouped_calls import _this_thread
+from holdfast.backends.nccl import cuda_devices, streams
+from holdfast.backends.nccl import settings as nccl_settings
+from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl.grouped_calls import _this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
-from holdfast.comms.arguments import Arguments
-from holdfast.comms.plugins import Available
-from holdfast.comms.registry import registry
-from holdfast.comms.transport import Peer
+from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Available
+from holdfast.comms.transport.base import Peer
 
 
 class Recording:

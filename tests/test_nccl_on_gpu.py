@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends import nccl
+from holdfast.backends.nccl import transport as nccl
 from holdfast.comms import Communicator, HoldfastError
 from holdfast.harness import LocalCluster
 
@@ -80,7 +80,7 @@ def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_work
 @needs_a_gpu
 def test_gpu_a_process_that_has_probed_can_fork_children_that_use_cuda() -> None:
     program = (
-        "import os, torch\nfrom holdfast.comms.registry import registry\n"
+        "import os, torch\nfrom holdfast.comms.plugins.registry import registry\n"
         "print([str(registry().backend(each).status) for each in ('nccl', 'rccl')])\n"
         "child = os.fork()\nif child == 0:\n    torch.ones(2, device='cuda').sum().item()\n    os._exit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"

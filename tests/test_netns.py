@@ -19,14 +19,14 @@ from test_session import SHARDS, Tally
 
 from holdfast.comms import OpTimeout, StaleEpoch
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness import netns
-from holdfast.harness.channel import Channel
-from holdfast.harness.contract import LocalContract
-from holdfast.harness.etcd import EtcdCluster
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.netns import Entry, Network
-from holdfast.harness.processes import Process, zygote
+from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.testbed import netns
+from holdfast.harness.testbed.etcd import EtcdCluster
+from holdfast.harness.testbed.netns import Entry, Network
 
 pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from test_control import mutated
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.liveness import this_process
-from holdfast.ft import notices
-from holdfast.ft import vocabulary as v
-from holdfast.ft.change import Change
-from holdfast.ft.notices import Notice
-from holdfast.ft.view import Job, Member, View
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view_delta import ViewDelta
+from holdfast.ft.runtime import messages as notices
+from holdfast.ft.runtime.messages import Notice
 
 ME = Member("p0", "x:1", this_process())
 VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
-CHANGE = Change(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
+CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
 
 words, epochs = st.text(max_size=20), st.integers(1, 2**62)
 deaths = st.lists(st.builds(v.Death, words, words), max_size=4).map(tuple)

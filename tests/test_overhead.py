@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.harness.bench.overhead import VARIANTS, run, table
+from holdfast.harness.bench.overhead.overhead import VARIANTS, run, table
 
 
 def test_every_part_is_measured() -> None:

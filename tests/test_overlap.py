@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Recv, Send
-from holdfast.comms.overlap import check_outputs
+from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.harness import LocalCluster
 
 Tensor = torch.Tensor

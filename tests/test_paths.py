@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_architecture import ROOT, modules
 
 from holdfast import comms
-from holdfast.comms.algorithms import tuning
-from holdfast.comms.paths import bind_unix, connect_unix, path_of, url_of
+from holdfast.comms.algorithms.message_passing import tuning
+from holdfast.comms.system.paths import bind_unix, connect_unix, path_of, url_of
 from holdfast.ft.registers import open_cell
 from holdfast.harness import LocalCluster
 
@@ -85,9 +85,9 @@ def test_only_one_helper_makes_the_addresses_of_unix_sockets_and_the_urls_of_fil
     for path in modules():
         text = (ROOT / path).read_text()
         if re.search(r"""f["'](sqlite|file)://""", text):
-            wrong.append(f"{path}: use holdfast.comms.paths.url_of")
+            wrong.append(f"{path}: use holdfast.comms.system.paths.url_of")
         if "AF_UNIX" in text and re.search(r"\.(bind|connect)\((str\(|address|path|self\._path)", text):
-            wrong.append(f"{path}: use holdfast.comms.paths.bind_unix and connect_unix")
+            wrong.append(f"{path}: use holdfast.comms.system.paths.bind_unix and connect_unix")
     assert not wrong, "\n".join(wrong)
 
 
@@ -111,7 +111,7 @@ def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_na
     script = folder / "job.py"
     script.write_text(JOB)
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.harness.cli", "run", "-n", "2", "--backend", backend, str(script)],
+        [sys.executable, "-m", "holdfast.harness.cli.app", "run", "-n", "2", "--backend", backend, str(script)],
         env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")},
         capture_output=True,
         text=True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.comms.plugins import Unavailable
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Unavailable
 from holdfast.harness.conformance.planes import *  # noqa: F403
 
 

@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, OpEvent, Unavailable, hookimpl
-from holdfast.comms.registry import InvalidPlugin, Registry, registry
+from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
+from holdfast.comms.plugins.spec import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    OpEvent,
+    Unavailable,
+    hookimpl,
+)
 
 GOOD = BackendInfo(
     name="mine",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mappings import needs_huge_pages, said_of
 
-from holdfast.backends.process_memory import HUGE_PAGE, put_on_huge_pages
+from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 
 pytestmark = needs_huge_pages
 

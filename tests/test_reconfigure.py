@@ -25,7 +25,7 @@ class Group:
     """The default process group of one rank, and a store to tell handles in."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
-        from holdfast.comms.torchdist import trampoline
+        from holdfast.comms.torchdist import device_backend as trampoline
 
         asked: Any = {"enable_reconfigure": True} if trampoline.AVAILABLE else {}
         torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.comms import Communicator, ReduceOp, Send, collectives
 from holdfast.comms.errors import HoldfastError, Unsupported
-from holdfast.comms.transport import Transport
+from holdfast.comms.transport.base import Transport
 from holdfast.harness import LocalCluster
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import Revoked
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
-from holdfast.ft import vocabulary as v
-from holdfast.ft.asking import Asking
-from holdfast.ft.meeting import SharedTable
-from holdfast.ft.register import Register
+from holdfast.ft.membership import events as v
 from holdfast.ft.registers import RegisterBusy
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.runtime.register_client import RegisterClient
+from holdfast.ft.runtime.rendezvous_table import SharedTable
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 
@@ -63,7 +63,7 @@ def test_an_event_loop_goes_on_while_the_register_is_busy(register: Register, tm
 
     async def propose(pool: ThreadPoolExecutor) -> None:
         nonlocal ticks
-        asking = Asking(register, pool, 10.0, answers.append, answers.append)
+        asking = RegisterClient(register, pool, 10.0, answers.append, answers.append)
         with held(tmp_path / "job.sqlite"):
             began = time.monotonic()
             asking.propose(0, VIEW)
@@ -85,7 +85,7 @@ def test_a_busy_register_is_given_up_in_time(register: Register, tmp_path: Path)
     answers: list[Any] = []
 
     async def propose(pool: ThreadPoolExecutor) -> None:
-        asking = Asking(register, pool, 0.2, answers.append, answers.append)
+        asking = RegisterClient(register, pool, 0.2, answers.append, answers.append)
         asking.propose(0, VIEW)
         while not answers:
             await asyncio.sleep(0.01)

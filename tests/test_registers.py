@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.comms.errors import CorruptData, UsedAfterFork
-from holdfast.comms.plugins import hookimpl
-from holdfast.comms.registry import register, unregister
-from holdfast.comms.transport import Peer
-from holdfast.ft.register import Register
+from holdfast.comms.plugins.registry import register, unregister
+from holdfast.comms.plugins.spec import hookimpl
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, tcp
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.ft.registers import sqlite as sqlite_register
-from holdfast.ft.view import Job, Member, View
-from holdfast.harness.etcd import EtcdCluster, free_ports
-from holdfast.harness.linearizability import Operation, Recorder, unexplained
+from holdfast.ft.runtime.register import Register
+from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.linearizability import Operation, Recorder, unexplained
 
 
 @pytest.fixture(scope="module", autouse=True)

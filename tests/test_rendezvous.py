@@ -24,13 +24,13 @@ from test_connect import free_port, in_threads, total
 
 from holdfast import comms
 from holdfast.comms.connect import connect_members
-from holdfast.comms.keys import create_key
-from holdfast.comms.liveness import is_gone, this_process
 from holdfast.comms.rendezvous import place as places
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
 from holdfast.comms.rendezvous.seal import Seal
-from holdfast.comms.transport import Peer
+from holdfast.comms.system.keys import create_key
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.harness import LocalCluster
 
 GENEROUS = 8.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
-from holdfast.comms.exact_sum import exact_sum
+from holdfast.comms.exact.exact_sum import exact_sum
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.harness import LocalCluster
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl import wire
 from holdfast.rl.crew import Crew, Site
 from holdfast.rl.driver import Driver, RunFailed
 from holdfast.rl.happenings import Happening, WorkerLost, WorkerStarted
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
+from holdfast.rl.roles import wire
 from holdfast.rl.units import Unit
 
 RECIPE = Recipe(steps=1, units=1, lag=0)

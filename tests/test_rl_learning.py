@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
-from holdfast.rl import generate, grpo, model, task, warmup, wire
-from holdfast.rl.recipe import Recipe, seed_of
+from holdfast.rl.learning import generate, grpo, model, task, warmup
+from holdfast.rl.learning.recipe import Recipe, seed_of
+from holdfast.rl.roles import wire
 
 RECIPE = Recipe(seed=3, prompts=4, group=4, units=2)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from holdfast.comms.errors import CorruptData, Mismatch
-from holdfast.rl import generate, wire
 from holdfast.rl.happenings import Evaluated, Happening, Published, StepCommitted, UnitDone
-from holdfast.rl.recipe import Recipe
-from holdfast.rl.service import Service
+from holdfast.rl.learning import generate
+from holdfast.rl.learning.recipe import Recipe
+from holdfast.rl.roles import wire
+from holdfast.rl.roles.service import Service
 from holdfast.rl.units import Unit
 
 RECIPE = Recipe(steps=2, units=2, prompts=2, group=2, lag=0, evaluate_every=100)

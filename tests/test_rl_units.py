@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.comms.errors import Mismatch
-from holdfast.rl.buffer import ReplayBuffer, StaleUnit
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
+from holdfast.rl.roles.buffer import ReplayBuffer, StaleUnit
 from holdfast.rl.units import Ledger, Unit
 
 RECIPE = Recipe(steps=6, units=3, lag=1, evaluate_every=2)

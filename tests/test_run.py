@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.comms.environment import flag
-from holdfast.ft.flight import find
-from holdfast.harness import guardian
-from holdfast.harness.guarded import GuardedProcess
-from holdfast.harness.launch import Plan, launch, python_command
-from holdfast.harness.run_report import Failure, LastWords, last_ranks, table
+from holdfast.comms.system.environment import flag
+from holdfast.ft.launch import guardian
+from holdfast.ft.launch.guarded_process import GuardedProcess
+from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.ft.launch.run_report import Failure, LastWords, last_ranks, table
+from holdfast.ft.telemetry.flight import find
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 
@@ -47,7 +47,7 @@ def ended(pids: list[int], seconds: float = 10.0) -> bool:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes have the time to end by themselves, however busy the machine is."""
-    monkeypatch.setattr("holdfast.harness.launch.GRACE", 60.0)
+    monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 60.0)
 
 
 FAILS = """
@@ -66,7 +66,7 @@ def test_run_ends_with_an_exception_that_comes_again_and_says_who_failed_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script(tmp_path, FAILS.format(words=""))
-    assert launch(Plan(python_command(path, ()), 3, spares=1)) == 1
+    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1)) == 1
     output = capsys.readouterr().out
     rows = [line.removeprefix("holdfast run: ").split() for line in output.splitlines() if "holdfast run:" in line]
     assert "the same exception came again: ValueError: no such batch in 3 (step 3, rank 1" in output
@@ -83,7 +83,7 @@ def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
     """Each exception differs, so that none of them ends the job by itself."""
     path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
     began = time.monotonic()
-    assert launch(Plan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
+    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
     assert time.monotonic() - began < 90, "join is 600 s"
     output = capsys.readouterr().out
     assert "2 processes are left of the 3 members needed, and nobody else can come" in output
@@ -92,9 +92,9 @@ def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
 
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="min_size=3 must be at least 1 and at most size=2"):
-        Plan(("true",), 2, min_size=3)
+        LaunchPlan(("true",), 2, min_size=3)
     with pytest.raises(ValueError, match="shards=0"):
-        Plan(("true",), 2, shards=0)
+        LaunchPlan(("true",), 2, shards=0)
 
 
 def test_run_gives_its_sessions_min_size_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_run_gives_its_sessions_min_size_and_shards(tmp_path: Path, capsys: pyte
                     print("job", session.view.job.min_size, session.view.job.shards, attempt.shards)
         """,
     )
-    assert launch(Plan(python_command(path, ()), 2, min_size=2, shards=6)) == 0
+    assert launch(LaunchPlan(python_command(path, ()), 2, min_size=2, shards=6)) == 0
     output = capsys.readouterr().out
     assert "job 2 6 (0, 1, 2)" in output
     assert "job 2 6 (3, 4, 5)" in output
@@ -127,7 +127,7 @@ def test_run_takes_an_early_stop_for_a_good_end(tmp_path: Path) -> None:
                     break
         """,
     )
-    assert launch(Plan(python_command(path, ()), 2)) == 0
+    assert launch(LaunchPlan(python_command(path, ()), 2)) == 0
 
 
 def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
@@ -184,7 +184,7 @@ def test_checks_are_off_unless_they_are_asked_for(
     monkeypatch.delenv("HOLDFAST_CHECK")
     if inherited is not None:
         monkeypatch.setenv("HOLDFAST_CHECK", inherited)
-    launch(Plan(python_command(script(tmp_path, CHECKED), ()), 1, check=check))
+    launch(LaunchPlan(python_command(script(tmp_path, CHECKED), ()), 1, check=check))
     assert f"check {seen}" in capsys.readouterr().out
 
 

@@ -21,14 +21,15 @@ import pytest
 import torch
 
 from holdfast.comms import HoldfastError
-from holdfast.comms.liveness import HOST, this_host
-from holdfast.ft import Session, Timeouts, reactor
+from holdfast.comms.transport.liveness import HOST, this_host
+from holdfast.ft import Session, Timeouts
+from holdfast.ft.commit.commit_state import BROKEN_EPOCHS
 from holdfast.ft.faultpoints import POINTS
-from holdfast.ft.ledger import BROKEN_EPOCHS
-from holdfast.ft.view import Member
+from holdfast.ft.membership.view import Member
+from holdfast.ft.runtime import reactor
 from holdfast.harness import LocalCluster, RankDied, RankFailed
+from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.job import Job
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 SHARDS = 12
@@ -597,8 +598,8 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() 
 
 def test_an_evicted_session_can_do_nothing_more() -> None:
     """Its own view of things does not matter: the register says who belongs to the job."""
-    from holdfast.ft.register import Register
-    from holdfast.ft.view import View
+    from holdfast.ft.membership.view import View
+    from holdfast.ft.runtime.register import Register
 
     def linger(session: Session) -> None:
         for attempt in session.steps(10_000):

@@ -17,19 +17,20 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
-from holdfast.comms.liveness import this_process
-from holdfast.comms.transport import Peer
-from holdfast.ft import faultpoints, transfer
-from holdfast.ft.change import between
-from holdfast.ft.events import EventLog
-from holdfast.ft.ledger import Ledger
-from holdfast.ft.silence import Silence
-from holdfast.ft.skeleton import put_together, take_apart
-from holdfast.ft.tenure import Tenure
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft import faultpoints
+from holdfast.ft.commit.commit_state import CommitState
+from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Vote, judge
+from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view_delta import between
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.state import transfer
+from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.verdict import FOUNDER, HOLDER, NEWCOMER, Vote, judge
-from holdfast.ft.view import Job, Member, View
-from holdfast.ft.vocabulary import Cleared, Stalled, Suspicion
 from holdfast.harness import LocalCluster
 
 # -- verdicts
@@ -74,7 +75,7 @@ def test_who_did_not_hear_that_the_job_went_back_to_a_checkpoint_takes_the_state
     votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
     verdicts = [judge(votes, rank) for rank in range(3)]
     assert [(v.committed, v.done, v.source, v.receivers) for v in verdicts] == [(False, 4, 1, (0,))] * 3
-    late = Ledger()
+    late = CommitState()
     late.standing, late.done, late.total = HOLDER, 6, 10
     late.settle(verdicts[0])
     late.take_over(4)
@@ -322,7 +323,7 @@ def view(epoch: int) -> View:
 
 
 def test_nothing_can_be_done_in_an_epoch_that_is_over() -> None:
-    tenure = Tenure()
+    tenure = EpochGuard()
     tenure.install(view(1))
     with tenure.held(1):
         pass
@@ -342,7 +343,7 @@ def test_nothing_can_be_done_in_an_epoch_that_is_over() -> None:
 
 
 def test_a_revoked_epoch_is_not_the_next_one() -> None:
-    tenure = Tenure()
+    tenure = EpochGuard()
     tenure.install(view(1))
     tenure.install(view(2))
     tenure.revoke(2, Revoked(2))
@@ -353,7 +354,7 @@ def test_a_revoked_epoch_is_not_the_next_one() -> None:
 
 
 def test_the_end_is_told_to_whoever_waits() -> None:
-    tenure = Tenure()
+    tenure = EpochGuard()
     threading.Timer(0.05, tenure.end, [HoldfastError("it is over")]).start()
     with pytest.raises(HoldfastError, match="it is over"):
         tenure.wait(0, 10.0)
@@ -363,7 +364,7 @@ def three(epoch: int, *ranks: int) -> View:
     return View(epoch, "running", tuple(map(member, ranks)), Job("job", 3, 1, 3, ("shm",), "shm"), f"epoch {epoch}")
 
 
-def heeding(me: int) -> tuple[Tenure, list[tuple[str, int]]]:
+def heeding(me: int) -> tuple[EpochGuard, list[tuple[str, int]]]:
     """The tenure of a member of epoch 1, and what its witness has seen."""
     said: list[tuple[str, int]] = []
 
@@ -374,7 +375,7 @@ def heeding(me: int) -> tuple[Tenure, list[tuple[str, int]]]:
         def revoked(self, epoch: int, reason: str) -> None:
             said.append(("revoked", epoch))
 
-    tenure = Tenure(member(me).id, Saying())
+    tenure = EpochGuard(member(me).id, Saying())
     tenure.install(three(1, 0, 1, 2))
     return tenure, said
 
@@ -387,7 +388,7 @@ def announced(old: View, new: View) -> bytes:
 
 def test_who_is_left_word_of_the_next_view_goes_on_in_it_and_hears_of_it_again_later() -> None:
     tenure, said = heeding(0)
-    tenure.heed(announced(three(1, 0, 1, 2), three(2, 0, 2)))
+    tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 2)))
     assert tenure.wait(1, 0.0) == three(2, 0, 2)
     why = tenure.why_over(1)
     assert isinstance(why, PeerFailed)
@@ -398,7 +399,7 @@ def test_who_is_left_word_of_the_next_view_goes_on_in_it_and_hears_of_it_again_l
     assert not tenure.is_over(2)
 
 
-def carried(tenure: Tenure) -> Communicator:
+def carried(tenure: EpochGuard) -> Communicator:
     comm = connect_members("inproc", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=1)
     tenure.carry(comm)
     return comm
@@ -435,7 +436,7 @@ def test_what_was_announced_before_a_later_view_was_installed_changes_nothing() 
 
 def test_a_view_that_only_grows_is_heeded_too() -> None:
     tenure, _ = heeding(0)
-    tenure.heed(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
+    tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
     assert isinstance(tenure.why_over(1), Revoked)
     assert tenure.wait(1, 0.0).epoch == 2
 
@@ -453,7 +454,7 @@ def test_a_view_that_only_grows_is_heeded_too() -> None:
 )
 def test_a_word_that_is_not_of_a_next_view_to_go_on_in_is_not_heeded(word: bytes) -> None:
     tenure, said = heeding(0)
-    tenure.heed(word)
+    tenure.adopt_announced_view(word)
     assert said == [("installed", 1)]
     assert not tenure.is_over(1)
 
@@ -461,7 +462,7 @@ def test_a_word_that_is_not_of_a_next_view_to_go_on_in_is_not_heeded(word: bytes
 @given(st.binary(max_size=300))
 def test_no_word_breaks_who_heeds_it(word: bytes) -> None:
     tenure, _ = heeding(0)
-    tenure.heed(word)
+    tenure.adopt_announced_view(word)
     assert tenure.wait(0, 0.0).rank_of(member(0).id) is not None
 
 

@@ -13,8 +13,8 @@ from test_session import SHARDS, assert_exact, cluster, tally_up
 from holdfast.comms import HoldfastError
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.registers import tcp
-from holdfast.harness.etcd import EtcdCluster
-from holdfast.harness.job import Job
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.testbed.etcd import EtcdCluster
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=30.0, rebuild=20.0, join=20.0)
 
@@ -89,8 +89,8 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_nothing(tmp_path: P
 
 
 def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path) -> None:
-    from holdfast.comms.keys import create_key
-    from holdfast.harness.etcd import free_ports
+    from holdfast.comms.system.keys import create_key
+    from holdfast.harness.testbed.etcd import free_ports
 
     create_key(tmp_path / "key")
     url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.overlap import overlaps_itself, span
-from holdfast.comms.shared_tensors import sharing
-from holdfast.ft import transfer
+from holdfast.comms.tensors.overlap import overlaps_itself, span
+from holdfast.comms.tensors.shared import sharing
+from holdfast.ft.state import transfer
 from holdfast.store import WeightStore
 
 Tensor = torch.Tensor

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.backends.shm import ShmTransport
-from holdfast.backends.shm_ground import PLOTS, Ground, place_of
+from holdfast.backends.shm.segment import PLOTS, SharedSegment, place_of
+from holdfast.backends.shm.transport import ShmTransport
 from holdfast.comms import Communicator
-from holdfast.comms.algorithms.board import layout_of
+from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import CorruptData, PeerFailed, Revoked
-from holdfast.comms.liveness import this_process
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 
 
@@ -38,7 +38,7 @@ class Epochs:
         self._store = dist.FileStore(str(path / "store"), -1)
 
     def next(
-        self, epoch: int, ranks: Sequence[int], previous: Communicator | None, greeting: Sequence[int] = ()
+        self, epoch: int, ranks: Sequence[int], previous: Communicator | None, connect_payload: Sequence[int] = ()
     ) -> Communicator:
         """The communicator of `ranks` (of the outer one) in `epoch`; what comes before is aborted."""
         if previous is not None:
@@ -52,7 +52,7 @@ class Epochs:
             epoch=epoch,
             timeout=20.0,
             previous=previous,
-            greeting=greeting,
+            connect_payload=connect_payload,
         )
 
     def everybody(self) -> None:
@@ -60,7 +60,7 @@ class Epochs:
         self._outer.barrier()
 
 
-def ground_of(comm: Communicator) -> Ground:
+def ground_of(comm: Communicator) -> SharedSegment:
     assert isinstance(comm.transport, ShmTransport)
     return comm.transport.ground
 
@@ -161,8 +161,8 @@ def test_a_hundred_epochs_leave_nothing_to_each_other_and_no_descriptor(four: Lo
             ranks = [rank for rank in range(4) if (epoch + rank) % 5]
             everybody = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
             comm = epochs.next(epoch, everybody, before, (epoch, -comm.rank))
-            assert comm.greetings is not None
-            assert all(said[0] == epoch for said in comm.greetings)
+            assert comm.connect_payloads is not None
+            assert all(said[0] == epoch for said in comm.connect_payloads)
             assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
             before.close()
             before = comm
@@ -170,7 +170,7 @@ def test_a_hundred_epochs_leave_nothing_to_each_other_and_no_descriptor(four: Lo
                 counts.append(len(list(Path("/proc/self/fd").iterdir())))
         comm.close()
         epochs.everybody()
-        return max(counts) - min(counts), [tuple(said) for said in comm.greetings or ()]
+        return max(counts) - min(counts), [tuple(said) for said in comm.connect_payloads or ()]
 
     for spread, _ in four.run(run):
         assert spread <= 3, "but for the pidfds of one communicator's peers, if it has had to look at them"
@@ -208,9 +208,9 @@ def test_an_epoch_that_never_came_about_is_stepped_over(four: LocalCluster, tmp_
 # What a ground is ---------------------------------------------------------------------------------------------------
 
 
-def a_ground(rows: int = 2) -> tuple[Ground, Any]:
+def a_ground(rows: int = 2) -> tuple[SharedSegment, Any]:
     peers = [this_process()] * rows
-    return Ground.make("test", peers), peers
+    return SharedSegment.make("test", peers), peers
 
 
 def test_it_goes_with_the_last_of_its_plots() -> None:
@@ -251,17 +251,17 @@ def test_what_is_not_the_memory_of_the_job_is_not_mapped(tmp_path: Path) -> None
     with other:
         inode = os.fstat(other.fileno()).st_ino
         with pytest.raises(PeerFailed, match="not the memory of this job"):
-            Ground.open(f"[{other.fileno()},{inode},2]".encode(), [me, me])
+            SharedSegment.open(f"[{other.fileno()},{inode},2]".encode(), [me, me])
     with pytest.raises(PeerFailed, match="cannot be opened"):
-        Ground.open(b"[1000000,1,2]", [me, me])
+        SharedSegment.open(b"[1000000,1,2]", [me, me])
     for rows in (1, 1_000_000):
         with pytest.raises(CorruptData, match="offers a board for"):
-            Ground.open(f"[0,1,{rows}]".encode(), [me, me])
+            SharedSegment.open(f"[0,1,{rows}]".encode(), [me, me])
 
 
 def test_a_later_epoch_does_not_wait_for_memory() -> None:
     """All but the stages of its board is there before it begins."""
-    ground = Ground.make("ready", [this_process()] * 4)
+    ground = SharedSegment.make("ready", [this_process()] * 4)
     ground.make_ready()
     layout = layout_of(4)
     pages = range(0, 8 * layout.stage, mmap.PAGESIZE)

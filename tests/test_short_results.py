@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.process_memory import MOST_BYTES, read_process, write_process
+from holdfast.backends.common.process_memory import MOST_BYTES, read_process, write_process
 from holdfast.comms import Communicator
-from holdfast.comms.file_io import read_all, read_at, write_all
+from holdfast.comms.system.file_io import read_all, read_at, write_all
 from holdfast.harness import LocalCluster
 from tests.test_architecture import ROOT, modules
 
@@ -22,15 +22,15 @@ TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "p
 """Functions of `os` that may move fewer bytes than they were asked for."""
 
 AS_THEY_COME = {
-    "comms/file_io.py": "the loops themselves",
-    "ft/events.py": "a line is appended whole or taken back",
+    "comms/system/file_io.py": "the loops themselves",
+    "ft/telemetry/event_log.py": "a line is appended whole or taken back",
     "ft/registers/inotify.py": "notifications are drained, not looked at",
-    "harness/bench/counters.py": "a counter is read whole or not at all",
+    "harness/bench/collectives/counters.py": "a counter is read whole or not at all",
     "harness/chaos/faults/disk.py": "it writes until the disk is full",
-    "harness/guarded.py": "single bytes",
-    "harness/guardian.py": "a line that a pipe takes at once or not at all",
-    "harness/launch.py": "lines are put together from what has come",
-    "harness/netns.py": "single bytes",
+    "ft/launch/guarded_process.py": "single bytes",
+    "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
+    "ft/launch/local_launcher.py": "lines are put together from what has come",
+    "harness/testbed/netns.py": "single bytes",
 }
 
 
@@ -45,7 +45,7 @@ def test_every_other_transfer_goes_through_file_io() -> None:
         and ast.unparse(node.func.value) == "os"
         and node.func.attr in TRANSFERS
     ]
-    assert not wrong, "a short result is no error: use comms/file_io.py: " + ", ".join(wrong)
+    assert not wrong, "a short result is no error: use comms/system/file_io.py: " + ", ".join(wrong)
 
 
 def test_only_process_copy_copies_between_processes() -> None:

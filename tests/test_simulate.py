@@ -13,22 +13,17 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from holdfast.ft import ledger, verdict
-from holdfast.ft.detectors.observing import Observing
-from holdfast.ft.membership import Membership
-from holdfast.ft.silence import Silence
-from holdfast.ft.tenure import Tenure
-from holdfast.harness import cli, simulate
+from holdfast.ft.commit import commit_state as ledger
+from holdfast.ft.commit import decision as verdict
+from holdfast.ft.detectors.observers import Observing
+from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.harness import simulate
+from holdfast.harness.cli import app as cli
 from holdfast.harness.invariants import Event
-from holdfast.harness.simulate import worker
-from holdfast.harness.simulate.draw import draw
-from holdfast.harness.simulate.museum import EXHIBITS
-from holdfast.harness.simulate.museum.run_all import run_all
-from holdfast.harness.simulate.museum.tour import visit
-from holdfast.harness.simulate.run import simulate as run
-from holdfast.harness.simulate.scale import measure
-from holdfast.harness.simulate.scenarios import SCENARIOS, scenario
-from holdfast.harness.simulate.schedule import (
+from holdfast.harness.simulate.core import worker
+from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     Crash,
     Cut,
@@ -40,18 +35,25 @@ from holdfast.harness.simulate.schedule import (
     load,
     save,
 )
-from holdfast.harness.simulate.shrink import shrink
-from holdfast.harness.simulate.soak import soak
+from holdfast.harness.simulate.core.world import World
+from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
+from holdfast.harness.simulate.known_bugs.reproduce import reproduce
+from holdfast.harness.simulate.known_bugs.run_all import run_all
+from holdfast.harness.simulate.scale.scale import measure
+from holdfast.harness.simulate.search.draw import draw
+from holdfast.harness.simulate.search.run import simulate as run
+from holdfast.harness.simulate.search.scenarios import SCENARIOS, scenario
+from holdfast.harness.simulate.search.shrink import shrink
+from holdfast.harness.simulate.search.soak import soak
 from holdfast.harness.simulate.story import Story
-from holdfast.harness.simulate.world import World
 
 PACKAGE = Path(simulate.__file__).parent
 TRACES = """
 import sys
-from holdfast.harness.simulate.draw import draw
-from holdfast.harness.simulate.run import simulate
-from holdfast.harness.simulate.scale import measure
-from holdfast.harness.simulate.scenarios import scenario
+from holdfast.harness.simulate.search.draw import draw
+from holdfast.harness.simulate.search.run import simulate
+from holdfast.harness.simulate.scale.scale import measure
+from holdfast.harness.simulate.search.scenarios import scenario
 for seed in (3, 10, 21):
     print(simulate(draw(seed)).trace)
 print(measure(scenario("host-loss", 256, 32, 7)).trace)
@@ -89,11 +91,11 @@ def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
     world.run(0.5)
     for process in world.processes:
         assert type(process.core) is Membership
-        assert type(process.tenure) is Tenure
+        assert type(process.tenure) is EpochGuard
         assert type(process.silence) is Silence
         assert type(process.observing) is Observing
         assert process.worker is not None
-        assert type(process.worker.ledger) is ledger.Ledger
+        assert type(process.worker.ledger) is ledger.CommitState
     assert worker.judge is verdict.judge
 
 
@@ -234,8 +236,8 @@ def test_faults_at_points_of_the_protocol_strike_there() -> None:
 
 
 def test_the_museum_has_twenty_bugs_and_more() -> None:
-    assert len(EXHIBITS) >= 20
-    assert len({exhibit.name for exhibit in EXHIBITS}) == len(EXHIBITS)
+    assert len(KNOWN_BUGS) >= 20
+    assert len({exhibit.name for exhibit in KNOWN_BUGS}) == len(KNOWN_BUGS)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +252,15 @@ def test_the_museum_has_twenty_bugs_and_more() -> None:
     ],
 )
 def test_a_bug_of_the_museum_is_found_and_made_small(name: str) -> None:
-    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == name)
-    seen = visit(exhibit, seeds=200, tries=20)
+    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == name)
+    seen = reproduce(exhibit, seeds=200, tries=20)
     assert seen.found and seen.real
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
 
 
 def test_several_bugs_are_looked_for_at_once_and_told_as_they_are_found() -> None:
     names = ["joiners first", "last step dropped"]
-    chosen = [place for place, exhibit in enumerate(EXHIBITS) if exhibit.name in names]
+    chosen = [place for place, exhibit in enumerate(KNOWN_BUGS) if exhibit.name in names]
     told: list[str] = []
     found = run_all(200, chosen=chosen, done=lambda sighting: told.append(sighting.name))
     assert [sighting.name for sighting in found] == names
@@ -268,7 +270,7 @@ def test_several_bugs_are_looked_for_at_once_and_told_as_they_are_found() -> Non
 
 def test_messages_that_multiply_without_end_end_a_run_soon() -> None:
     """With this bug one run went on to two million events and gigabytes."""
-    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == "stale announcement")
+    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == "stale announcement")
     with exhibit.inject():
         outcome = run(draw(254))
     assert outcome.violation is not None
@@ -276,7 +278,7 @@ def test_messages_that_multiply_without_end_end_a_run_soon() -> None:
 
 
 def test_a_bug_is_gone_when_it_is_taken_out() -> None:
-    for exhibit in EXHIBITS:
+    for exhibit in KNOWN_BUGS:
         with exhibit.inject():
             pass
     assert run(draw(3)).violation is None
@@ -295,8 +297,8 @@ def test_shrinking_deletes_what_does_not_matter() -> None:
 
 
 def test_a_story_tells_the_faults_and_what_broke() -> None:
-    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.name == "joiners first")
-    schedule = visit(exhibit, seeds=100, tries=0).schedule
+    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == "joiners first")
+    schedule = reproduce(exhibit, seeds=100, tries=0).schedule
     assert schedule is not None
     story = Story()
     with exhibit.inject():

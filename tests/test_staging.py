@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp
-from holdfast.comms.algorithms.board import NEAR, WANTED
+from holdfast.comms.algorithms.shared_memory.board import NEAR, WANTED
 from holdfast.harness import LocalCluster
 
 LARGE = 40_000  # elements: beyond a slot

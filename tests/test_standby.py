@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.harness.invariants.events import Event
-from holdfast.harness.standby import standing_by
+from holdfast.ft.telemetry.event import Event
+from holdfast.harness.cluster.spares import standing_by
 
 TOLD = Event(1.0, "spare", 3, "spare", {"epoch": 2, "to": ["first", "second"]})
 

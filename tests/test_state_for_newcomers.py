@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from holdfast.comms import CorruptData
-from holdfast.ft import Session, StateNotGiven, Timeouts, transfer
-from holdfast.ft.skeleton import put_together, take_apart
+from holdfast.ft import Session, StateNotGiven, Timeouts
+from holdfast.ft.state import transfer
+from holdfast.ft.state.codec import put_together, take_apart
 from holdfast.harness import LocalCluster
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
@@ -260,7 +261,7 @@ def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple
 
 def unpacked(job: Any, process: Any) -> BaseException:
     """The error with which a process of the job ended."""
-    from holdfast.harness.failures import unpack_error
+    from holdfast.harness.cluster.errors import unpack_error
 
     deadline = time.monotonic() + 20
     while not job.ended(process) and time.monotonic() < deadline:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.comms.errors import CorruptData, HoldfastError, StaleEpoch
-from holdfast.comms.plane import Handle
-from holdfast.comms.transport import Peer
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
 from holdfast.store import transitions
 from holdfast.store.catalog import KEPT, Catalog, Holder, Pin, Replica, Shard, Version
 from holdfast.store.errors import NoSuchVersion

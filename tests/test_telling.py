@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms.transport import Peer
-from holdfast.ft import vocabulary as v
-from holdfast.ft.evidence import Evidence
-from holdfast.ft.telling import news
-from holdfast.ft.topology import Shape
-from holdfast.ft.view import Job, Member, View
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.evidence import Evidence
+from holdfast.ft.membership.evidence_reporting import news
+from holdfast.ft.membership.topology import Shape
+from holdfast.ft.membership.view import Job, Member, View
 
 MEMBERS = tuple(Member(f"p{n}", f"h{n // 2}:{7000 + n}", Peer(f"h{n // 2}", n + 1, 1)) for n in range(6))
 VIEW = View(1, "running", MEMBERS, Job("job", 6, 1, 6, ("gloo",), "gloo"), "all are here")

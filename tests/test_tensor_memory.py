@@ -16,9 +16,9 @@ from holdfast import comms
 from holdfast.comms import Communicator, ReduceOp, _native
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import Recv, Send
-from holdfast.comms.tensor_memory import check_memory, plain_tensor
-from holdfast.comms.tensors import plain, span
-from holdfast.ft.skeleton import take_apart
+from holdfast.comms.tensors.memory import check_memory, plain_tensor
+from holdfast.comms.tensors.packing import plain, span
+from holdfast.ft.state.codec import take_apart
 from holdfast.harness import LocalCluster
 from holdfast.store.layout import flatten
 

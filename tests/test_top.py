@@ -22,12 +22,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
+from holdfast.ft.diagnosis.job_state import Fault, JobState, Row
+from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
+from holdfast.ft.telemetry.event_reader import EventTail
 from holdfast.harness import LocalCluster
-from holdfast.harness.blame.jobs import NoSuchJob, locate
-from holdfast.harness.cli import app
-from holdfast.harness.top.logs import EventTail
+from holdfast.harness.cli.app import app
 from holdfast.harness.top.screen import render
-from holdfast.harness.top.state import Fault, JobState, Row
 
 
 def look(directory: Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(
 def test_it_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined","address":"x"}\n')
     terminal, inside = pty.openpty()
-    command = [sys.executable, "-m", "holdfast.harness.cli", "top", str(tmp_path), "--every", "0.05"]
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "top", str(tmp_path), "--every", "0.05"]
     process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
     os.close(inside)
     try:

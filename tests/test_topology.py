@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.transport import Peer
-from holdfast.ft.change import Change, applied, between
-from holdfast.ft.composition import next_size, successors
-from holdfast.ft.evidence import Evidence
-from holdfast.ft.step_error import StepError
-from holdfast.ft.topology import Shape, heads, host_mates, observers
-from holdfast.ft.view import Job, Member, View
-from holdfast.ft.vocabulary import Cleared, Death, Suspicion
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership.events import Cleared, Death, Suspicion
+from holdfast.ft.membership.evidence import Evidence
+from holdfast.ft.membership.next_view import next_size, successors
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view_delta import ViewDelta, applied, between
 
 SPARSE = Shape(mesh=1)
 
@@ -114,7 +114,7 @@ def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], sp
     new = View(2, "running", next_up.members, old.job, next_up.reason, stopped=bool(more), error=error)
     change = between(old, new)
     assert change is not None
-    assert Change.decode(change.encode()) == change
+    assert ViewDelta.decode(change.encode()) == change
     again = applied(structs.replace(old), change)
     assert again == new
 
@@ -122,10 +122,10 @@ def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], sp
 def test_a_change_of_another_view_is_refused() -> None:
     old = view_of([2, 2])
     with pytest.raises(CorruptData, match="does not follow"):
-        applied(old, Change(4, "running", (0,), (), (), "why"))
+        applied(old, ViewDelta(4, "running", (0,), (), (), "why"))
     for rank in (-1, 4):
         with pytest.raises(CorruptData, match="makes no view"):
-            applied(old, Change(2, "running", (rank,), (), (), "why"))
+            applied(old, ViewDelta(2, "running", (rank,), (), (), "why"))
     swapped = structs.replace(old, epoch=2, members=old.members[::-1])
     assert between(old, swapped) is None
 

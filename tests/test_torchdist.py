@@ -381,7 +381,8 @@ def test_options_choose_the_transport_and_are_inherited(pair: LocalCluster, tmp_
 
 def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
-        from holdfast.comms.torchdist import behind, trampoline
+        from holdfast.comms.torchdist import behind
+        from holdfast.comms.torchdist import device_backend as trampoline
 
         def begin() -> None:
             meet = f"file://{tmp_path}/meet"

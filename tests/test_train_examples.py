@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
-from holdfast.harness.processes import zygote
+from holdfast.harness.processes.zygote_client import zygote
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)

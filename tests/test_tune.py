@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from holdfast.comms import Communicator, CorruptData
-from holdfast.comms.algorithms import cost, tuning
-from holdfast.harness import LocalCluster, tune
-from holdfast.harness.cli import app
+from holdfast.comms.algorithms.message_passing import cost, tuning
+from holdfast.harness import LocalCluster
+from holdfast.harness.bench import tune
+from holdfast.harness.cli.app import app
 
 
 @pytest.fixture(autouse=True)

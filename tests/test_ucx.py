@@ -16,15 +16,18 @@ import torch.distributed as dist
 from children import Child, children
 
 from holdfast import comms
-from holdfast.backends.ucx import far_window, memory, near_window, plugin, standby
-from holdfast.backends.ucx.regions import Address
+from holdfast.backends.ucx import memory_plane as memory
+from holdfast.backends.ucx import plugin
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.onesided import far_window, near_window
+from holdfast.backends.ucx.onesided.regions import Address
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
-from holdfast.comms.liveness import this_process
-from holdfast.comms.plane import Handle
-from holdfast.comms.plugins import Available
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.plugins.spec import Available
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 
 SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
@@ -61,14 +64,14 @@ def test_who_joins_a_job_loads_what_connecting_takes_in_the_background() -> None
         from holdfast.backends.ucx import worker
         from holdfast.comms.connect import runnable_backends
 
-        assert "holdfast.backends.ucx.meeting" not in sys.modules
+        assert "holdfast.backends.ucx.handshake" not in sys.modules
         for expected in (1, 0):
             assert runnable_backends("ucx", torch.device("cpu"))[0] == ["ucx"]
             loading = [thread for thread in threading.enumerate() if thread.name == "holdfast-ucx-start"]
             assert len(loading) == expected
             for thread in loading:
                 thread.join(10.0)
-        assert "holdfast.backends.ucx.meeting" in sys.modules and not worker._in_use
+        assert "holdfast.backends.ucx.handshake" in sys.modules and not worker._in_use
 
     with LocalCluster(1, "gloo") as cluster:
         cluster.run(body)

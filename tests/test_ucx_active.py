@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.ucx import active, libucp
-from holdfast.backends.ucx.active import ActiveMessages, Ask, Exposed
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.onesided import active_messages as active
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, Ask, Exposed
 from holdfast.backends.ucx.worker import Transports, Worker
-from holdfast.comms.exposed import ExposedMemory
+from holdfast.comms.tensors.exposed import ExposedMemory
 
 SIZE, REGION, READ_ONLY = 64, 7, 8
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import eventually
 
-from holdfast.backends.ucx import meeting, standby
-from holdfast.backends.ucx.connections import Connections, Link
+from holdfast.backends.ucx import handshake as meeting
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.endpoints import Connections, Link
+from holdfast.backends.ucx.farewells import Hello, Met, parse
 from holdfast.backends.ucx.libucp import UcxError
-from holdfast.backends.ucx.notices import Hello, Met, parse
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.liveness import this_process
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 
 
@@ -58,7 +59,7 @@ class Epochs:
             epoch=epoch,
             timeout=timeout,
             previous=previous,
-            greeting=[epoch, self.me],
+            connect_payload=[epoch, self.me],
         )
         return self.comm
 
@@ -112,7 +113,7 @@ def test_survivors_go_on_over_what_stands_and_ask_nobody(
         if epochs.me == 1:
             return None
         second = epochs.enter(2, [3, 0, 2], alone=True)
-        assert second.greetings == [(2, 3), (2, 0), (2, 2)]
+        assert second.connect_payloads == [(2, 3), (2, 0), (2, 2)]
         sums = [total(second, count) for count in (3, 300_000)]
         second.barrier()
         if epochs.me != 2:
@@ -226,7 +227,7 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
             eventually((tmp_path / "heard").exists, 10.0)  # who goes takes along what it could not yet send
             return ""
         eventually((tmp_path / "said").exists, 10.0)  # nobody takes leave of one that has left
-        with pytest.raises(CorruptData, match="neither greeting nor farewell"):
+        with pytest.raises(CorruptData, match="neither connect_payload nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
         assert isinstance(transport, UcxTransport)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.comms.keys import create_key
+from holdfast.comms.system.keys import create_key
 from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
 from holdfast.ft.error_history import describe, note
-from holdfast.ft.register import Register
+from holdfast.ft.runtime.register import Register
 from holdfast.harness import LocalCluster
-from holdfast.harness.failures import unpack_error
+from holdfast.harness.cluster.errors import unpack_error
+from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.job import Job
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 

@@ -14,7 +14,7 @@ import torch
 from boards import ALL_SORTS, board_of
 
 from holdfast.comms import Communicator, PeerFailed, Revoked
-from holdfast.comms.algorithms.board import UNSTAGED, WANTED
+from holdfast.comms.algorithms.shared_memory.board import UNSTAGED, WANTED
 from holdfast.harness import LocalCluster
 
 LARGE = 60_000  # elements: beyond a slot

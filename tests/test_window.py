@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, RegionGone, Unsupported, Window
 from holdfast.comms._native import Calls, Reach, Words
-from holdfast.comms.algorithms.mapped_window import MappedWindow
+from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
 from holdfast.comms.algorithms.window_lock import WindowLock
-from holdfast.comms.liveness import is_stopped
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403

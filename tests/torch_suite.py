@@ -25,7 +25,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from holdfast.harness.mpirun import MpiJob
+from holdfast.ft.launch.mpirun import MpiJob
 
 WORLD_SIZE = 3
 TRANSPORTS = ("shm", "gloo", "ucx", "mpi")

@@ -10,11 +10,11 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
-from holdfast.comms.algorithms.arithmetic import REDUCIBLE
+from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
-from holdfast.comms.tensors import DTYPES, names
-from holdfast.comms.transport import Context
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context
 
 if TYPE_CHECKING:
     from holdfast.backends.mpi.transport import MpiTransport

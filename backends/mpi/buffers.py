@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from mpi4py import MPI
 
-from holdfast.comms.tensors import span
+from holdfast.comms.tensors.packing import span
 
 Tensor = torch.Tensor
 Counts = tuple[list[int], list[int]]

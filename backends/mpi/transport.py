@@ -13,13 +13,13 @@ import torch
 from mpi4py import MPI
 
 from holdfast.backends.mpi import addresses
+from holdfast.backends.mpi.base import MpiMessages, abandon
 from holdfast.backends.mpi.buffers import at, counts, given, room, spread
 from holdfast.backends.mpi.datatypes import native
-from holdfast.backends.mpi.messages import MpiMessages, abandon
-from holdfast.comms import _native
-from holdfast.comms.algorithms import arithmetic, segments
+from holdfast.comms import _native, arithmetic
+from holdfast.comms.algorithms.message_passing import segments
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.transport import Context, Form
+from holdfast.comms.transport.base import Context, Form
 
 Tensor = torch.Tensor
 

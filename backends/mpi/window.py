@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.local_cpu import give_way
+from holdfast.backends.common.cpu_wait import give_way
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.window_server import (
     ADD,
@@ -38,10 +38,10 @@ from holdfast.backends.mpi.window_server import (
     server,
 )
 from holdfast.comms.errors import OpTimeout, RegionGone
-from holdfast.comms.exposed import ExposedMemory
-from holdfast.comms.liveness import Liveness
-from holdfast.comms.transport import Peer, Transport
-from holdfast.comms.window import WindowMemory, closed_here, closed_there
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.base import Peer, Transport
+from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that

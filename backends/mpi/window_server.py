@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.local_cpu import change, give_way
-from holdfast.comms.exposed import ExposedMemory
+from holdfast.backends.common.cpu_wait import change, give_way
+from holdfast.comms.tensors.exposed import ExposedMemory
 
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
 DONE, GO, GONE = range(3)

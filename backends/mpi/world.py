@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed, again
-from holdfast.comms.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness
 
 T = TypeVar("T")
 

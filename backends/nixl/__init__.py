@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
-from holdfast.comms.kernel_calls import refused
-from holdfast.comms.plane import MemoryPlane
-from holdfast.comms.plugins import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.comms.plugins.kernel_calls import refused
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 
 HINT = "pip install --no-deps nixl nixl-cu12 (nixl alone would bring all of CUDA)"
 

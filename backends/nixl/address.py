@@ -7,7 +7,7 @@ import zlib
 import msgspec
 import xxhash
 
-from holdfast.backends import region_table
+from holdfast.backends.common import region_table
 from holdfast.comms.errors import CorruptData
 
 _MOST_BYTES = 1 << 16

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from holdfast.backends.ucx.worker import Transports
-from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
+from holdfast.comms.system import forks
 
 _LOOKS = 200
 """How often the state of a transfer is asked for between two looks at the clock and the owner."""

@@ -21,17 +21,17 @@ from contextlib import ExitStack
 
 import torch
 
-from holdfast.backends import region_table
-from holdfast.backends.block_copy import CheckedPlane, TableRegion, contiguous_address
+from holdfast.backends.common import region_table
+from holdfast.backends.common.block_copy import CheckedPlane, TableRegion, contiguous_address
+from holdfast.backends.common.process_memory import permit_peers
+from holdfast.backends.common.region_table import RegionTable, held_open, open_table, slot_address
 from holdfast.backends.nixl.address import Address, packed
 from holdfast.backends.nixl.agent import Agent, Registered, Transfer
-from holdfast.backends.process_memory import permit_peers
-from holdfast.backends.region_table import RegionTable, held_open, open_table, slot_address
-from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.exposed import ExposedMemory
-from holdfast.comms.liveness import open_pidfd, this_host, this_process
-from holdfast.comms.plane import Handle
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.system import forks
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
 
 BLOCK_BYTES = 4 << 20
 """Bytes between two looks at deadline and generation."""

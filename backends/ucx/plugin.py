@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.comms import forks
-from holdfast.comms.algorithms.arithmetic import REDUCIBLE
+from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.kernel_calls import refused
-from holdfast.comms.plane import MemoryPlane
-from holdfast.comms.plugins import (
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.comms.plugins.kernel_calls import refused
+from holdfast.comms.plugins.spec import (
     API_VERSION,
     Available,
     BackendInfo,
@@ -17,8 +16,9 @@ from holdfast.comms.plugins import (
     Unavailable,
     hookimpl,
 )
-from holdfast.comms.tensors import DTYPES, names
-from holdfast.comms.transport import Context, Transport
+from holdfast.comms.system import forks
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context, Transport
 
 _prepared = False
 
@@ -31,8 +31,8 @@ def _begin_child() -> None:
 
 
 def connect(context: Context) -> Transport:
-    """See `holdfast.backends.ucx.meeting.connect`."""
-    from holdfast.backends.ucx.meeting import connect
+    """See `holdfast.backends.ucx.handshake.connect`."""
+    from holdfast.backends.ucx.handshake import connect
 
     return connect(context)
 
@@ -46,17 +46,14 @@ def prepare() -> None:
 
 
 def _load() -> None:
-    from holdfast.backends.ucx import (
-        meeting,  # noqa: F401  # to import it is half of the work
-        standby,
-    )
+    from holdfast.backends.ucx import prewarmed_worker as standby
 
     standby.rehearse()
 
 
 def memory() -> MemoryPlane:
-    """See `holdfast.backends.ucx.memory.open_plane`."""
-    from holdfast.backends.ucx.memory import open_plane
+    """See `holdfast.backends.ucx.memory_plane.open_plane`."""
+    from holdfast.backends.ucx.memory_plane import open_plane
 
     return open_plane()
 

@@ -7,7 +7,7 @@ import select
 import threading
 import time
 
-from holdfast.backends.local_cpu import give_way
+from holdfast.backends.common.cpu_wait import give_way
 from holdfast.backends.ucx.worker import Worker
 
 _PAUSE_MILLISECONDS = 2

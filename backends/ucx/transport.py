@@ -19,21 +19,21 @@ from typing import cast
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.active_window import ActiveSide, ActiveWindow
-from holdfast.backends.ucx.connections import Connections, Link
-from holdfast.backends.ucx.far_window import FarWindow
-from holdfast.backends.ucx.near_window import NearWindow
-from holdfast.backends.ucx.notices import ABORTED, CLOSED, Notices, Tags
-from holdfast.backends.ucx.onesided import OneSided
+from holdfast.backends.ucx.endpoints import Connections, Link
+from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
+from holdfast.backends.ucx.onesided.active_window import ActiveSide, ActiveWindow
+from holdfast.backends.ucx.onesided.far_window import FarWindow
+from holdfast.backends.ucx.onesided.near_window import NearWindow
+from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.comms.algorithms import cost
-from holdfast.comms.algorithms.exchange import Posted
-from holdfast.comms.algorithms.messages import MessageTransport
+from holdfast.comms.algorithms.message_passing import cost
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
-from holdfast.comms.liveness import Liveness
-from holdfast.comms.transport import Context, Peer
-from holdfast.comms.window import WindowMemory
+from holdfast.comms.transport.base import Context, Peer
+from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.window_memory import WindowMemory
 
 LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
 """What a message costs over shared memory, and over TCP."""
@@ -84,7 +84,7 @@ class UcxTransport(MessageTransport):
         self.links: dict[int, Link] = {}
         self._progress: ProgressThread | None = None
         self._peers = context.peers
-        self._side: OneSided | None = None
+        self._side: OneSidedWorker | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._events = select.poll()
         self._events.register(self._wake, select.POLLIN)
@@ -99,9 +99,9 @@ class UcxTransport(MessageTransport):
         """Nothing yet: what rank 0 knows comes with its hello."""
         return link
 
-    def begin(self, link: cost.Link, greetings: Sequence[tuple[int, ...]]) -> None:
+    def begin(self, link: cost.Link, connect_payloads: Sequence[tuple[int, ...]]) -> None:
         """All ranks have met: from here on there are ops. `link` is what a message costs, on every rank alike."""
-        self._link, self.greetings = link, greetings
+        self._link, self.connect_payloads = link, connect_payloads
         if not self._worker.over.local:
             self._progress = ProgressThread(self._worker, self._lock)
 
@@ -286,7 +286,7 @@ class UcxTransport(MessageTransport):
 
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
         if self._side is None:
-            side = ActiveSide if self._worker.over.emulated else OneSided
+            side = ActiveSide if self._worker.over.emulated else OneSidedWorker
             self._side = side(self, self._peers, self._worker.over, self._judge, deadline)
         if isinstance(self._side, ActiveSide):
             return ActiveWindow(self._side, self, tensor, deadline)

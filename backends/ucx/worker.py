@@ -15,9 +15,9 @@ from typing import Any
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, UcxError, library
-from holdfast.comms import forks
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, PeerFailed, ResourceExhausted
-from holdfast.comms.local_causes import check_shared_memory, out_of_descriptors
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import check_shared_memory, out_of_descriptors
 
 ONE_HOST = "posix,cma,self"
 """Shared memory for messages, and the kernel's copies between processes for large payloads."""

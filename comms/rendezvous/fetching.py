@@ -10,7 +10,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.comms.errors import CorruptData, HoldfastError, PeerFailed
-from holdfast.comms.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness
 
 T = TypeVar("T")
 

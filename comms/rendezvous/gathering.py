@@ -15,12 +15,12 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed
-from holdfast.comms.liveness import is_gone, this_process
 from holdfast.comms.rendezvous.fetching import LOOK_SECONDS
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
-from holdfast.comms.rendezvous.place import Place
+from holdfast.comms.rendezvous.place import MeetingPlace
 from holdfast.comms.rendezvous.seal import Seal
 from holdfast.comms.rendezvous.store import MeetingStore, StoreLost, StoreSilent
+from holdfast.comms.transport.liveness import is_gone, this_process
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Gathering:
 
     def __init__(
         self,
-        place: Place,
+        place: MeetingPlace,
         name: str,
         count: MeetingCount,
         *,
@@ -83,7 +83,7 @@ class Gathering:
         timeout: float,
         key: bytes | None = None,
         look: Callable[[], None] = lambda: None,
-        renew: Callable[[], Place] | None = None,
+        renew: Callable[[], MeetingPlace] | None = None,
     ) -> None:
         self.place = place
         self._name, self._count = name, count

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.rendezvous.fetching import MAX_BYTES, decode
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
 
 _REASON_CHARACTERS = 500
 

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from holdfast.comms import forks
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.paths import path_of
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.store import StoreSilent
+from holdfast.comms.system import forks
+from holdfast.comms.system.paths import path_of
 
 _OWN_PORT_SECONDS = 5.0
 """How long rank 0 gives what listens at its port already to show that it is a store."""
@@ -32,7 +32,7 @@ log = logging.getLogger("holdfast.comms")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeetingPlace:
     """A rank, the number of ranks, and the store they share.
 
     `key` is equal for equal places in this process. `where` names the place in messages, and `file` is set if it is a
@@ -61,7 +61,7 @@ def _begin_child() -> None:
     _lock = threading.Lock()
 
 
-def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> Place:
+def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> MeetingPlace:
     """Resolve a rendezvous: `env://`, `tcp://host:port`, `file:///path`, or a store.
 
     `rank` and `size` default to the environment's RANK and WORLD_SIZE. Raises ValueError for what cannot be
@@ -73,7 +73,7 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"rank {rank} is out of range for size {size}: ranks are 0 to size - 1")
     if isinstance(rendezvous, dist.Store):
-        return Place(rank, size, rendezvous, f"store:{_number_of(rendezvous)}", type(rendezvous).__name__)
+        return MeetingPlace(rank, size, rendezvous, f"store:{_number_of(rendezvous)}", type(rendezvous).__name__)
     scheme = rendezvous.partition("://")[0]
     if scheme == "env":
         host = os.environ.get("MASTER_ADDR")
@@ -115,7 +115,7 @@ def _number(what: str, variable: str, given: int | None) -> int:
     return int(text)
 
 
-def _in_file(path: Path, rank: int, size: int) -> Place:
+def _in_file(path: Path, rank: int, size: int) -> MeetingPlace:
     """A FileStore would try for five minutes to open a file that cannot be opened."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -123,20 +123,20 @@ def _in_file(path: Path, rank: int, size: int) -> Place:
         raise HoldfastError(
             f"the ranks cannot meet in {path}: {error.strerror}; name a file that every rank may make and write"
         ) from error
-    return Place(rank, size, dist.FileStore(str(path), -1), f"file:{path}", f"file {path}", path)
+    return MeetingPlace(rank, size, dist.FileStore(str(path), -1), f"file:{path}", f"file {path}", path)
 
 
-def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Place:
+def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> MeetingPlace:
     """At a TCPStore; rank 0 serves it, once per process and address, unless torchrun's agent or somebody else does."""
     address = f"{host}:{port}"
     key = f"tcp:{address}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return Place(rank, size, _dialled(host, port, timeout, None), key, address)
+        return MeetingPlace(rank, size, _dialled(host, port, timeout, None), key, address)
     if rank != 0:
-        return Place(rank, size, _dialled(host, port, timeout, 0), key, address, by_rank_0=True)
+        return MeetingPlace(rank, size, _dialled(host, port, timeout, 0), key, address, by_rank_0=True)
     try:
         store = tcp.serve(host, port, timeout, _interface(host))
-        return Place(rank, size, store, key, address, served=True, by_rank_0=True)
+        return MeetingPlace(rank, size, store, key, address, served=True, by_rank_0=True)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             hint = "; name an address of its machine" if error.errno == errno.EADDRNOTAVAIL else ""
@@ -144,7 +144,7 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Plac
     except dist.DistError as error:
         raise HoldfastError(f"rank 0 cannot serve the rendezvous at {address}: {error}") from error
     try:  # torch's own store, if this process has begun a group there
-        return Place(rank, size, tcp.dial(host, port, min(timeout, _OWN_PORT_SECONDS)), key, address)
+        return MeetingPlace(rank, size, tcp.dial(host, port, min(timeout, _OWN_PORT_SECONDS)), key, address)
     except tcp.NoAnswer as error:
         raise HoldfastError(
             f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is no store of "

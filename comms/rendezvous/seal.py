@@ -6,7 +6,7 @@ import hmac
 from dataclasses import dataclass, field
 
 from holdfast.comms.errors import CorruptData, Mismatch
-from holdfast.comms.keys import mac
+from holdfast.comms.system.keys import mac
 
 MAGIC = b"HFS1"
 _MAC_BYTES = 32

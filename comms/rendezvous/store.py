@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from holdfast.comms.errors import OpTimeout, PeerFailed
-from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.rendezvous.fetching import first_line
 from holdfast.comms.rendezvous.seal import Seal, check_unsealed
+from holdfast.comms.system.interruptible import run_interruptible
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from holdfast.comms import forks
-from holdfast.comms.interruptible import run_interruptible
 from holdfast.comms.rendezvous.fetching import first_line
+from holdfast.comms.system import forks
+from holdfast.comms.system.interruptible import run_interruptible
 
 _BACKLOG = 1024
 

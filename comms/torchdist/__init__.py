@@ -6,10 +6,10 @@ distributed checkpoints run unchanged. What this is not: a way
 to survive a death. It reports one, with holdfast's typed errors; `holdfast.ft` goes on from there.
 """
 
-from holdfast.comms.torchdist.group import HoldfastProcessGroup
+from holdfast.comms.torchdist.device_backend import behind
 from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.registration import BACKEND, DEVICE_BACKEND, register
-from holdfast.comms.torchdist.trampoline import behind
 
 __all__ = ["BACKEND", "DEVICE_BACKEND", "HoldfastProcessGroup", "Options", "behind", "register"]
 

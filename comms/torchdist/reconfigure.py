@@ -19,8 +19,8 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import choose_backend, connect_members, runnable_backends
 from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.liveness import this_process
-from holdfast.comms.transport import Peer
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
 
 _MOST_HANDLE_BYTES = 4096
 

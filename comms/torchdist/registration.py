@@ -14,12 +14,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.registry import registry
-from holdfast.comms.torchdist.ddp_hooks import accept_builtin_hooks
-from holdfast.comms.torchdist.group import HoldfastProcessGroup
-from holdfast.comms.torchdist.monitored import accept_holdfast
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
 from holdfast.comms.torchdist.options import Options, chosen
-from holdfast.comms.torchdist.trampoline import AVAILABLE, HoldfastBackend, behind
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
 
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
@@ -38,7 +38,7 @@ def register() -> None:
     dist.Backend.register_backend(DEVICE_BACKEND, create_for_device, extended_api=True, devices=devices)
     if BACKEND not in _dist2._BACKENDS:
         _dist2.register_backend(BACKEND, create_unregistered)
-    accept_holdfast()
+    accept_monitored_barrier()
     accept_builtin_hooks()
 
 
@@ -47,8 +47,6 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
 
     Raises as `holdfast.comms.connect` does, TypeError for foreign `pg_options`.
     """
-    from holdfast.comms.torchdist.borrowed import BorrowedProcessGroup
-
     default = behind(c10d.GroupMember.WORLD) if dist.is_initialized() else None
     inherited = None if default is None else replace(default.options, over=None)
     timeout = given.timeout.total_seconds()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comms.torchdist.words import seconds
+from holdfast.comms.torchdist.conversions import seconds
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor

@@ -102,7 +102,7 @@ class _NoEvents:
 
 def metrics() -> str:
     """A table of all metrics: name, type, labels, and help text, as a scrape returns them."""
-    from holdfast.ft.metrics import Metrics, OpTally
+    from holdfast.ft.telemetry.metrics import Metrics, OpTally
 
     served = Metrics("0", "job", _NoEvents(), OpTally(None), lambda: 0)
     try:
@@ -121,7 +121,7 @@ def command_line() -> str:
     """Every command of `holdfast`, with its arguments and options."""
     import typer.main
 
-    from holdfast.harness.cli import app
+    from holdfast.harness.cli.app import app
 
     return "\n".join(_command("holdfast", typer.main.get_command(app), 2))
 

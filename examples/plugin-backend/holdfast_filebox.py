@@ -19,16 +19,16 @@ from typing import cast
 
 import torch
 
-from holdfast.comms.algorithms.arithmetic import REDUCIBLE
-from holdfast.comms.algorithms.cost import Link
-from holdfast.comms.algorithms.exchange import Posted
-from holdfast.comms.algorithms.messages import MessageTransport
+from holdfast.comms.algorithms.message_passing.cost import Link
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.liveness import Liveness
-from holdfast.comms.plugins import Available, BackendInfo, Capabilities, hookimpl
+from holdfast.comms.plugins.spec import Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
-from holdfast.comms.tensors import DTYPES, names
-from holdfast.comms.transport import Context
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0001, 0.002  # seconds
 

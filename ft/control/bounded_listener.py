@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, Protocol, cast
 
-from holdfast.comms import forks
+from holdfast.comms.system import forks
 
 _log = logging.getLogger(__name__)
 

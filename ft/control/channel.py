@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from holdfast.comms import forks
-from holdfast.comms.local_causes import local_cause
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Connection
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped

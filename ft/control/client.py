@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.comms import forks
-from holdfast.comms.local_causes import local_cause
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.comms.keys import mac
+from holdfast.comms.system.keys import mac
 from holdfast.ft.control.errors import (
     BadFrame,
     Busy,

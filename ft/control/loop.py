@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from holdfast.comms import forks
+from holdfast.comms.system import forks
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from holdfast.comms import forks
+from holdfast.comms.system import forks
 from holdfast.ft.control.calls import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import CallTimeout, ConnectionLost, ControlError, RemoteError

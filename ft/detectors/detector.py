@@ -1,9 +1,9 @@
 """The seam that a failure detector implements: what it is told, and what it may say.
 
-A detector collects evidence and says so in the words of `holdfast.ft.vocabulary`: `Proof` for processes that are gone
-for certain, `Stalled` for one of this host that has to be ended, `Suspicion` and `Cleared` for what only silence says.
-Who is in the next epoch is decided elsewhere. All of it runs in the event loop of the process's runtime: nothing may
-block.
+A detector collects evidence and says so in the words of `holdfast.ft.membership.events`: `Proof` for processes that are
+gone for certain, `Stalled` for one of this host that has to be ended, `Suspicion` and `Cleared` for what only silence
+says. Who is in the next epoch is decided elsewhere. All of it runs in the event loop of the process's runtime: nothing
+may block.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft import vocabulary as v
-from holdfast.ft.progress import Place
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.view import Member, View
 
 
 class Note(Protocol):
@@ -31,7 +31,7 @@ def _nobody(*words: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class DetectorContext:
     """What a detector has to work with.
 
     `tell` gives evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
@@ -49,13 +49,13 @@ class Surroundings:
     stop: Callable[[str], None]
     resign: Callable[[str], None]
     note: Note
-    place: Callable[[], Place]
+    place: Callable[[], OpPosition]
     lost: Callable[[str], bool]
     send: Callable[[str, bytes], None] = _nobody
     send_all: Callable[[bytes], None] = _nobody
     accuse: Callable[[str, str], None] = _nobody
     vouch: Callable[[str], None] = _nobody
-    placed: Callable[[str, Place], None] = _nobody
+    placed: Callable[[str, OpPosition], None] = _nobody
 
 
 class Detector:
@@ -65,7 +65,7 @@ class Detector:
 
     doubtful: bool = False
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DetectorContext) -> None:
         self.surroundings = surroundings
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
@@ -97,7 +97,7 @@ class Detector:
     def accused(self, observer: str, member: str, evidence: str, now: float) -> None:
         """A process, perhaps this one, cannot work with a member any more."""
 
-    def placed(self, member_id: str, place: Place) -> None:
+    def placed(self, member_id: str, place: OpPosition) -> None:
         """Another process is so far in its ops."""
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:

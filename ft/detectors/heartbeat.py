@@ -12,12 +12,12 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.liveness import is_stopped
-from holdfast.ft import vocabulary as v
-from holdfast.ft.detectors.detector import Detector, Surroundings
-from holdfast.ft.pulse import Pulse, PulseReader
-from holdfast.ft.silence import Silence
-from holdfast.ft.view import Member, View
+from holdfast.comms.transport.liveness import is_stopped
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Member, View
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
@@ -27,7 +27,7 @@ _words = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0)] | list[str])
 class Heartbeat(Detector):
     """Evicts a stopped process within the suspect time, and nobody else."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DetectorContext) -> None:
         super().__init__(surroundings)
         self._silence = Silence(surroundings.me, surroundings.timeouts, is_stopped)
         self._pulse = Pulse()

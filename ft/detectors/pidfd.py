@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from holdfast.ft import vocabulary as v
-from holdfast.ft.detectors.detector import Detector, Surroundings
-from holdfast.ft.processes import ProcessWatch
-from holdfast.ft.view import Member, View
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.process_watch import ProcessWatch
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Member, View
 
 
 class Pidfd(Detector):
     """Proof in milliseconds. Can also fence."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DetectorContext) -> None:
         super().__init__(surroundings)
         self._processes = ProcessWatch(lambda deaths: surroundings.tell(v.Proof(deaths)))
 

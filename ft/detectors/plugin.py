@@ -5,37 +5,37 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.comms.kernel_calls import refused
-from holdfast.comms.plugins import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
-from holdfast.ft.detectors.detector import Detector, Surroundings
+from holdfast.comms.plugins.kernel_calls import refused
+from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
+from holdfast.ft.detectors.detector import Detector, DetectorContext
 
 
-def _pidfd(surroundings: Surroundings) -> Detector:
+def _pidfd(surroundings: DetectorContext) -> Detector:
     from holdfast.ft.detectors.pidfd import Pidfd
 
     return Pidfd(surroundings)
 
 
-def _heartbeat(surroundings: Surroundings) -> Detector:
+def _heartbeat(surroundings: DetectorContext) -> Detector:
     from holdfast.ft.detectors.heartbeat import Heartbeat
 
     return Heartbeat(surroundings)
 
 
-def _observers(surroundings: Surroundings) -> Detector:
-    from holdfast.ft.detectors.observing import Observing
+def _observers(surroundings: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.observers import Observing
 
     return Observing(surroundings)
 
 
-def _transport(surroundings: Surroundings) -> Detector:
-    from holdfast.ft.detectors.transport import Transport
+def _transport(surroundings: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.transport_errors import Transport
 
     return Transport(surroundings)
 
 
-def _progress(surroundings: Surroundings) -> Detector:
-    from holdfast.ft.detectors.progressing import Progressing
+def _progress(surroundings: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.progress import Progressing
 
     return Progressing(surroundings)
 

@@ -14,10 +14,10 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.comms.plugins import Available, DetectorInfo
-from holdfast.ft.detectors.detector import Detector, Surroundings
-from holdfast.ft.progress import Place
-from holdfast.ft.view import Member, View
+from holdfast.comms.plugins.spec import Available, DetectorInfo
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.membership.view import Member, View
 
 T = TypeVar("T")
 
@@ -35,14 +35,14 @@ class Detectors:
     """Made and used in one event loop, from those that can work here."""
 
     def __init__(
-        self, surroundings: Surroundings, infos: list[DetectorInfo], send: Callable[[str | None, bytes], None]
+        self, surroundings: DetectorContext, infos: list[DetectorInfo], send: Callable[[str | None, bytes], None]
     ) -> None:
         """`send(member_id, body)` reaches `received` in another process; None: in all that there is a connection to."""
         self._me = surroundings.me
         self._heartbeat = surroundings.timeouts.heartbeat
         self._loop = surroundings.loop
         self._send = send
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, OpPosition] = {}
         """How far the members of this host were last seen to be."""
         self._view: View | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -184,6 +184,6 @@ class Detectors:
         self._each(lambda detector: detector.accused(observer, member, evidence, now))
         self._look()
 
-    def _placed(self, member_id: str, place: Place) -> None:
+    def _placed(self, member_id: str, place: OpPosition) -> None:
         self.places[member_id] = place
         self._each(lambda detector: detector.placed(member_id, place))

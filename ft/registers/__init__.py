@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from holdfast.comms.registry import plugin_manager
+from holdfast.comms.plugins.registry import plugin_manager
 from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
 
 __all__ = ["Cell", "RegisterAway", "RegisterBusy", "open_cell", "schemes"]

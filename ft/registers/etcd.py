@@ -29,8 +29,8 @@ import etcd3gw
 import requests
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception
 
-from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.system import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 from holdfast.ft.registers.etcd_access import Unauthorised, parse
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from holdfast.comms import forks
+from holdfast.comms.system import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from holdfast.comms.plugins import hookimpl
+from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 

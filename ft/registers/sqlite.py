@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
-from holdfast.comms import forks, paths
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.system import forks, paths
 from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
 from holdfast.ft.registers.inotify import Watch
 

@@ -25,9 +25,9 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from holdfast.comms import forks
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.rendezvous.tcp import dial, serve
+from holdfast.comms.system import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 PATIENCE = 5.0

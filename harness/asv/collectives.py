@@ -48,10 +48,10 @@ class BesidePeers:
         need(peer)
 
     def track_speed_up(self, peer: str, op: str, ranks: int, size: int) -> float:
-        from holdfast.harness.bench.rounds import Plan, run
+        from holdfast.harness.bench.collectives.rounds import BenchPlan, run
 
         ours = "holdfast:shm"
-        bench = run(Plan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0)))
+        bench = run(BenchPlan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0)))
         if bench.failures or bench.wrong:
             raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures}")
         return bench.ratios[0].median
@@ -68,12 +68,12 @@ class Messages:
     param_names: ClassVar = ["op", "ranks", "size"]
 
     def track_messages(self, op: str, ranks: int, size: int) -> int:
-        from holdfast.harness.bench.counting import count_traffic
+        from holdfast.harness.bench.collectives.counting import count_traffic
 
         return max(each.messages for each in count_traffic(op, ranks, size))
 
     def track_bytes(self, op: str, ranks: int, size: int) -> int:
-        from holdfast.harness.bench.counting import count_traffic
+        from holdfast.harness.bench.collectives.counting import count_traffic
 
         return max(each.nbytes for each in count_traffic(op, ranks, size))
 
@@ -87,8 +87,8 @@ class Instructions:
     def track_bytecodes(self) -> int:
         import torch
 
-        from holdfast.harness.bench.alone import one_rank
-        from holdfast.harness.bench.counters import bytecodes
+        from holdfast.harness.bench.collectives.counters import bytecodes
+        from holdfast.harness.bench.overhead.alone import one_rank
 
         tensor = torch.ones(2)
         with one_rank() as comm:
@@ -103,7 +103,7 @@ class ProcessorInstructions:
     unit = "instructions"
 
     def setup(self) -> None:
-        from holdfast.harness.bench.counters import Unavailable, instructions
+        from holdfast.harness.bench.collectives.counters import Unavailable, instructions
 
         try:
             instructions(lambda: None)
@@ -113,8 +113,8 @@ class ProcessorInstructions:
     def track_instructions(self) -> int:
         import torch
 
-        from holdfast.harness.bench.alone import one_rank
-        from holdfast.harness.bench.counters import instructions
+        from holdfast.harness.bench.collectives.counters import instructions
+        from holdfast.harness.bench.overhead.alone import one_rank
 
         tensor = torch.ones(2)
         with one_rank() as comm:
@@ -127,6 +127,6 @@ class Memory:
     def peakmem_all_reduce(self) -> None:
         import torch
 
-        from holdfast.harness.bench.alone import in_threads
+        from holdfast.harness.bench.overhead.alone import in_threads
 
         in_threads(2, lambda comm: comm.all_reduce(torch.ones(4 << 20)))

@@ -15,10 +15,10 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from holdfast.harness.bench.contestants import Arena, Party, missing
-from holdfast.harness.bench.definitions import OPERATIONS
-from holdfast.harness.bench.failure import ContestantFailed
-from holdfast.harness.bench.wire import Measure
+from holdfast.harness.bench.collectives.contestants import Arena, Party, missing
+from holdfast.harness.bench.collectives.definitions import OPERATIONS
+from holdfast.harness.bench.collectives.failure import ContestantFailed
+from holdfast.harness.bench.collectives.wire import Measure
 
 T = TypeVar("T")
 Profile = Literal["quick", "full"]

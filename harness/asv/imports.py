@@ -13,7 +13,7 @@ class Imports:
     timeout = 180
 
     def track_milliseconds(self) -> float:
-        from holdfast.harness.bench.imports import measure
+        from holdfast.harness.bench.overhead.imports import measure
 
         return measure(profile(5, 15)).extra
 
@@ -39,6 +39,6 @@ class Process:
         import holdfast.comms  # noqa: F401
 
     def timeraw_command_line(self) -> str:
-        return "import holdfast.harness.cli"
+        return "import holdfast.harness.cli.app"
 
     timeraw_command_line.repeat = (3, 5, 10.0)  # type: ignore[attr-defined]

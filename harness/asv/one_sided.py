@@ -58,10 +58,10 @@ class BesideUcx:
         need("ucx_perftest", "holdfast:ucx")
 
     def track_speed_up(self, op: str, size: int) -> float:
-        from holdfast.harness.bench.rounds import Plan, run
+        from holdfast.harness.bench.collectives.rounds import BenchPlan, run
 
         peer, ours = "ucx_perftest", "holdfast:ucx"
-        bench = run(Plan((op,), (ours, peer), (ours,), (2,), (size,), rounds=5, seconds=profile(0.2, 1.0)))
+        bench = run(BenchPlan((op,), (ours, peer), (ours,), (2,), (size,), rounds=5, seconds=profile(0.2, 1.0)))
         if bench.failures or bench.wrong:
             raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures}")
         return bench.ratios[0].median

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from holdfast.harness.asv.common import profile
-from holdfast.harness.bench.recovery import RecoveryBench, run
+from holdfast.harness.bench.recovery.recovery import RecoveryBench, run
 
 KILLS = profile(5, 30)
 

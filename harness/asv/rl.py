@@ -13,9 +13,9 @@ class Learning:
     def setup(self) -> None:
         import torch
 
-        from holdfast.rl.generate import generate
-        from holdfast.rl.model import build
-        from holdfast.rl.recipe import Recipe
+        from holdfast.rl.learning.generate import generate
+        from holdfast.rl.learning.model import build
+        from holdfast.rl.learning.recipe import Recipe
 
         if not hasattr(self, "policy"):
             torch.set_num_threads(1)
@@ -24,17 +24,17 @@ class Learning:
             self.samples = generate(self.policy, self.recipe, 0, 0)
 
     def time_generate(self) -> None:
-        from holdfast.rl.generate import generate
+        from holdfast.rl.learning.generate import generate
 
         generate(self.policy, self.recipe, 0, 0)
 
     def time_gradient(self) -> None:
-        from holdfast.rl.grpo import gradient
+        from holdfast.rl.learning.grpo import gradient
 
         gradient(self.policy, self.samples, self.recipe)
 
     def peakmem_gradient(self) -> None:
-        from holdfast.rl.grpo import gradient
+        from holdfast.rl.learning.grpo import gradient
 
         gradient(self.policy, self.samples, self.recipe)
 
@@ -43,7 +43,7 @@ class Bookkeeping:
     """Seconds to lease and complete all units of 200 steps."""
 
     def time_units(self) -> None:
-        from holdfast.rl.recipe import Recipe
+        from holdfast.rl.learning.recipe import Recipe
         from holdfast.rl.units import Ledger
 
         ledger = Ledger(Recipe(steps=200, units=4, lag=1, evaluate_every=10))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from holdfast.harness.asv.common import profile
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.scale import Scale
+    from holdfast.harness.simulate.scale.scale import Scale
 
 
 class Simulation:
@@ -44,8 +44,8 @@ class Simulation:
 
 def _measure(name: str, ranks: int) -> Scale:
     """Raises ArithmeticError if an invariant is broken."""
-    from holdfast.harness.simulate.scale import measure
-    from holdfast.harness.simulate.scenarios import scenario
+    from holdfast.harness.simulate.scale.scale import measure
+    from holdfast.harness.simulate.search.scenarios import scenario
 
     found = measure(scenario(name, ranks, ranks // 8, seed=7))
     if found.violation is not None:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast.harness.bench.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
-from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup
-from holdfast.harness.words import counted
+from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 
 app = CommandGroup(
     name="bench",
@@ -31,8 +31,8 @@ def _contestants(
     op: str, backends: str, peers: bool, only: str | None, bound: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All that take part, and those of them that are ours."""
-    from holdfast.harness.bench.contestants import MEMCPY, PEERS
-    from holdfast.harness.bench.launch import HOLDFAST
+    from holdfast.harness.bench.collectives.contestants import MEMCPY, PEERS
+    from holdfast.harness.bench.collectives.launch import HOLDFAST
 
     if op == "copy":
         return (MEMCPY,), (MEMCPY,)
@@ -62,10 +62,10 @@ def _bench(
     report: Path | None,
     against: Path | None,
 ) -> None:
-    from holdfast.harness.bench import compare, page, show
-    from holdfast.harness.bench.rounds import Plan, expected_seconds, run
-    from holdfast.harness.console import console, styled, working
-    from holdfast.harness.outputs import check_file, check_folder, check_modules, writing
+    from holdfast.ft.console.console import console, styled, working
+    from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
+    from holdfast.harness.bench.collectives.rounds import BenchPlan, expected_seconds, run
+    from holdfast.harness.bench.output import compare, page, show
 
     try:
         then = compare.load(against) if against is not None else None
@@ -82,7 +82,7 @@ def _bench(
         for op in ops if fresh else ():
             if OPERATIONS[op].kind not in ("collective", "point to point"):
                 raise ValueError(f"--fresh is for ops on the tensors of all ranks, and {op} is not one")
-        plan = Plan(
+        plan = BenchPlan(
             operations=ops,
             contestants=everyone,
             ours=ours,
@@ -209,8 +209,8 @@ def imports(
 
         holdfast bench imports --processes 31
     """
-    from holdfast.harness.bench.imports import measure
-    from holdfast.harness.console import print_json
+    from holdfast.ft.console.console import print_json
+    from holdfast.harness.bench.overhead.imports import measure
 
     cost = measure(processes)
     if json:
@@ -257,10 +257,11 @@ def recovery(
         holdfast bench recovery -n 4 --kills 30 --bound --peers
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.bench import recovery_peer, show
-    from holdfast.harness.bench.mpi_programs import OPENMPI, missing
-    from holdfast.harness.bench.recovery import run
-    from holdfast.harness.console import console, print_json, working
+    from holdfast.ft.console.console import console, print_json, working
+    from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, missing
+    from holdfast.harness.bench.output import show
+    from holdfast.harness.bench.recovery import peer as recovery_peer
+    from holdfast.harness.bench.recovery.recovery import run
 
     if peers and (reason := missing(OPENMPI)) is not None:
         raise typer.BadParameter(f"--peers: {reason}")
@@ -330,8 +331,8 @@ def evictions(
     2 if that could not be measured.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.bench.evictions import measure
-    from holdfast.harness.console import print_json
+    from holdfast.ft.console.console import print_json
+    from holdfast.harness.bench.recovery.evictions import measure
 
     typer.echo(f"{counted(ranks, 'rank')} work on {counted(cores, 'core')} for {minutes:g} minutes", err=True)
     try:
@@ -370,8 +371,8 @@ def overhead(
         holdfast bench overhead --backend gloo --rounds 20
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.bench.overhead import run, table
-    from holdfast.harness.console import print_json
+    from holdfast.ft.console.console import print_json
+    from holdfast.harness.bench.overhead.overhead import run, table
 
     try:
         nbytes = parse_size(size)
@@ -404,8 +405,8 @@ def layer(
         holdfast bench layer mpi --sizes 8 --rounds 200
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.bench.layer import run, table
-    from holdfast.harness.console import print_json
+    from holdfast.ft.console.console import print_json
+    from holdfast.harness.bench.overhead.layer import run, table
 
     try:
         parsed = parse_sizes(sizes)

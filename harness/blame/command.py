@@ -52,10 +52,10 @@ def blame(
     if not job:
         raise typer.BadParameter("name a job or a folder", param_hint="JOB_OR_DIR")
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.blame.analyse import analyse
-    from holdfast.harness.blame.evidence import gather
-    from holdfast.harness.blame.jobs import locate
-    from holdfast.harness.console import console, print_json
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.ft.diagnosis.analyse import analyse
+    from holdfast.ft.diagnosis.gathering import gather
+    from holdfast.ft.diagnosis.jobs import locate
 
     try:
         evidence = gather(locate(job).logs, time.monotonic())
@@ -70,7 +70,7 @@ def blame(
 
         console().print(render(evidence, found, limit))
     if perfetto is not None:
-        from holdfast.harness.blame.perfetto import trace
+        from holdfast.ft.diagnosis.perfetto import trace
 
         try:
             perfetto.write_text(json_module.dumps(trace(evidence)))
@@ -83,8 +83,8 @@ def blame(
 
 
 def _score(generated: int, injected: int, json: bool) -> None:
+    from holdfast.ft.console.console import print_json
     from holdfast.harness.blame.score.run import run
-    from holdfast.harness.console import print_json
 
     result = run(generated, injected, lambda text: typer.echo(text, err=True))
     if json:

@@ -6,10 +6,10 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
-from holdfast.harness.blame.evidence import Evidence
-from holdfast.harness.blame.finding import MEANING, Finding
-from holdfast.harness.console import FoldingTable
-from holdfast.harness.words import counted
+from holdfast.ft.console.console import FoldingTable
+from holdfast.ft.console.words import counted
+from holdfast.ft.diagnosis.evidence import Evidence
+from holdfast.ft.diagnosis.finding import MEANING, Finding
 
 _COLOURS = {"crash": "bold red", "hang": "red", "cut": "magenta", "mismatch": "yellow", "slow": "cyan", "stuck": "dim"}
 

@@ -9,7 +9,9 @@ def test_training_survives(chaos):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.ft.on_demand import on_demand
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.api import (
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
         slow,
         slow_link,
     )
-    from holdfast.harness.chaos.fault_type import FaultType
-    from holdfast.harness.chaos.planning import schedule
-    from holdfast.harness.chaos.scenario import BadScenario, Scenario, load, parse
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.fault_type import FaultType
+    from holdfast.harness.chaos.scenario.planning import schedule
+    from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
 
 _API = (
     "ChaosFailed",
@@ -56,18 +58,18 @@ _API = (
 _HOMES = {
     **dict.fromkeys(_API, "api"),
     **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "scenario"),
-    "FaultType": "fault_type",
-    "Stage": "stage",
-    "schedule": "planning",
+    "FaultType": "holdfast.harness.chaos.scenario.fault_type",
+    "FaultContext": "holdfast.harness.chaos.run.fault_context",
+    "schedule": "holdfast.harness.chaos.scenario.planning",
 }
 
 __all__ = [
     "BadScenario",
     "ChaosFailed",
+    "FaultContext",
     "FaultType",
     "Result",
     "Scenario",
-    "Stage",
     "corrupt",
     "cut",
     "delay",
@@ -87,11 +89,4 @@ __all__ = [
     "slow_link",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on demand: the `holdfast` command must not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_demand(_HOMES)

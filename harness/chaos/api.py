@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.harness.chaos.fault_type import fault_types
-from holdfast.harness.chaos.record import ChaosReport, ChaosRun
-from holdfast.harness.chaos.scenario import At, Expect, Fault, JobSpec, Scenario, check_fits
-from holdfast.harness.chaos.theatre import Outcome, Theatre
-from holdfast.harness.chaos.workload import Python
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.run.scenario_runner import ScenarioOutcome, ScenarioRunner
+from holdfast.harness.chaos.scenario.fault_type import fault_types
+from holdfast.harness.chaos.scenario.scenario import At, Expect, Fault, JobSpec, Scenario, check_fits
+from holdfast.harness.chaos.scenario.workload import Python
 
 _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
 
@@ -51,8 +51,8 @@ class Result:
 
     def write(self, folder: Path | str) -> Path:
         """Write report.html and run.json into a folder; the path of the page."""
+        from holdfast.harness.chaos.judge.page import write_report
         from holdfast.harness.chaos.show import machine
-        from holdfast.harness.report.chaos import write_report
 
         report = ChaosReport(version=version("holdfast"), machine=machine(), runs=(self.report,))
         path = Path(folder)
@@ -100,16 +100,16 @@ def run(
     )
     for fault_ in scenario.faults:
         check_fits(scenario, fault_)
-    made = Theatre().perform(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
+    made = ScenarioRunner().perform(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
     return _result(made)
 
 
 def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, minutes: float | None = None) -> Result:
     """Run a scenario, as `holdfast chaos run` does."""
-    return _result(Theatre().perform(scenario, seed, compare=compare, minutes=minutes))
+    return _result(ScenarioRunner().perform(scenario, seed, compare=compare, minutes=minutes))
 
 
-def _result(made: Outcome) -> Result:
+def _result(made: ScenarioOutcome) -> Result:
     return Result(made.run, tuple(made.values.values()))
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.harness.command_line import CommandGroup
+from holdfast.ft.console.command_line import CommandGroup
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.record import ChaosReport, ChaosRun
+    from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
 
 app = CommandGroup(
     help="Break a job on real processes, and judge how it recovers.",
@@ -34,10 +34,10 @@ def list_scenarios(json: Json = False) -> None:
 
         holdfast chaos list --json | jq -r '.scenarios[].name'
     """
-    from holdfast.harness.chaos import library
-    from holdfast.harness.chaos.fault_type import fault_types
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.harness.chaos.scenario import library
+    from holdfast.harness.chaos.scenario.fault_type import fault_types
     from holdfast.harness.chaos.show import listing
-    from holdfast.harness.console import console, print_json
 
     scenarios = [library.find(name) for name in library.names()]
     if json:
@@ -78,9 +78,9 @@ def show(
 
         holdfast chaos show kill-rank --seed 7 > mine.toml
     """
-    from holdfast.harness.chaos import library
-    from holdfast.harness.chaos.planning import schedule
-    from holdfast.harness.chaos.scenario import BadScenario, text_of
+    from holdfast.harness.chaos.scenario import library
+    from holdfast.harness.chaos.scenario.planning import schedule
+    from holdfast.harness.chaos.scenario.scenario import BadScenario, text_of
 
     try:
         path = library.path_of(scenario)
@@ -130,8 +130,8 @@ def run(
     report could not be written; 130 if interrupted. A run that fails prints the command that repeats it.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.console import print_json
-    from holdfast.harness.outputs import check_folder, check_modules, writing
+    from holdfast.ft.console.console import print_json
+    from holdfast.ft.console.outputs import check_folder, check_modules, writing
 
     check_modules("report", "the report", "jinja2")
     check_folder(report, "--report", "report.html", "run.json")
@@ -175,10 +175,10 @@ def compare(
     Exit status: 0 if both have a scenario in common, whatever became of it.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.chaos.compare import compared, load_report
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.ft.console.outputs import check_folder, check_modules, writing
+    from holdfast.harness.chaos.judge.compare import compared, load_report
     from holdfast.harness.chaos.show import comparison
-    from holdfast.harness.console import console, print_json
-    from holdfast.harness.outputs import check_folder, check_modules, writing
 
     if report is not None:
         check_modules("report", "--report", "jinja2")
@@ -201,7 +201,7 @@ def compare(
         for name in both:
             out.print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
     if report is not None:
-        from holdfast.harness.report.chaos import write_comparison
+        from holdfast.harness.chaos.judge.page import write_comparison
 
         with writing("holdfast chaos"):
             write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
@@ -221,19 +221,19 @@ def _run(
     import msgspec
 
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.chaos import library
-    from holdfast.harness.chaos.record import ChaosReport
-    from holdfast.harness.chaos.scenario import text_of
+    from holdfast.ft.console.console import console
+    from holdfast.harness.chaos.judge.record import ChaosReport
+    from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
+    from holdfast.harness.chaos.scenario import library
+    from holdfast.harness.chaos.scenario.scenario import text_of
     from holdfast.harness.chaos.show import machine, progress
-    from holdfast.harness.chaos.theatre import Theatre
-    from holdfast.harness.console import console
 
     loaded = [(name, library.find(name)) for name in names]
     ids = _ids([scenario.name for _, scenario in loaded], [library.path_of(name) for name in names])
     runs: list[ChaosRun] = []
     refused: list[str] = []
     with progress(console(stderr=True), console(quiet=quiet)) as bar:
-        theatre = Theatre(bar.step)
+        theatre = ScenarioRunner(bar.step)
         for (name, scenario), own in zip(loaded, ids, strict=True):
             bar.begin(scenario, compare)
             try:
@@ -274,15 +274,15 @@ def _repeat(name: str, seed: int, minutes: float | None, compare: bool) -> str:
 def _write(made: ChaosReport, folder: Path) -> None:
     import msgspec
 
-    from holdfast.harness.report.chaos import write_report
+    from holdfast.harness.chaos.judge.page import write_report
 
     (folder / "run.json").write_bytes(msgspec.json.encode(made))
     write_report(made, folder / "report.html")
 
 
 def _tell(made: ChaosReport) -> None:
+    from holdfast.ft.console.console import console
     from holdfast.harness.chaos.show import results
-    from holdfast.harness.console import console
 
     out = console()
     for thing in results(made):

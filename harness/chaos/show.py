@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.harness.chaos.compare import Row
-from holdfast.harness.chaos.fault_type import FaultType
-from holdfast.harness.chaos.record import ChaosReport, ChaosRun
-from holdfast.harness.chaos.scenario import Scenario
-from holdfast.harness.console import FoldingTable, panel, styled
+from holdfast.ft.console.console import FoldingTable, panel, styled
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.judge.compare import Row
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.scenario.fault_type import FaultType
+from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.report.svg import duration
-from holdfast.harness.words import counted
 
 _LINE_SECONDS = 10.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.comms.plugins import Capabilities
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Capabilities
 
 
 def capabilities(backend: str) -> Capabilities:

@@ -30,7 +30,7 @@ def conformance(
     Exit status: 0 only if every check passed that applies; 2 if none could run.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.console import print_json
+    from holdfast.ft.console.console import print_json
 
     try:
         from holdfast.harness.conformance.run import run

@@ -17,7 +17,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.plane import Handle
+from holdfast.comms.memory_plane import Handle
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.aftermath import outlived
 from holdfast.harness.conformance.capability import capabilities
@@ -103,7 +103,7 @@ def test_a_region_closed_in_the_middle_of_reads_gives_no_later_bytes(planed: str
             tensor = torch.zeros(LARGE, dtype=torch.int64)
             region = other.expose(tensor)
 
-            def close(region: comms.plane.Region = region, tensor: torch.Tensor = tensor) -> None:
+            def close(region: comms.memory_plane.Region = region, tensor: torch.Tensor = tensor) -> None:
                 region.close()
                 tensor.fill_(9)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
 
 
 def _applies_always() -> None:
@@ -18,7 +18,7 @@ KIT: pytest.StashKey[Conformance] = pytest.StashKey()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """What became of one check: "passed", "failed" or "skipped", in how many seconds, and why if it did not pass."""
 
     check: str
@@ -31,7 +31,7 @@ class Conformance:
     """One run of the kit on one backend. `outcomes` grows as checks end."""
 
     def __init__(self, backend: str, ranks: int) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CheckOutcome] = []
         self.backend, self.size = backend, ranks
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -58,4 +58,4 @@ class Conformance:
         if report.when == "call" or not report.passed:
             name = report.nodeid.split("::")[-1].removeprefix("test_")
             why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
-            self.outcomes.append(Outcome(name, report.outcome, round(report.duration, 3), why))
+            self.outcomes.append(CheckOutcome(name, report.outcome, round(report.duration, 3), why))

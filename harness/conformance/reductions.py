@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
-from holdfast.comms.algorithms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.capability import reduces
 

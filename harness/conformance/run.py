@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.registry import registry
-from holdfast.harness.conformance.plugin import Conformance, Outcome
+from holdfast.comms.plugins.registry import registry
+from holdfast.harness.conformance.plugin import CheckOutcome, Conformance
 
 _CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "planes", "aftermath", "capability")
 
 
-def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[Outcome]]:
+def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[CheckOutcome]]:
     """Whether `backend` passes with `ranks` ranks on this machine, and what became of each check.
 
     `select` is a pytest expression (-k) for some of the checks. Raises `BackendUnavailable` for a backend that is

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.harness.cluster import LocalCluster
+from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.capability import capabilities
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.failures import *  # noqa: F403

@@ -44,7 +44,7 @@ def demo(
     """
     began = time.monotonic()
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.outputs import check_folder, check_modules
+    from holdfast.ft.console.outputs import check_folder, check_modules
 
     check_modules("rl", "the demo", "transformers")
     check_modules("report", "the report", "jinja2")
@@ -65,24 +65,24 @@ def _demo(
 ) -> int:
     import msgspec
 
-    from holdfast.harness.console import console, print_json
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.ft.console.outputs import writing
     from holdfast.harness.demo.display import Silent, display_for
-    from holdfast.harness.demo.plan import Plan, check_backend
+    from holdfast.harness.demo.page import report_of
+    from holdfast.harness.demo.plan import DemoPlan, check_backend
     from holdfast.harness.demo.record import DemoRun
     from holdfast.harness.demo.run import Performance, Stage
     from holdfast.harness.demo.summary import as_object, show
     from holdfast.harness.demo.verdict import verified
-    from holdfast.harness.outputs import writing
     from holdfast.harness.report import write
-    from holdfast.harness.report.demo import report_of
-    from holdfast.rl.recipe import Recipe
+    from holdfast.rl.learning.recipe import Recipe
 
     check_backend(backend)
     recipe = Recipe(seed=seed) if steps is None else Recipe(seed=seed, steps=steps)
-    plan = Plan(recipe=recipe, backend=backend)
+    plan = DemoPlan(recipe=recipe, backend=backend)
     out = console()
 
-    def perform(plan: Plan, since: float) -> DemoRun:
+    def perform(plan: DemoPlan, since: float) -> DemoRun:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
             stage = Stage.prepare(plan, Path(directory), since)
             return Performance(plan, stage, Silent() if json else display_for(out, plan)).run()

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.harness.demo.plan import Plan
+from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import Note
 from holdfast.harness.demo.recorder import Recorder
 
@@ -46,7 +46,7 @@ class Silent:
 class PlainLines:
     """A line for everything notable, and one every few seconds for how it goes."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._console, self._plan = console, plan
         self._notes, self._next = 0, 0.0
 
@@ -73,7 +73,7 @@ class PlainLines:
 class LivePanel:
     """A panel that is redrawn in place."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._plan = plan
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
@@ -105,7 +105,7 @@ class LivePanel:
         return Panel(Group(figures, Bar(total, 0, done, color="green"), Text(), *notes), title=title)
 
 
-def figures_of(recorder: Recorder, plan: Plan) -> list[tuple[str, str]]:
+def figures_of(recorder: Recorder, plan: DemoPlan) -> list[tuple[str, str]]:
     """The state of the run in a few words: (name, value)."""
     last = recorder.steps[-WINDOW:]
     spent = last[-1].time - last[0].time if len(last) > 1 else 0.0
@@ -133,6 +133,6 @@ def note_line(note: Note) -> Text:
     return Text.assemble((f"{note.time:7.2f} s  ", "dim"), (note.process, "cyan"), ": ", (note.text, style))
 
 
-def display_for(console: Console, plan: Plan) -> Display:
+def display_for(console: Console, plan: DemoPlan) -> Display:
     """The display that suits where `console` writes."""
     return LivePanel(console, plan) if console.is_terminal else PlainLines(console, plan)

@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.ft.processes import fatal_signal, open_threads_of
-from holdfast.harness.channel import Channel
-from holdfast.harness.processes import Process, zygote
-from holdfast.harness.spawning import how_it_ended
+from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
+from holdfast.ft.launch.exit_status import how_it_ended
+from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.zygote_client import Process, zygote
 
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
-    "holdfast.rl.trainer",
-    "holdfast.rl.generator",
-    "holdfast.rl.holder",
+    "holdfast.rl.roles.trainer",
+    "holdfast.rl.roles.generator",
+    "holdfast.rl.roles.holder",
 )
 """Slow to import, so imported once."""
 
@@ -91,7 +91,7 @@ class ForkedWorker:
 
 
 class ZygoteEngine:
-    """Implements `holdfast.rl.engine.Engine`. Processes get `environ` on top of this one's environment, one torch
+    """Implements `holdfast.rl.roles.engine.Engine`. Processes get `environ` on top of this one's environment, one torch
     thread each, and write their output to `logs`, by name.
     """
 

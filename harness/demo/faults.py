@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from holdfast.ft.events import EventLog
-from holdfast.harness.demo.plan import Plan
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import Victim
-from holdfast.rl import wire
 from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION
 from holdfast.rl.driver import Driver
 from holdfast.rl.happenings import Happening, Published
+from holdfast.rl.roles import wire
 from holdfast.store import WeightStore
 
 ENTER_SECONDS = 0.1
@@ -49,7 +49,7 @@ class Restored(Happening, frozen=True, tag="restored"):
 class Faults:
     """The faults of one run. `pause` and `hear` are for the driver and its audience; `tell` hears what is done here."""
 
-    def __init__(self, plan: Plan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
+    def __init__(self, plan: DemoPlan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
         self._plan, self._store, self._log, self._tell = plan, store, log, tell
         self._pending: set[Victim] = {strike.victim for strike in plan.strikes}
         self._inside: set[str] = set()

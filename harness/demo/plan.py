@@ -7,11 +7,11 @@ from typing import Self
 import msgspec
 
 from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.plugins import Unavailable
-from holdfast.comms.registry import registry
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Unavailable
 from holdfast.harness.demo.record import Victim
 from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION, Crew, Fault
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
 
 ENOUGH_STEPS = 300
 """Runs shorter than this are too short to judge whether they have learned."""
@@ -39,7 +39,7 @@ class Strike(msgspec.Struct, frozen=True):
     step: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One run. No `strikes`, no faults."""
 
     recipe: Recipe

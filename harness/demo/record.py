@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.harness.invariants import Finding
 from holdfast.rl.crew import Crew
-from holdfast.rl.recipe import Recipe
+from holdfast.rl.learning.recipe import Recipe
 
 Victim = Literal["trainer", "generator", "holder"]
 
@@ -94,7 +94,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RunOutcome(msgspec.Struct, frozen=True):
     """The verdict. Rates are held-out exact match: of random weights, after the warm-up, and at the end (the mean of
     the last evaluations). `digest` is that of the final weights, `verified` that of a run without faults, if there was
     one. `too_short` runs are not asked to have learned. `failures` says why the run did not pass.
@@ -135,7 +135,7 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...]
     findings: tuple[Finding, ...]
     """What each invariant's checker found in the event logs."""
-    outcome: Outcome
+    outcome: RunOutcome
 
     @property
     def tokens_per_second(self) -> float:

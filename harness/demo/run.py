@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from holdfast.comms.keys import load_key
-from holdfast.ft.events import EventLog
-from holdfast.harness.contract import LocalContract
+from holdfast.comms.system.keys import load_key
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.demo.display import Display
 from holdfast.harness.demo.engine import ZygoteEngine
 from holdfast.harness.demo.faults import Faults
-from holdfast.harness.demo.plan import Plan
+from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import DemoRun
 from holdfast.harness.demo.recorder import Recorder
 from holdfast.harness.demo.recovery import blows
@@ -42,7 +42,7 @@ class Stage:
     setup_seconds: float
 
     @staticmethod
-    def prepare(plan: Plan, directory: Path, began: float) -> Stage:
+    def prepare(plan: DemoPlan, directory: Path, began: float) -> Stage:
         """Make everything in the empty, owner-only `directory`, and import what workers need. `began` is when the user
         began to wait, on `time.monotonic()`.
         """
@@ -57,7 +57,7 @@ class Stage:
 class Performance:
     """A run of `plan` on `stage`, shown by `display`."""
 
-    def __init__(self, plan: Plan, stage: Stage, display: Display) -> None:
+    def __init__(self, plan: DemoPlan, stage: Stage, display: Display) -> None:
         self._plan, self._stage, self._display = plan, stage, display
         self._recorder = Recorder()
         self._tail = LogTail(stage.contract.events_directory)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.harness.demo.record import Span
 from holdfast.harness.invariants import Event
-from holdfast.rl.trainer import REDUCTION
+from holdfast.rl.roles.trainer import REDUCTION
 
 
 def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[Span, ...]:

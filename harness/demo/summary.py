@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.harness.console import FoldingTable, panel, styled
+from holdfast.ft.console.console import FoldingTable, panel, styled
+from holdfast.ft.console.words import counted
 from holdfast.harness.demo.record import Blow, DemoRun
-from holdfast.harness.words import counted
 
 TITLES = {"trainer": "trainer rank killed", "generator": "generator killed", "holder": "weight holder killed"}
 

@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
+from holdfast.ft.console.words import counted
 from holdfast.harness.demo.faults import Struck
-from holdfast.harness.demo.plan import Plan
-from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Outcome, Victim
+from holdfast.harness.demo.plan import DemoPlan
+from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, RunOutcome, Victim
 from holdfast.harness.demo.recorder import Recorder
 from holdfast.harness.demo.recovery import complete
 from holdfast.harness.invariants import Event, Finding
-from holdfast.harness.words import counted
 from holdfast.rl.happenings import WorkerLost
 
 AVERAGED = 3
@@ -44,14 +44,14 @@ def lost_versions(steps: int, recorder: Recorder, events: Sequence[Event], diges
 
 
 def judge(
-    plan: Plan,
+    plan: DemoPlan,
     recorder: Recorder,
     events: Sequence[Event],
     found: Sequence[Finding],
     struck: Sequence[Blow],
     pending: Collection[Victim],
     digest: str,
-) -> Outcome:
+) -> RunOutcome:
     """The verdict on a run. `digest` is that of the trainers' final weights."""
     before, after = rates(recorder.evaluations)
     steps = lost_steps(plan.recipe.steps, events)
@@ -78,7 +78,7 @@ def judge(
         for each in recorder.happenings
         if isinstance(each, WorkerLost) and each.name not in victims
     ]
-    return Outcome(recorder.untrained, before, after, digest, None, steps, versions, plan.too_short, tuple(failures))
+    return RunOutcome(recorder.untrained, before, after, digest, None, steps, versions, plan.too_short, tuple(failures))
 
 
 def verified(run: DemoRun, again: DemoRun) -> DemoRun:

@@ -131,7 +131,9 @@ def _be(order: dict[str, Any], workloads: dict[str, Any], address: str) -> None:
     from holdfast import comms
 
     with contextlib.suppress(ImportError):
-        importlib.import_module("holdfast.comms.registry").registry()  # loads the backends: once, not in every rank
+        importlib.import_module(
+            "holdfast.comms.plugins.registry"
+        ).registry()  # loads the backends: once, not in every rank
     folder, most = Path(order["folder"]), max(workload.ranks for workload in workloads.values())
     others: list[BinaryIO] = []
     for rank in range(1, most):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.harness.bench.noise import Noise
+from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Comparison, Course, Progress, chosen, compare
 from holdfast.harness.gate.pairs import Nursery

@@ -45,13 +45,13 @@ def gate(
     workload that BASE runs, or nothing could be compared; 74 if the file
     of --markdown could not be written after all.
     """
-    from holdfast.harness.console import console, print_json, working
+    from holdfast.ft.console.console import console, print_json, working
+    from holdfast.ft.console.outputs import check_file, writing
     from holdfast.harness.gate import show
     from holdfast.harness.gate.calibrate import calibrate as calibrate_gate
     from holdfast.harness.gate.decide import Rule
     from holdfast.harness.gate.gate import run
     from holdfast.harness.gate.pairs import SideFailed
-    from holdfast.harness.outputs import check_file, writing
 
     check_file(markdown, "--markdown")
     rule = Rule(effect=effect, most=most)
@@ -86,7 +86,7 @@ def gate(
 @contextlib.contextmanager
 def _built(base: str, head: str, repository: Path) -> Iterator[tuple[Side, Side]]:
     """Both sides, in a folder that is removed with the block."""
-    from holdfast.harness.folders import HeldFolder
+    from holdfast.ft.launch.held_directory import HeldFolder
     from holdfast.harness.gate.sides import build
 
     with HeldFolder("holdfast-gate-") as folder:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.harness.bench.noise import Noise
+from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.gate.decide import Estimate, Rule, Verdict, decide, paired_ratio
 from holdfast.harness.gate.pairs import CannotRun, Nursery, Turn, slices
 from holdfast.harness.gate.sides import Side, differing_pins

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.paths import bind_unix
-from holdfast.harness.folders import HeldFolder, private_file
+from holdfast.comms.system.paths import bind_unix
+from holdfast.ft.launch.held_directory import HeldFolder, private_file
 from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import Workload

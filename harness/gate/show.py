@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.harness.bench.show import show_time
-from holdfast.harness.console import FoldingTable, styled
+from holdfast.ft.console.console import FoldingTable, styled
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import Rule
 from holdfast.harness.gate.gate import Finding, GateReport
-from holdfast.harness.words import counted
 
 _MARK = {
     "does not run": "❌ does not run",

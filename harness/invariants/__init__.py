@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.ft.telemetry.event import Event, event_of
+from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
 from holdfast.harness.invariants.checker import Bounds, Checker, Finding, Violation
 from holdfast.harness.invariants.commits import Commits
 from holdfast.harness.invariants.completion import Completion
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.epochs_forward import EpochsForward
 from holdfast.harness.invariants.equal_bits import EqualBits
-from holdfast.harness.invariants.events import Event, event_of, merge, read_directory, read_log
 from holdfast.harness.invariants.evicted import Evicted
 from holdfast.harness.invariants.evictions import EvictionsJustified
 from holdfast.harness.invariants.one_membership import OneMembership

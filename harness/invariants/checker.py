@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from holdfast.harness.invariants.events import Event
+from holdfast.ft.telemetry.event import Event
 
 
 @dataclass(frozen=True, slots=True)

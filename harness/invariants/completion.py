@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
-from holdfast.harness.invariants.events import Event
 
 ENDED = ("died", "error", "finished", "broken")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
-from holdfast.harness.invariants.events import Event
 
 WINDOW = 1.5
 """For how many seconds a suspicion that was taken back may still have its effect: its retraction may be cut off."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.ft.console.words import counted
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
-from holdfast.harness.invariants.events import Event
-from holdfast.harness.words import counted
 
 
 class RankOrder(Checker):

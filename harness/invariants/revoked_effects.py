@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
-from holdfast.harness.invariants.events import Event
 
 BY_ALL = "normal"
 """`how` of a step that was committed in the epoch in which it was done."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Checker
-from holdfast.harness.invariants.events import Event
 
 STATE_APART = ("come apart", "call steps() alike")
 """What a session says when ranks do not have the same state."""

@@ -5,7 +5,7 @@ This folder is the part of the namespace package `holdfast` that lies in no subp
 
 from __future__ import annotations
 
-from holdfast.harness.cli import main
+from holdfast.harness.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from holdfast.harness.report import Report, write
 write(report, Path("report.html"))
 """
 
-from holdfast.harness.report.model import Curve, Fault, Figure, Lane, Point, Report, Span, Stage
+from holdfast.harness.report.model import Curve, Fault, Figure, Point, ProcessLane, Report, Span, StageTimes
 from holdfast.harness.report.render import render, write
 
-__all__ = ["Curve", "Fault", "Figure", "Lane", "Point", "Report", "Span", "Stage", "render", "write"]
+__all__ = ["Curve", "Fault", "Figure", "Point", "ProcessLane", "Report", "Span", "StageTimes", "render", "write"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.ft.console.words import counted
 from holdfast.harness.report.model import Curve, Fault, Point
 from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
-from holdfast.harness.words import counted
 
 WIDTH, HEIGHT = 1000.0, 380.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 24.0, 44.0, 48.0

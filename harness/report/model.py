@@ -52,7 +52,7 @@ class Span(msgspec.Struct, frozen=True):
     label: str = ""
 
 
-class Lane(msgspec.Struct, frozen=True):
+class ProcessLane(msgspec.Struct, frozen=True):
     """The life of a process."""
 
     name: str
@@ -64,7 +64,7 @@ class Lane(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageTimes(msgspec.Struct, frozen=True):
     """A stage of a recovery, and how many seconds after the fault it was reached."""
 
     name: str
@@ -78,7 +78,7 @@ class Fault(msgspec.Struct, frozen=True):
     title: str
     target: str
     steps: int
-    stages: tuple[Stage, ...]
+    stages: tuple[StageTimes, ...]
     note: str = ""
 
 
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     figures: tuple[Figure, ...]
     curve: Curve
-    lanes: tuple[Lane, ...]
+    lanes: tuple[ProcessLane, ...]
     spans: tuple[Span, ...]
     faults: tuple[Fault, ...]
     findings: tuple[Finding, ...]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.harness.report.model import Fault, Lane, Span
+from holdfast.harness.report.model import Fault, ProcessLane, Span
 from holdfast.harness.report.svg import Scale, badge, cross, drawing, duration, element, line, text, title
 
 WIDTH = 1000.0
@@ -56,13 +56,13 @@ def _filling(spans: Sequence[Span], x: Scale, bottom: float) -> str:
     return element("path", d="".join(path), cls="busy")
 
 
-def words(lane: Lane) -> str:
+def words(lane: ProcessLane) -> str:
     """A lane in words."""
     life = f"{duration(lane.born)} to {duration(lane.ended)}, {_ENDS[lane.fate]}"
     return f"{lane.name} (pid {lane.pid}), {lane.role}: {life}" + (f"; {lane.note}" if lane.note else "")
 
 
-def _lane(lane: Lane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
+def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
     life = element(
         "rect",
         title(words(lane)),
@@ -84,7 +84,7 @@ def _lane(lane: Lane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
     return [name, group, cross(x(lane.ended), top + BAR / 2, words(lane)) if lane.fate != "finished" else ""]
 
 
-def draw_timeline(lanes: Sequence[Lane], spans: Sequence[Span], faults: Sequence[Fault], seconds: float) -> str:
+def draw_timeline(lanes: Sequence[ProcessLane], spans: Sequence[Span], faults: Sequence[Fault], seconds: float) -> str:
     """The SVG: lanes in the given order, roles set apart."""
     x = Scale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT)
     tops, top, before = [], TOP, ""

@@ -55,7 +55,7 @@ def simulate(
     Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.outputs import check_file, check_folder, check_modules
+    from holdfast.ft.console.outputs import check_file, check_folder, check_modules
     from holdfast.harness.simulate import show
 
     check_file(trace, "--trace")

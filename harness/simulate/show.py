@@ -11,23 +11,23 @@ from pathlib import Path
 import msgspec
 import typer
 
-from holdfast.harness.console import FoldingTable, console, print_json, styled, working
+from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
+from holdfast.ft.console.outputs import writing
+from holdfast.ft.console.words import counted
 from holdfast.harness.invariants import CHECKERS
-from holdfast.harness.outputs import writing
-from holdfast.harness.simulate import growth
-from holdfast.harness.simulate.draw import draw
-from holdfast.harness.simulate.museum import EXHIBITS, Exhibit
-from holdfast.harness.simulate.museum.run_all import run_all
-from holdfast.harness.simulate.museum.tour import Sighting
-from holdfast.harness.simulate.run import Outcome, simulate
-from holdfast.harness.simulate.scale import Scale, measure
-from holdfast.harness.simulate.scenarios import SCENARIOS
-from holdfast.harness.simulate.scenarios import scenario as make_scenario
-from holdfast.harness.simulate.schedule import Schedule, load, save
-from holdfast.harness.simulate.shrink import shrink as make_smaller
+from holdfast.harness.simulate.core.schedule import Schedule, load, save
+from holdfast.harness.simulate.core.trace import TraceWriter
+from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
+from holdfast.harness.simulate.known_bugs.reproduce import Sighting
+from holdfast.harness.simulate.known_bugs.run_all import run_all
+from holdfast.harness.simulate.scale import growth
+from holdfast.harness.simulate.scale.scale import Scale, measure
+from holdfast.harness.simulate.search.draw import draw
+from holdfast.harness.simulate.search.run import SimulationResult, simulate
+from holdfast.harness.simulate.search.scenarios import SCENARIOS
+from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
+from holdfast.harness.simulate.search.shrink import shrink as make_smaller
 from holdfast.harness.simulate.story import Story
-from holdfast.harness.simulate.trace import TraceWriter
-from holdfast.harness.words import counted
 
 SMALL = 64
 STEPS = 40
@@ -36,19 +36,19 @@ LINE_SECONDS = 5.0
 
 SEED_SECONDS = 0.02
 MUSEUM_SECONDS = 150.0
-"""Of one core, for a whole visit."""
+"""Of one core, for a whole reproduce."""
 
 
 def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
     return working(console(stderr=True), text, every=LINE_SECONDS)
 
 
-def exhibit_called(name: str) -> Exhibit:
+def exhibit_called(name: str) -> KnownBug:
     """The bug of that name. Raises ValueError, with the names that there are."""
-    for exhibit in EXHIBITS:
+    for exhibit in KNOWN_BUGS:
         if exhibit.name == name:
             return exhibit
-    raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(exhibit.name for exhibit in EXHIBITS)}")
+    raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(exhibit.name for exhibit in KNOWN_BUGS)}")
 
 
 # One schedule, or many --------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json:
 
 def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
     """Run the schedules of so many seeds, up to the first that breaks something."""
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationResult] = []
     with _working(f"{seeds} seeds: about {SEED_SECONDS * seeds:.0f} s") as say:
         for number in range(seed, seed + seeds - 1):
             outcomes.append(simulate(draw(number), trace))
@@ -72,7 +72,7 @@ def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: P
 
 
 def _finish(
-    schedule: Schedule, before: list[Outcome], trace: TraceWriter | None, shrink: bool, out: Path, json: bool
+    schedule: Schedule, before: list[SimulationResult], trace: TraceWriter | None, shrink: bool, out: Path, json: bool
 ) -> int:
     """Run the last schedule, and show it with those before it, which broke nothing."""
     outcome, story = _told(schedule, trace)
@@ -96,13 +96,13 @@ def _finish(
     return 0 if outcome.violation is None else 1
 
 
-def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[Outcome, str]:
+def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[SimulationResult, str]:
     story = Story()
     outcome = simulate(schedule, trace, story.hear)
     return outcome, story.text(schedule, outcome.violation)
 
 
-def _show_outcomes(outcomes: list[Outcome], schedule: Schedule, story: str, written: Path | None) -> None:
+def _show_outcomes(outcomes: list[SimulationResult], schedule: Schedule, story: str, written: Path | None) -> None:
     out, last = console(), outcomes[-1]
     table = FoldingTable(title=f"{counted(len(outcomes), 'simulation')}, seeds {outcomes[0].seed} to {last.seed}")
     for name in ("events", "simulated", "epochs", "steps", "faults", "invariants", "broken", "trace of the last"):
@@ -193,7 +193,7 @@ def figures(directory: Path, seed: int, json: bool) -> int:
 def tour(seeds: int, first: int, json: bool) -> int:
     """Look for every bug of the museum."""
     notes, cores = console(stderr=True), len(os.sched_getaffinity(0))
-    begin = f"{counted(len(EXHIBITS), 'bug')} on {counted(cores, 'core')}: about {MUSEUM_SECONDS / cores:.0f} s"
+    begin = f"{counted(len(KNOWN_BUGS), 'bug')} on {counted(cores, 'core')}: about {MUSEUM_SECONDS / cores:.0f} s"
     looked = 0
     with working(notes, begin) as say:
 
@@ -201,7 +201,7 @@ def tour(seeds: int, first: int, json: bool) -> int:
             nonlocal looked
             looked += 1
             what = f"found by {seen.checker!r} in seed {first + seen.seeds - 1}" if seen.found else "NOT found"
-            say(f"{looked}/{len(EXHIBITS)} {seen.name}: {what}")
+            say(f"{looked}/{len(KNOWN_BUGS)} {seen.name}: {what}")
 
         sightings = run_all(seeds, first, done=done)
     if json:

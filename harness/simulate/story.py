@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.ft.console.words import counted
 from holdfast.harness.invariants import Event, Violation
-from holdfast.harness.simulate.schedule import Schedule
-from holdfast.harness.words import counted
+from holdfast.harness.simulate.core.schedule import Schedule
 
 LONGEST = 160
 TOLD = (

@@ -34,9 +34,9 @@ def top(
     Exit status: 1 if there is no such job.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.harness.blame.jobs import locate
-    from holdfast.harness.console import console, print_json
-    from holdfast.harness.top.state import Watcher
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.ft.diagnosis.job_state import Watcher
+    from holdfast.ft.diagnosis.jobs import locate
 
     try:
         watcher = Watcher(locate(job, register))

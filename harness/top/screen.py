@@ -7,9 +7,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.harness.console import FoldingTable
-from holdfast.harness.top.state import Fault, JobState, Row
-from holdfast.harness.words import counted
+from holdfast.ft.console.console import FoldingTable
+from holdfast.ft.console.words import counted
+from holdfast.ft.diagnosis.job_state import Fault, JobState, Row
 
 _STATES = {
     "running": "green",

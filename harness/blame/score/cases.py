@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.ft.flight import read
-from holdfast.harness.blame.analyse import analyse
-from holdfast.harness.blame.evidence import Evidence, Life, assemble
-from holdfast.harness.blame.finding import Finding
+from holdfast.ft.diagnosis.analyse import analyse
+from holdfast.ft.diagnosis.evidence import Evidence, Life
+from holdfast.ft.diagnosis.finding import Finding
+from holdfast.ft.diagnosis.gathering import assemble
+from holdfast.ft.telemetry.flight import read
 from holdfast.harness.blame.score.model import NEVER, Call, World
 
 KINDS = ("crash", "hang", "slow", "cut", "mismatch")

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.comms.arguments import TAGS
 from holdfast.comms.errors import HoldfastError
-from holdfast.harness.blame.analyse import analyse
-from holdfast.harness.blame.evidence import Evidence, gather
-from holdfast.harness.blame.finding import Finding
+from holdfast.comms.execution.argument_checks import TAGS
+from holdfast.ft.diagnosis.analyse import analyse
+from holdfast.ft.diagnosis.evidence import Evidence
+from holdfast.ft.diagnosis.finding import Finding
+from holdfast.ft.diagnosis.gathering import gather
 from holdfast.harness.blame.score.cases import Judged, Truth
-from holdfast.harness.cluster import LocalCluster
-from holdfast.harness.job import Job
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.cluster.local_cluster import LocalCluster
 
 if TYPE_CHECKING:
     from holdfast.ft import Session

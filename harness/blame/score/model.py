@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.flight import FlightRecorder
+from holdfast.ft.telemetry.flight import FlightRecorder
 
 NEVER = math.inf
 

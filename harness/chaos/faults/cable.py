@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from holdfast.harness.chaos.fault_type import Undo
 from holdfast.harness.chaos.faults.process import Aimed
+from holdfast.harness.chaos.scenario.fault_type import Undo
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 
 class LinkCut(Aimed, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class LinkCut(Aimed, frozen=True, kw_only=True):
         if scenario.workload.family != "session" or scenario.job.hosts != "namespaces":
             raise ValueError('link-cut needs job.hosts = "namespaces" (as root)')
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = self.victims(stage)
         network = stage.hosts().network
         numbers = [stage.hosts().of(victim.process.pid) for victim in victims]

@@ -7,11 +7,11 @@ import errno
 import os
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.chaos.fault_type import FaultType, Undo
+from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 _PIECE = 1 << 16
 
@@ -25,7 +25,7 @@ class DiskFull(FaultType, frozen=True, kw_only=True):
         if scenario.job.disk is None:
             raise ValueError("disk-full needs job.disk = megabytes: a file system of the job's own (as root)")
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         path = stage.directory / "filling"
         stage.note("disk-full", [])
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

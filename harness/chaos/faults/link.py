@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
-from holdfast.harness.chaos.fault_type import FaultType, Undo
-from holdfast.harness.chaos.links.breakable import unbreakable
-from holdfast.harness.chaos.links.policy import Plane, Policy, Rule
-from holdfast.harness.words import counted
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
+from holdfast.harness.links.breakable import unbreakable
+from holdfast.harness.links.policy import Plane, Policy, Rule
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 Ranks = int | tuple[int, ...] | None
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -67,7 +67,7 @@ class _Directed(_Linked, frozen=True, kw_only=True):
         """What happens to the bytes."""
         raise NotImplementedError
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         sources, targets = (stage.pids(_listed(ranks)) for ranks in (self.source, self.target))
         ways = [(sources, targets)] if self.one_way or sources == targets else [(sources, targets), (targets, sources)]
         stage.note(type(self).__name__.lower(), stage.found(sources | targets), way=self.words())
@@ -156,7 +156,7 @@ class Partition(_Linked, frozen=True, kw_only=True):
     def named(self) -> tuple[int, ...]:
         return tuple(rank for group in self.groups for rank in group)
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         groups = [stage.pids(group) for group in self.groups]
         rest = stage.everybody() - frozenset(pid for group in groups for pid in group)
         sides = [group for group in (*groups, rest) if group]

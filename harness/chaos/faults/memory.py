@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.chaos.fault_type import Undo
 from holdfast.harness.chaos.faults.process import Aimed
+from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.workloads.orders import Spoil
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 
 class CorruptMemory(Aimed, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class CorruptMemory(Aimed, frozen=True, kw_only=True):
         if scenario.workload.family != "store" or self.names not in ((), ("holder",)):
             raise ValueError('corrupt-memory is for the store, and for who = "holder"')
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = stage.find("keeper")
         stage.note("corrupt-memory", victims)
         for victim in victims:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.comms.plugins import hookimpl
+from holdfast.comms.plugins.spec import hookimpl
 
 
 @hookimpl

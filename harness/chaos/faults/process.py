@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from msgspec import Meta
 from msgspec.structs import replace
 
-from holdfast.harness.chaos.fault_type import FaultType, Undo
-from holdfast.harness.chaos.stage import Victim
-from holdfast.harness.words import counted
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.run.fault_context import Victim
+from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 Who = int | str | tuple[int | str, ...] | None
 
@@ -64,7 +64,7 @@ class Aimed(FaultType, frozen=True, kw_only=True):
             settled.append(name)
         return replace(self, who=tuple(settled) or None)
 
-    def victims(self, stage: Stage) -> list[Victim]:
+    def victims(self, stage: FaultContext) -> list[Victim]:
         """The processes that are meant, now."""
         if not self.names:
             return [stage.reacher()]
@@ -84,7 +84,7 @@ class Kill(Aimed, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "SIGKILL"
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = self.victims(stage)
         stage.note("kill", victims)
         for victim in victims:
@@ -97,7 +97,7 @@ class Pause(Aimed, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "SIGSTOP"
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = self.victims(stage)
         stage.note("pause", victims)
         for victim in victims:
@@ -117,7 +117,7 @@ class Slow(Aimed, frozen=True, kw_only=True):
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.3
     period: Annotated[float, Meta(gt=0)] = 0.05
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = self.victims(stage)
         stage.note("slow", victims, share=self.share)
         return _blinking(victims, self.period * (1 - self.share), self.period * self.share)
@@ -132,7 +132,7 @@ class Flap(Aimed, frozen=True, kw_only=True):
     off: Annotated[float, Meta(gt=0)] = 0.2
     on: Annotated[float, Meta(gt=0)] = 0.3
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         victims = self.victims(stage)
         stage.note("flap", victims)
         return _blinking(victims, self.off, self.on)
@@ -148,7 +148,7 @@ class Join(FaultType, frozen=True, kw_only=True):
         if scenario.workload.family != "session":
             raise ValueError("only a job of sessions can be joined")
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         stage.note("join", [])
         for _ in range(self.count):
             stage.join()

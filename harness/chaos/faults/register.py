@@ -7,11 +7,11 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from holdfast.harness.chaos.fault_type import FaultType, Undo
+from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.scenario import Scenario
-    from holdfast.harness.chaos.stage import Stage
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
 
 WAYS = {"sqlite": ("locked", "gone"), "tcp": ("stopped",), "etcd": ("stopped", "leader-killed")}
 """How the register of each kind can be away."""
@@ -36,7 +36,7 @@ class RegisterAway(FaultType, frozen=True, kw_only=True):
         if self.how == "leader-killed" and scenario.job.register_nodes < 3:
             raise ValueError('how = "leader-killed" needs nodes that elect another: job.register_nodes = 3')
 
-    def strike(self, stage: Stage) -> Undo | None:
+    def strike(self, stage: FaultContext) -> Undo | None:
         if self.how in WAYS["sqlite"]:
             path = stage.register_file()
             stage.note("register-away", [], how=self.how)

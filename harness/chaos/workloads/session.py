@@ -24,8 +24,8 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.attempt import Attempt
-from holdfast.ft.events import EventLog
-from holdfast.harness.chaos.workload import AllReduce, Ddp, Python
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.chaos.scenario.workload import AllReduce, Ddp, Python
 
 RESOURCES_SECONDS = 1.0
 
@@ -135,8 +135,8 @@ def ddp(session: Session, spec: Ddp, steps: int) -> Any:
     """See `Ddp`. Returns the final parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from holdfast.comms.torchdist.group import HoldfastProcessGroup
     from holdfast.comms.torchdist.options import Options
+    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 
     torch.manual_seed(spec.seed)
     model = torch.nn.Sequential(torch.nn.Linear(16, spec.hidden), torch.nn.Tanh(), torch.nn.Linear(spec.hidden, 1))

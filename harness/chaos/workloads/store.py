@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.events import EventLog
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness.channel import Channel, ChannelClosed
-from holdfast.harness.chaos.workload import Store
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.chaos.scenario.workload import Store
 from holdfast.harness.chaos.workloads.orders import Spoil, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
+from holdfast.harness.processes.channel import Channel, ChannelClosed
 from holdfast.store import StoreTimeout, WeightStore
 
 TENSORS = 4

@@ -1,0 +1,259 @@
+"""What memory planes have in common: regions, checking tensors and ranges, and copying in blocks.
+
+A copy goes block by block, so that a deadline, a closed plane and a closed region are noticed within a
+fraction of a millisecond. It is done in the calling thread, with others beside it where torch too would use several:
+the work that comes back is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from holdfast.backends.common.process_memory import HUGE_PAGE
+from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
+from holdfast.comms.quantities import integer, seconds
+from holdfast.comms.system import forks
+from holdfast.comms.tensors.exposed import ExposedMemory, moved_away
+from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.work import Work
+
+BLOCK_BYTES = 2 << 20
+"""Bytes between two looks at deadline and generation: large enough to cost nothing, 0.2 ms at memory speed.
+"""
+
+SHARE_BYTES = 8 << 20
+"""Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""
+
+
+class Reach(ABC):
+    """A hold on a region of somebody, for the time of one read or write."""
+
+    nbytes: int
+
+    @abstractmethod
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        """Copy one block of the region to `address`. Raises `RegionGone` if what arrived must not be used."""
+
+    @abstractmethod
+    def push(self, address: int, offset: int, nbytes: int) -> None:
+        """Copy one block at `address` into the region. Raises `RegionGone`, with nothing written, if it is
+        closed.
+        """
+
+    @abstractmethod
+    def release(self, unharmed: bool) -> None:
+        """The copy is over; `unharmed` if it ended without an error."""
+
+
+class CheckedPlane(MemoryPlane):
+    """A memory plane that checks what it is asked for before it moves a byte."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._count = itertools.count(1)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if nbytes < HUGE_PAGE:
+            return super().empty(nbytes)
+        memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel built without them: only slower
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        address = contiguous_address(into, "into", self.name)
+        return self._copy("memory read", handle, address, into, offset, timeout, writing=False)
+
+    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        address = contiguous_address(source, "source", self.name)
+        return self._copy("memory write", handle, address, source, offset, timeout, writing=True)
+
+    def _copy(
+        self,
+        op: str,
+        handle: Handle,
+        address: int,
+        tensor: torch.Tensor,
+        offset: int,
+        timeout: float,
+        writing: bool,
+    ) -> Work:
+        """Copy all of `tensor`, which lies at `address`, from the region of a handle or to it."""
+        self._check_open()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        offset = integer(offset, "offset")
+        self._check(op, handle, offset, nbytes)
+        self._check_apart(op, handle, address, offset, nbytes)
+        deadline = began + seconds(timeout)
+
+        def look() -> None:
+            self._check_open()
+            if time.monotonic() > deadline:
+                raise OpTimeout(op, seq, time.monotonic() - began)
+
+        def body() -> None:
+            self._in_blocks(handle, address, offset, nbytes, deadline, writing, look)
+            if not writing and nbytes and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+    @abstractmethod
+    def _in_blocks(
+        self,
+        handle: Handle,
+        address: int,
+        offset: int,
+        nbytes: int,
+        deadline: float,
+        writing: bool,
+        look: Callable[[], None],
+    ) -> None:
+        """Copy block by block; `look()`, called before each, raises if the plane was closed or the time is over."""
+
+    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
+        """Raise ValueError or `Unsupported` unless these bytes are within a region of this kind of plane."""
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
+
+    def _check_apart(self, op: str, handle: Handle, address: int, offset: int, nbytes: int) -> None:
+        """Raise ValueError if a block of the copy would overwrite what a later block reads."""
+        own = _own.get((os.getpid(), handle.plane, handle.address))
+        if own is not None and own.open and 0 < abs(own.memory.address + offset - address) < nbytes:
+            raise ValueError(
+                f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+
+class BlockCopyPlane(CheckedPlane):
+    """A memory plane that reaches memory through `_reach`."""
+
+    @abstractmethod
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
+        """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
+
+    def _in_blocks(
+        self,
+        handle: Handle,
+        address: int,
+        offset: int,
+        nbytes: int,
+        deadline: float,
+        writing: bool,
+        look: Callable[[], None],
+    ) -> None:
+        in_shares(
+            nbytes,
+            1 if writing else shares(nbytes),
+            lambda _, at, piece: self._copy_share(handle, address + at, offset + at, piece, writing, look),
+        )
+
+    def _copy_share(
+        self, handle: Handle, address: int, offset: int, nbytes: int, writing: bool, look: Callable[[], None]
+    ) -> None:
+        region = self._reach(handle, writing)
+        unharmed = False
+        try:
+            if region.nbytes != handle.nbytes:
+                raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {region.nbytes}: a forged handle")
+            move = region.push if writing else region.pull
+            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+                look()
+                move(address + start, offset + start, min(BLOCK_BYTES, nbytes - start))
+            unharmed = True
+        finally:
+            region.release(unharmed)
+
+
+class HeldRegion(Region):
+    """A region that holds its memory, and finds out whether its tensor still has it."""
+
+    def __init__(self, handle: Handle, memory: ExposedMemory) -> None:
+        self.open = True
+        self._handle, self.memory = handle, memory
+        _own[os.getpid(), handle.plane, handle.address] = self
+        forks.own(self, "a region of exposed memory", ("handle", "open"))
+
+    @property
+    def handle(self) -> Handle:  # type: ignore[override]
+        """Raises `RegionGone`, and closes the region, if its tensor has other memory now."""
+        self.check()
+        return self._handle
+
+    def check(self) -> None:
+        """See `handle`. Nothing once it is closed."""
+        if self.open and self.memory.moved:
+            self.close()
+            raise moved_away("a region")
+
+
+_own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.WeakValueDictionary()
+"""The regions of this process, by its id, plane and address."""
+
+
+class TableRegion(HeldRegion):
+    """A row in the table of this process, and the memory that it names. `strike_out(self)` is called once."""
+
+    def __init__(self, handle: Handle, memory: ExposedMemory, strike_out: Callable[[Any], None]) -> None:
+        self._strike_out = strike_out
+        super().__init__(handle, memory)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._strike_out(self)
+
+
+def shares(nbytes: int) -> int:
+    """Into how many pieces a large read is cut, one for each thread that torch would use."""
+    return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
+
+
+def in_shares(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
+    """`copy(number, start, nbytes)` for so many pieces, each in a thread of its own, the first in this one. All have
+    ended when this does, however it ends.
+    """
+    if count == 1:
+        copy(0, 0, nbytes)
+        return
+    share = -(-nbytes // count)
+    with ThreadPoolExecutor(count - 1, "holdfast-read") as pool:
+        others = [
+            pool.submit(copy, number, number * share, min(share, nbytes - number * share)) for number in range(1, count)
+        ]
+        copy(0, 0, share)
+    for other in others:
+        other.result()
+
+
+def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
+    """Where a tensor's bytes lie. Raises TypeError, ValueError or `Unsupported` for one that is not contiguous memory
+    of its own on the CPU.
+    """
+    flat = plain_tensor(tensor, what)
+    if flat.device.type != "cpu":
+        raise Unsupported(f"tensors on {flat.device.type} on memory plane {plane!r}", "copy it to the CPU")
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        raise ValueError(f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first")
+    return flat.data_ptr()

@@ -1,0 +1,215 @@
+"""The table in which a process writes down the memory that it exposes, for others on the host to look up.
+
+It lies in a memfd, which others open as /proc/<pid>/fd/<n> to convince themselves that the owner made it;
+nothing has a name, so nothing is left behind whatever dies. After that they read slots straight from the
+owner's memory, where a process that has ended, or runs another program by now, has none.
+
+A slot is four aligned 8-byte words: generation, address, nbytes, flags. A generation is never used twice
+(it counts up from a random number), is written last when a slot is filled and cleared first when it is
+struck out (`Words` keep that order): who finds the same generation after a copy as before has copied from that very
+region. The kernel takes and gives back locks between the pieces of one copy, so they are read in order, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from holdfast.comms._native import Words
+from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.system.file_io import read_at
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import started
+
+SLOTS = 1 << 20
+"""The file is sparse: a slot costs memory once it has been used."""
+WRITABLE = 1
+WRITER_SECONDS = 2.0
+"""How long `wait_for_writers` waits for one that is in the middle of a block."""
+
+_NAME = "holdfast-regions"
+_MAGIC = b"holdfast table 1"
+_HEADER = struct.Struct("=16sQQQQ")  # magic, pid, start time, where the owner has the file mapped, table id
+_SLOTS_AT = 64
+_SLOT_BYTES = 32
+_FLOCK = struct.Struct("hhqqi")
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What a handle of the shm plane says: the owner, its table (a descriptor and an id), the slot and
+    generation.
+    """
+
+    owner: Peer
+    descriptor: int
+    table: int
+    slot: int
+    generation: int
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Address:
+        """Raises `CorruptData` for anything that no owner of a table can have written."""
+        try:
+            address = _addresses.decode(data)
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+        plausible = (
+            0 < address.owner.pid < 1 << 31
+            and 0 <= address.descriptor < 1 << 31
+            and 0 <= address.table < 1 << 64
+            and 0 <= address.slot < SLOTS
+            and 0 < address.generation < 1 << 64
+        )
+        if not plausible:
+            raise CorruptData(f"not the address of a region: {address}")
+        return address
+
+
+_addresses = msgspec.msgpack.Decoder(Address)
+
+
+class RegionTable:
+    """The table of this process. Not thread-safe: its plane's lock is held around each call but
+    `wait_for_writers`.
+    """
+
+    def __init__(self, owner: Peer) -> None:
+        self._owner = owner
+        self._file = open(os.memfd_create(_NAME, os.MFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115, PTH123
+        self._file.truncate(_SLOTS_AT + SLOTS * _SLOT_BYTES)
+        memory = mmap.mmap(self._file.fileno(), 0)
+        self._words = Words(memory)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._id = secrets.randbits(64)
+        self._generation = secrets.randbits(62)
+        self._used = 0
+        self._free: list[int] = []
+        self._file.write(_HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id))
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Where the table lies in this process, and its size in bytes."""
+        return self._base, _SLOTS_AT + SLOTS * _SLOT_BYTES
+
+    def fill(self, address: int, nbytes: int, writable: bool) -> Address:
+        """Write down a region. Raises `Unsupported` when a million are open already."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._used < SLOTS:
+            slot, self._used = self._used, self._used + 1
+        else:
+            raise Unsupported(f"more than {SLOTS} exposed regions in one process", "close some of them")
+        self._generation += 1
+        words, row = self._words, _row(slot)
+        words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
+        words[row] = self._generation
+        return Address(self._owner, self._file.fileno(), self._id, slot, self._generation)
+
+    def invalidate(self, slot: int) -> bool:
+        """From here on no block of the region's is copied whole. Says whether a writer may be in the middle
+        of one.
+        """
+        self._words[_row(slot)] = 0
+        return bool(self._words[_row(slot) + 3] & WRITABLE)
+
+    def wait_for_writers(self, slot: int) -> None:
+        """Return once nobody writes to an invalidated slot's region; needs no lock. Raises `OpTimeout`."""
+        began = time.monotonic()
+        while not _lock(self._file.fileno(), fcntl.F_WRLCK, slot):
+            waited = time.monotonic() - began
+            if waited > WRITER_SECONDS:
+                raise OpTimeout("closing a region that another process is writing to", slot, waited)
+            time.sleep(0.0002)
+        _lock(self._file.fileno(), fcntl.F_UNLCK, slot)
+
+    def free(self, slot: int) -> None:
+        """Let an invalidated slot be used again."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Let the table go. What it says stays as it is: in a forked child it is still the parent's."""
+        self._words.release()
+        self._file.close()
+
+
+def _row(slot: int) -> int:
+    """The first word of a slot."""
+    return (_SLOTS_AT + slot * _SLOT_BYTES) // 8
+
+
+@contextmanager
+def open_table(address: Address) -> Iterator[tuple[int, int]]:
+    """The table that `address` speaks of: a descriptor of its file, and where its owner has it mapped.
+
+    Raises `RegionGone` if there is no such table (any more), `BackendUnavailable` if it may not be opened.
+    """
+    owner = address.owner
+    path = Path(f"/proc/{owner.pid}/fd/{address.descriptor}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
+            raise RegionGone(f"process {owner.pid} exposes no memory at descriptor {address.descriptor} (any more)")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise BackendUnavailable(
+            "shm", f"process {owner.pid} may not be read: {error.strerror}", "run all processes as one user"
+        ) from error
+    except OSError as error:
+        raise RegionGone(f"process {owner.pid} is gone, or closed its regions: {error.strerror}") from error
+    try:
+        header = read_at(descriptor, _HEADER.size, 0)
+        magic, pid, start, base, table = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        if magic != _MAGIC or (pid, start, table) != (owner.pid, owner.started, address.table):
+            raise RegionGone(f"the table of process {owner.pid} that this region was in is gone")
+        try:
+            if started(owner.pid) != owner.started:
+                raise ProcessLookupError
+        except ProcessLookupError:
+            raise RegionGone(f"process {owner.pid}, which exposed this region, is gone") from None
+        yield descriptor, base
+    finally:
+        os.close(descriptor)
+
+
+def slot_address(base: int, slot: int) -> int:
+    """Where a slot lies in its owner's memory, which has the table mapped at `base`."""
+    return base + _SLOTS_AT + slot * _SLOT_BYTES
+
+
+@contextmanager
+def held_open(descriptor: int, slot: int, deadline: float) -> Iterator[None]:
+    """Hold off the owner's closing of a region while a block is written to it.
+
+    The lock is the kernel's (an open-file-description lock on the slot's byte): it ends with this process.
+    """
+    while not _lock(descriptor, fcntl.F_RDLCK, slot):
+        if time.monotonic() > deadline:
+            raise RegionGone("the region is being closed")
+        time.sleep(0.0002)
+    try:
+        yield
+    finally:
+        _lock(descriptor, fcntl.F_UNLCK, slot)
+
+
+def _lock(descriptor: int, kind: int, slot: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

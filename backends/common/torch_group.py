@@ -1,0 +1,118 @@
+"""What the transports over torch's own process groups (gloo, nccl, rccl) share: their end, and what is made of one op.
+
+torch's group does the work. What it lacks is an end: this watches the processes of the peers, and ends the group the
+moment the kernel says that one is gone, or somebody calls `abort`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from holdfast.comms.errors import HoldfastError, PeerFailed
+from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.liveness import Liveness
+
+_log = logging.getLogger("holdfast.backends")
+
+
+class TorchGroup(Transport):
+    """A transport whose ops are those of a c10d backend in `_group`."""
+
+    _look_seconds: ClassVar[float | None] = None
+    """How often to ask `_own_failure`; None: never."""
+
+    def __init__(self, context: Context) -> None:
+        self.rank, self.size = context.rank, context.size
+        self._epoch = context.epoch
+        self._seq = 0
+        self._error: HoldfastError | None = None
+        self._group: Any = None
+        self._liveness = Liveness(context.peers, context.rank)
+        self._ending = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._watcher: threading.Thread | None = None
+
+    @abstractmethod
+    def _end_group(self) -> None:
+        """End whatever the group is doing, from any thread. Called with `_ending` held, perhaps more than once."""
+
+    @abstractmethod
+    def _release_group(self) -> None:
+        """Let go of the group, with no op running."""
+
+    @abstractmethod
+    def _exchange(
+        self, op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
+    ) -> None:
+        """Every rank's `inputs[j]` to rank j; any of them may be empty."""
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
+        self._exchange("all_to_all", outputs, inputs, deadline)
+
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
+        nothing = tensor.view(-1)[:0]
+        given = [tensor if rank == dst else nothing for rank in range(self.size)]
+        self._exchange("gather", outputs or [nothing] * self.size, given, deadline)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
+        nothing = tensor.view(-1)[:0]
+        taken = [tensor if rank == src else nothing for rank in range(self.size)]
+        self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
+
+    def _own_failure(self) -> HoldfastError | None:
+        """What the group itself has found out; None while all is well."""
+        return None
+
+    def _watch_peers(self, name: str) -> None:
+        """From now on a peer's death ends the group."""
+        self._watcher = threading.Thread(target=self._watch, name=f"holdfast-{name}-watch", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while self._liveness.wait(self._wake, self._look_seconds):
+            if dead := self._liveness.dead():
+                self.abort(PeerFailed(dead, "the kernel says that the process is gone"))
+            elif (failure := self._own_failure()) is not None:
+                self.abort(failure)
+
+    def _forget_peers(self) -> None:
+        if self._watcher is not None:
+            os.eventfd_write(self._wake, 1)
+            self._watcher.join()
+        os.close(self._wake)
+        self._liveness.close()
+
+    def abort(self, error: HoldfastError) -> None:
+        with self._ending:
+            if self._error is None:
+                self._error = error
+            try:
+                self._end_group()
+            except Exception:
+                _log.exception("the group of rank %d could not be ended; its ops end by their timeouts", self.rank)
+
+    def close(self) -> None:
+        self._forget_peers()
+        self._release_group()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def options(kind: Any, limit: timedelta, **fields: Any) -> Any:
+    """torch's options of one op, complete by `limit` from now."""
+    made = kind()
+    made.timeout = limit
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made

@@ -1,0 +1,1 @@
+"""The `gloo` backend: torch's own ProcessGroupGloo."""

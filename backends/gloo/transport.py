@@ -1,0 +1,480 @@
+"""`gloo`: torch's own ProcessGroupGloo, over TCP, between any processes and hosts. CPU tensors.
+
+Gloo cannot abort: what frees a blocked op is shutting down the group's sockets, so this transport keeps a duplicate of
+each. A watcher thread does so too, the moment the kernel says that a peer on this host is gone. What gloo does not have
+(uneven lists, dtypes it does not reduce, minima and maxima that keep NaNs) is made of its all-to-all and all-gather of
+bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
+from holdfast.backends.gloo import message_headers
+from holdfast.backends.gloo.errors import meaning_of
+from holdfast.backends.gloo.sockets import close_to_strangers, duplicates, listens, name_of, sockets
+from holdfast.comms import _native, arithmetic
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Unsupported, again, describe
+from holdfast.comms.execution.argument_checks import TAGS
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.spec import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Unavailable,
+    hookimpl,
+)
+from holdfast.comms.rendezvous import fetch_as
+from holdfast.comms.system import forks
+from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context, Form
+
+Tensor = torch.Tensor
+Message = tuple[Tensor, int, int]
+"""(tensor, peer, tag)"""
+
+_NATIVE_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+_NATIVE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "premul_sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+_GRACE_SECONDS = 0.2
+"""How long a broken connection may wait for the kernel's word on whose process ended."""
+
+_CONNECT_SECONDS = 5.0
+"""How long the ranks may take to connect once all are there: so long a call is left behind if one of them then dies."""
+
+_WAIT_SECONDS = 0.02
+_WAIT = timedelta(seconds=_WAIT_SECONDS)
+"""How long to wait for an op before looking whether it was aborted; that it ends with its connections is the rule."""
+
+_OPTIONS = 256
+"""How many ops' options are kept."""
+
+_making_device = threading.Lock()
+_forgotten: list[Any] = []
+"""Groups with an op that does not end. To destroy one would wait for it."""
+
+
+class GlooTransport(TorchGroup):
+    """A ProcessGroupGloo, with an end."""
+
+    ends_before_exit = True
+
+    def __init__(self, context: Context) -> None:
+        self._sockets: list[socket.socket] = []
+        self._options: dict[tuple[Any, ...], Any] = {}
+        super().__init__(context)
+        try:
+            self._group = self._make_group(context)
+        except BaseException:
+            self._forget_peers()
+            raise
+        forks.begin_anew(self)
+        self._watch_peers("gloo")
+
+    def begin_in_child(self) -> None:
+        """Let go of the connections: the peers would not learn from them that this process's parent has died."""
+        inodes = {os.fstat(each.fileno()).st_ino for each in self._sockets if each.fileno() >= 0}
+        forks.replace_by_nothing(number for number, inode in sockets() if inode in inodes)
+
+    def _make_group(self, context: Context) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        settings = gloo._Options()
+        one_host = len({peer.host for peer in context.peers}) == 1
+        with _making_device:
+            before = sockets()
+            settings._devices = [_device(one_host)]
+            doors = [number for number, _ in sockets() - before if listens(number)]
+            listening = {name_of(number) for number in doors}
+        context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
+        theirs: set[tuple[str, int]] = set()
+        for rank in range(self.size):
+            if rank != self.rank:
+                kind = list[tuple[str, int]]
+                theirs.update(fetch_as(context.store, f"listens/{rank}", kind, context.deadline, self._liveness))
+        began = time.monotonic()
+        limit = max(min(context.deadline - began, _CONNECT_SECONDS), 0.001)
+        settings._timeout = timedelta(seconds=limit)
+        settings._threads = 2
+
+        def look() -> None:
+            if (error := context.over()) is not None:
+                raise again(error)
+            if dead := self._liveness.dead():
+                raise PeerFailed(dead, "its process ended while the ranks connected")
+
+        def make() -> Any:
+            group = gloo(context.store, self.rank, self.size, settings)
+            group.barrier(options(dist.BarrierOptions, settings._timeout)).wait()  # who is done may close at once
+            return group
+
+        try:
+            group = run_interruptible(make, look)
+        except HoldfastError:
+            raise
+        except RuntimeError as error:
+            if (
+                cause := local_cause(error, "connecting over gloo") or out_of_descriptors("connecting over gloo")
+            ) is not None:
+                raise cause from error
+            if time.monotonic() - began >= limit:
+                raise OpTimeout("connect", 0, limit) from error
+            self._liveness.wait(self._wake, _GRACE_SECONDS)
+            look()
+            raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
+        for door in doors:
+            close_to_strangers(door)
+        self._sockets = duplicates(listening, theirs)
+        return group
+
+    # -- how an op runs and ends
+
+    def _collective(
+        self,
+        op: str,
+        start: Callable[..., Any],
+        tensors: tuple[Any, ...],
+        kind: Any,
+        deadline: float,
+        detail: str | int = 0,
+    ) -> None:
+        """Run `start(*tensors, options)`. The options of a `kind` have a timeout in whole seconds: it is this transport
+        that keeps the deadline.
+        """
+        self._seq += 1
+        if self._error is not None:
+            raise self._error.again()
+        left = deadline - time.monotonic()
+        key = kind, int(left) + 1, detail
+        options = self._options.get(key) or self._make_options(key)
+        limit = _limit(left)
+        work = None
+        try:
+            work = start(*tensors, options)
+            if work is not None:
+                work.wait(limit)
+        except RuntimeError as error:
+            self._go_on(op, limit, work, error, deadline)
+
+    def _go_on(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
+        """After the first error of a collective, which may be that it has taken longer than `waited`."""
+        began = time.monotonic() - (waited.total_seconds() if meaning_of(error) == "timeout" else 0.0)
+        try:
+            if work is None:
+                raise error
+            self._wait(work, deadline)
+        except RuntimeError as last:
+            raise self._explain(op, last, began, deadline, ()) from last
+
+    def _make_options(self, key: tuple[Any, int, str | int]) -> Any:
+        """torch's options of a kind of op, its seconds, and its reduction or root; they are kept for the next."""
+        if len(self._options) >= _OPTIONS:
+            self._options.clear()
+        kind, seconds, detail = key
+        given = self._options[key] = options(kind, timedelta(seconds=max(seconds, 1)))
+        if kind is dist.AllreduceOptions:
+            given.reduceOp = _NATIVE_OPS[str(detail)]
+        elif kind is dist.BroadcastOptions:
+            given.rootRank = detail
+        return given
+
+    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
+        """Run `start(limit)`, which is complete when it returns. `awaited` are the ranks that it waits for, where that
+        is known.
+        """
+        self._seq += 1
+        if self._error is not None:
+            raise self._error.again()
+        began = time.monotonic()
+        limit = timedelta(seconds=max(deadline - began, 0.001))
+        try:
+            if threading.current_thread() is threading.main_thread():
+                run_interruptible(partial(start, limit), lambda: None)  # gloo waits in C++, deaf to Ctrl-C
+            else:
+                start(limit)
+        except Mismatch:
+            raise
+        except RuntimeError as error:
+            raise self._explain(op, error, began, deadline, awaited) from error
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        """Wait for a collective. One that has not ended soon after an abort never will: gloo now and then forgets an op
+        whose connections were closed under it. It is left behind, and the group with it.
+
+        Not for sends and receives: a timeout while waiting for one closes all connections of the group.
+        """
+        aborted = False
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                work.wait(_limit(left))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # returns, or raises what the op failed with: it may have ended just after we gave up
+                    return
+                if left <= _WAIT_SECONDS:
+                    raise
+                if aborted:
+                    _forgotten.append(self._group)
+                    raise
+                aborted = self._error is not None
+
+    def _explain(
+        self, op: str, error: RuntimeError, began: float, deadline: float, awaited: Sequence[int]
+    ) -> HoldfastError:
+        """What a failure of gloo means: our own abort, a peer's end, a timeout, or a broken connection."""
+        meaning = meaning_of(error)
+        until = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        while self._error is None and time.monotonic() < until and meaning == "connection":
+            time.sleep(0.001)
+        if self._error is not None:
+            return self._error.again()
+        if (cause := local_cause(error, op)) is not None:
+            return cause
+        if meaning == "local":
+            return HoldfastError(f"{op} (op {self._seq}) failed in this process, by no peer's fault: {describe(error)}")
+        waited = time.monotonic() - began
+        if meaning == "timeout" or time.monotonic() >= deadline:
+            return OpTimeout(op, self._seq, waited, awaited)
+        return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
+
+    def _end_group(self) -> None:
+        for each in self._sockets:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def _release_group(self) -> None:
+        del self._group
+        with self._ending:
+            for each in self._sockets:
+                each.close()
+            self._sockets.clear()
+
+    # -- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        given = arithmetic.before(tensor, op)
+        if _reduces(tensor.dtype, op):
+            if given is not tensor:
+                tensor.copy_(given)
+            self._collective("all_reduce", self._group.allreduce, ([tensor],), dist.AllreduceOptions, deadline, op.name)
+        else:
+            others = [torch.empty_like(given) for _ in range(self.size)]
+            self.all_gather(others, given, deadline)
+            _combine(others, tensor, op)
+        arithmetic.after(tensor, op, self.size)
+
+    def function(self, form: Form) -> Callable[..., None]:
+        kind, detail = self._of_gloos_own(form)
+        if kind is None:
+            return super().function(form)
+        options = self._make_options((kind, int(form.timeout) + 1, detail))
+        limit = _limit(form.timeout)
+        name = "allreduce" if form.op == "all_reduce" else form.op
+        return _native.GroupCall(self, "_group", name, options, limit, partial(self._go_on, form.op, limit))
+
+    def _of_gloos_own(self, form: Form) -> tuple[Any, str | int]:
+        """The options and reduction or root of an op that gloo does on a tensor as it is; else None."""
+        if form.op == "broadcast" and form.dtype in _NATIVE_DTYPES and form.nbytes:
+            return dist.BroadcastOptions, form.root
+        if form.op != "all_reduce" or form.reduction is None or form.dtype is None:
+            return None, 0
+        own = _reduces(form.dtype, form.reduction) and form.reduction.name not in arithmetic.SCALED
+        return (dist.AllreduceOptions, form.reduction.name) if own else (None, 0)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        given = arithmetic.before(tensor, op)
+        gathered = [torch.empty_like(given) for _ in range(self.size)] if self.rank == dst else None
+        self.gather(given, gathered, dst, deadline)
+        if gathered is not None:
+            _combine(gathered, tensor, op)
+            arithmetic.after(tensor, op, self.size)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        given = [arithmetic.before(tensor, op) for tensor in inputs]
+        received = [torch.empty_like(given[self.rank]) for _ in range(self.size)]
+        self._exchange("reduce_scatter", received, given, deadline)
+        _combine(received, output.view(-1), op)
+        arithmetic.after(output, op, self.size)
+
+    # -- moves
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        if tensor.numel() == 0:
+            return
+        given = ([_movable(tensor)],)
+        self._collective("broadcast", self._group.broadcast, given, dist.BroadcastOptions, deadline, src)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        if len({output.nbytes for output in outputs}) > 1:
+            self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
+            return
+        if tensor.numel() == 0:
+            return
+        given = [[bytes_of(output) for output in outputs]], [bytes_of(tensor)]
+        self._collective("all_gather", self._group.allgather, given, AllgatherOptions, deadline)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        if tensor.numel() == 0:
+            return
+        given = _movable(output.view(-1)), _movable(tensor.view(-1))
+        self._collective("all_gather", self._group._allgather_base, given, AllgatherOptions, deadline)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        share = [tensor.nbytes // self.size] * self.size
+        given = bytes_of(output), bytes_of(tensor), share, share
+        self._collective("all_to_all", self._group.alltoall_base, given, dist.AllToAllOptions, deadline)
+
+    def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
+        given = torch.cat([bytes_of(tensor) for tensor in inputs])
+        taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8, device="cpu")
+        sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
+        self._collective(op, self._group.alltoall_base, (taken, given, *sizes), dist.AllToAllOptions, deadline)
+        start_of = 0
+        for output in outputs:
+            bytes_of(output).copy_(taken[start_of : start_of + output.nbytes])
+            start_of += output.nbytes
+
+    def barrier(self, deadline: float) -> None:
+        self._collective("barrier", self._group.barrier, (), dist.BarrierOptions, deadline)
+
+    # -- point to point: a header says what follows, for a message larger than its tensor would abort the process
+
+    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
+        self._messages("send", [(tensor, dst, tag)], [], deadline, [dst])
+
+    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
+        self._messages("recv", [], [(tensor, src, tag)], deadline, [src])
+
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[Tensor, int, int]],
+        recvs: Sequence[tuple[Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        self._messages("batch_send_recv", sends, recvs, deadline)
+
+    def _messages(
+        self, op: str, sends: Sequence[Message], recvs: Sequence[Message], deadline: float, awaited: Sequence[int] = ()
+    ) -> None:
+        group = self._group
+
+        def start(limit: timedelta) -> None:
+            headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
+            given = [message_headers.of(tensor) for tensor, _, _ in sends]
+            coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
+            going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
+            going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
+            for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
+                work.wait(limit)
+                message_headers.check(header, tensor, src, self.rank, tag)
+                if tensor.nbytes:
+                    going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
+            for work in going:
+                work.wait(limit)
+
+        self._run(op, start, deadline, awaited)
+
+
+def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether gloo does so itself, as torch does elsewhere: its minima and maxima drop NaNs."""
+    return dtype in _NATIVE_DTYPES and not (dtype.is_floating_point and op.name in ("min", "max"))
+
+
+def _limit(left: float) -> timedelta:
+    """How long to wait for an op at once, of the seconds that are left."""
+    return _WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001))
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as something that gloo moves: as bytes, where it does not know the dtype."""
+    return tensor if tensor.dtype in _NATIVE_DTYPES else bytes_of(tensor)
+
+
+def _device(one_host: bool) -> Any:
+    """Loopback among ranks of one host; else what GLOO_SOCKET_IFNAME names, as torch does, or gloo finds by itself.
+
+    Not lazy: once the group stands nobody can connect to it any more.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
+    return (
+        gloo.create_device(interface=interface, lazy_init=False)
+        if interface
+        else gloo.create_default_device(lazy_init=False)
+    )
+
+
+def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:
+    """output = the reduction of all inputs, in rank order."""
+    output.view(-1).copy_(inputs[0].view(-1))
+    for each in inputs[1:]:
+        arithmetic.combine(output, each, op)
+
+
+def connect(context: Context) -> GlooTransport:
+    """Make the group; collective over all ranks of the context."""
+    if context.device.type != "cpu":
+        raise Unsupported(f"gloo on {context.device}", "use nccl for CUDA tensors, or a CPU device")
+    return GlooTransport(context)
+
+
+def probe() -> Available | Unavailable:
+    """Whether this torch was built with gloo."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Unavailable("this torch was built without gloo", "install a torch wheel from pypi.org")
+    return Available(f"torch {torch.__version__}")
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    return [
+        BackendInfo(
+            name="gloo",
+            api=API_VERSION,
+            description="torch's ProcessGroupGloo over TCP, on one host or many",
+            capabilities=Capabilities(
+                reduces={"cpu": names(arithmetic.REDUCIBLE)},
+                moves={"cpu": names(DTYPES)},
+                tcp="always",
+            ),
+            probe=probe,
+            connect=connect,
+        )
+    ]

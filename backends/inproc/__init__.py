@@ -1,0 +1,1 @@
+"""The `inproc` backend: ranks as threads of one process."""

@@ -1,0 +1,127 @@
+"""The memory plane inside one process: for ranks that are threads, tests and notebooks.
+
+The same shape as the plane between processes, and the same promises; a handle is worth something only in
+the process that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import threading
+
+import msgspec
+import torch
+
+from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, Reach, contiguous_address
+from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What a handle of the inproc plane says: the process, and the number of the region in it (never used
+    again).
+    """
+
+    owner: Peer
+    number: int
+
+
+@functools.cache
+def _process(pid: int) -> Peer:
+    """This process, whose id is `pid`: another one after a fork."""
+    return this_process()
+
+
+_numbers = itertools.count(1)
+_regions: dict[int, InprocRegion] = {}
+
+
+def open_plane() -> InprocPlane:
+    """A memory plane for this process alone. What it exposes is open until it is closed."""
+    return InprocPlane()
+
+
+class InprocRegion(HeldRegion):
+    """An entry in this process's list of regions."""
+
+    def __init__(self, plane: InprocPlane, memory: ExposedMemory, writable: bool) -> None:
+        self.number, self.writable = next(_numbers), writable
+        self.writing = threading.Lock()
+        address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
+        super().__init__(Handle(plane.name, address, memory.nbytes), memory)
+
+    def close(self) -> None:
+        with self.writing:
+            self.open = False
+        _regions.pop(self.number, None)
+
+
+class InprocPlane(BlockCopyPlane):
+    """See `MemoryPlane`."""
+
+    name = "inproc"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exposed: list[InprocRegion] = []
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> InprocRegion:
+        self._check_open()
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        region = InprocRegion(self, ExposedMemory(tensor), writable)
+        _regions[region.number] = region
+        self._exposed = [each for each in self._exposed if each.open] + [region]
+        return region
+
+    def _reach(self, handle: Handle, writing: bool) -> Reach:
+        try:
+            address = msgspec.msgpack.decode(handle.address, type=Address)
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+        if address.owner != _process(os.getpid()):
+            raise Unsupported(
+                f"the inproc plane cannot reach process {address.owner.pid}",
+                "between processes use plane 'shm'",
+            )
+        region = _regions.get(address.number)
+        if region is None:
+            raise RegionGone("the region is closed")
+        region.check()
+        if writing and not region.writable:
+            raise Unsupported("writing to a read-only region", "expose it with writable=True")
+        return _Here(region)
+
+    def close(self) -> None:
+        self._closed = True
+        for region in self._exposed:
+            region.close()
+        self._exposed.clear()
+
+
+class _Here(Reach):
+    """A region of this process; keeps its memory alive for the length of a copy."""
+
+    def __init__(self, region: InprocRegion) -> None:
+        self._region, self._memory, self.nbytes = region, region.memory.address, region.memory.nbytes
+
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        ctypes.memmove(address, self._memory + offset, nbytes)
+        self._check()
+
+    def push(self, address: int, offset: int, nbytes: int) -> None:
+        with self._region.writing:
+            self._check()
+            ctypes.memmove(self._memory + offset, address, nbytes)
+
+    def release(self, unharmed: bool) -> None:
+        """Nothing is held but the tensor."""
+
+    def _check(self) -> None:
+        if not self._region.open:
+            raise RegionGone("the region was closed; what was read of it must not be used")

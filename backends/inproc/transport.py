@@ -1,0 +1,136 @@
+"""`inproc`: ranks as threads of one process, for tests and notebooks. The same collectives as `shm`, on one memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comms._native import Words
+from holdfast.comms.algorithms.shared_memory.board import Board, layout_of
+from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
+from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
+from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.arithmetic import REDUCIBLE
+from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context
+
+_boards: dict[str, mmap.mmap] = {}
+_lock = threading.Lock()
+
+
+class InprocTransport(DirectTransport):
+    """Ranks as threads of one process."""
+
+    def __init__(self, context: Context, board_memory: mmap.mmap) -> None:
+        pids = [peer.pid for peer in context.peers]
+        board = Board(
+            board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal, pids=pids
+        )
+        super().__init__(board)
+
+    def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
+        ctypes.memmove(into, address, nbytes)
+
+    def _release(self) -> None:
+        """The board goes with its last rank."""
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
+        number = torch.zeros(1, dtype=torch.int64, device="cpu")
+        if self.rank == 0:
+            number[0] = next(_window_numbers)
+            _windows[int(number)] = [None] * self.size
+        self.broadcast(number, 0, deadline)
+        parts = _windows[int(number)]
+        header = Words(bytearray(8 * header_words(self.size)))
+        header[0] = OPEN
+        parts[self.rank] = _OwnPart(ExposedMemory(tensor), header, threading.Lock())
+        self.barrier(deadline)
+        found = [part.as_part(rank, self.rank, self.size) for rank, part in enumerate(parts) if part is not None]
+        kept = list(parts)
+        self.barrier(deadline)
+        _windows.pop(int(number), None)
+        return MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=kept.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPart:
+    """A rank's part of a window, and its memory, which lives as long as this."""
+
+    memory: ExposedMemory
+    header: Words
+    atomics: threading.Lock
+
+    def as_part(self, rank: int, me: int, size: int) -> Part:
+        atomics = self.atomics
+        lock = WindowLock(
+            rank, me, self.header, holder_word(size), lambda: atomics.acquire(blocking=False), atomics.release
+        )
+        return Part(self.header, self.memory.address, self.memory.nbytes, lock)
+
+
+_windows: dict[int, list[_OwnPart | None]] = {}
+_window_numbers = itertools.count()
+
+
+def connect(context: Context) -> InprocTransport:
+    """Share the board that rank 0 makes, and wait until all ranks have it."""
+    if context.device.type != "cpu":
+        raise Unsupported(f"inproc on {context.device}", "use a CPU device")
+    if any(peer.pid != os.getpid() for peer in context.peers):
+        raise Unsupported("inproc between processes", "use shm")
+    if context.rank == 0:
+        memory = mmap.mmap(-1, layout_of(context.size).nbytes)
+        key = f"{context.name}:{id(memory)}"
+        with _lock:
+            _boards[key] = memory
+        context.store.set("board", key)
+    else:
+        key = fetch(context.store, "board", context.deadline).decode(errors="replace")
+        with _lock:
+            found = _boards.get(key)
+        if found is None:
+            raise CorruptData(f"rank 0 said that its board is {key[:100]!r}, and there is none of this process")
+        memory = found
+    try:
+        transport = InprocTransport(context, memory)
+        transport.start(context.deadline)
+    finally:
+        with _lock:
+            _boards.pop(key, None)
+    return transport
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    from holdfast.backends.inproc.memory_plane import open_plane
+
+    return [
+        BackendInfo(
+            name="inproc",
+            api=API_VERSION,
+            description="threads of one process, for tests and notebooks",
+            capabilities=Capabilities(
+                reduces={"cpu": names(REDUCIBLE)},
+                moves={"cpu": names(DTYPES)},
+                one_host=True,
+                one_process=True,
+                windows=True,
+                atomics=True,
+                passive_target="none",
+                memory_plane=True,
+            ),
+            probe=Available,
+            connect=connect,
+            memory=open_plane,
+        )
+    ]

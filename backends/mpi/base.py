@@ -1,0 +1,321 @@
+"""Messages between ranks over an MPI communicator of their own, and how its ops complete or end.
+
+Every request is completed by a loop that can be left. No blocking call of MPI is used: a large send to a stopped
+process cannot be cancelled, and would hold its caller for as long as the process is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.mpi.buffers import at
+from holdfast.backends.mpi.handshake import meet
+from holdfast.backends.mpi.out_of_band import Word, ended, mailbox
+from holdfast.backends.mpi.window import Desk, MpiWindow
+from holdfast.comms.algorithms.message_passing.cost import DEFAULTS
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
+
+Tensor = torch.Tensor
+
+_LINK = DEFAULTS["mpi"]
+_SPINS, _CROWDED_SPINS = 2000, 50
+"""Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
+_LOOK_SECONDS = 0.001
+_WAITING_SECONDS = 0.01
+_PATIENT_SECONDS = 0.1
+_NAP_SECONDS = 5e-5
+_GRACE_SECONDS = 0.2
+"""How long a failed call may wait for the word that explains it."""
+
+
+_abandoned: list[tuple[MPI.Request, object]] = []
+"""Requests of ops that were given up, with the memory that MPI may still look at."""
+
+
+def abandon(request: MPI.Request, memory: object) -> None:
+    """Keep what MPI may still look at, unless the request has ended."""
+    _abandoned.append((request, memory))
+    _settle()
+
+
+def _settle() -> None:
+    """Let go of what has ended since it was given up."""
+    _abandoned[:] = [left for left in _abandoned if not _released(left[0])]
+
+
+def _released(request: MPI.Request) -> bool:
+    """Whether a request has ended. A persistent one, which is still there then, is freed."""
+    if not ended(request):
+        return False
+    if request != MPI.REQUEST_NULL:
+        request.Free()
+    return True
+
+
+class _Message:
+    """A send or receive under way, with its tensor."""
+
+    __slots__ = ("peer", "receives", "request", "tensor")
+
+    def __init__(self, request: MPI.Request, tensor: Tensor, peer: int, receives: bool) -> None:
+        self.request, self.tensor, self.peer, self.receives = request, tensor, peer, receives
+
+
+class MpiMessages(MessageTransport):
+    """An MPI communicator, with an end."""
+
+    def __init__(self, context: Context) -> None:
+        self._epoch = context.epoch
+        self._error: HoldfastError | None = None
+        self._ending = threading.Lock()
+        here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
+        self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
+        self._everybody = range(context.size)
+        self._arrived = [0] * context.size
+        self._built: set[int] = set()
+        self._closed: dict[int, int] = {}
+        self._aborted = ""
+        _settle()
+        self._liveness = Liveness(context.peers, context.rank, context.over)
+        try:
+            super().__init__(context, _LINK)
+            meeting = meet(context, self._liveness)
+        except BaseException:
+            self._liveness.close()
+            raise
+        self._token, self._comm = meeting.token, meeting.comm
+        self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
+        self._peers, self._processes = context.peers, meeting.processes
+        self._desk: Desk | None = None
+        mailbox.open(self._token)
+        mailbox.send(Word(self._token, self.rank, "built"), self._others)
+
+    # -- how an op completes, or ends
+
+    def _run(
+        self,
+        op: str,
+        start: Callable[..., MPI.Request],
+        given: tuple[object, ...],
+        deadline: float,
+        memory: object = None,
+    ) -> None:
+        """`start(*given)` one of MPI's own collectives and complete it. `memory` is kept until it is."""
+        self._op += 1
+        self._rounds = 0
+        if self._error is not None:
+            raise self._error.again()
+        try:
+            request = start(*given)
+        except MPI.Exception as error:
+            raise self._explain(op, self._op, error) from error
+        self._finish(request, op, self._op, deadline, self._everybody, memory)
+
+    def _go_on(
+        self, op: str, prepared: MPI.Request | None, handle: int, code: int, memory: object, deadline: float
+    ) -> None:
+        """Complete a collective that compiled code began, unless it has no `handle`, or say why it failed."""
+        self._rounds = 0
+        error = MPI.Exception(code) if code else None
+        if not handle:
+            raise self._explain(op, self._op, MPI.Exception(code)) from error
+        request = MPI.Request.fromhandle(handle) if prepared is None else prepared
+        self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
+
+    def _finish(
+        self,
+        request: MPI.Request,
+        op: str,
+        seq: int,
+        deadline: float,
+        awaited: Sequence[int],
+        memory: object,
+        status: MPI.Status | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Complete a request, unless there was an `error` already."""
+        test = request.Test if status is None else partial(request.Test, status)
+        try:
+            if error is not None:
+                raise error
+            for _ in range(self._spins):
+                if test():
+                    return
+            self._wait(test, op, seq, deadline, awaited)
+        except BaseException as error:
+            if request != MPI.REQUEST_NULL:
+                _abandoned.append((request, memory))
+            if isinstance(error, MPI.Exception):
+                raise self._explain(op, seq, error) from error
+            raise
+
+    def _wait(self, test: Callable[[], bool], op: str, seq: int, deadline: float, awaited: Sequence[int]) -> None:
+        began = time.monotonic()
+        next_look, said = began + _LOOK_SECONDS, False
+        while True:
+            for _ in range(16):
+                give_way()
+                if test():
+                    return
+            now = time.monotonic()
+            if self._error is not None:
+                raise self._error.again()
+            if now >= next_look:
+                if not said and now - began > _WAITING_SECONDS:
+                    mailbox.send(Word(self._token, self.rank, "waits", seq), self._others)
+                    said = True
+                verdict = self._look(seq, awaited)
+                if verdict is not None:
+                    if test():
+                        return
+                    raise verdict
+                if said and self._journal is not None:
+                    self._journal.waits(self._missing(seq, awaited), rounds=self._rounds)
+                next_look = now + _LOOK_SECONDS
+            if now >= deadline:
+                raise OpTimeout(op, seq, now - began, self._missing(seq, awaited))
+            if now - began > _PATIENT_SECONDS:
+                time.sleep(_NAP_SECONDS)
+
+    def _look(self, seq: int, awaited: Sequence[int]) -> HoldfastError | None:
+        """Why an op that is not complete never will be; None as far as this rank can tell."""
+        if dead := self._liveness.dead():
+            return PeerFailed(dead, "the kernel says that the process is gone")
+        closed = dict(self._closed)
+        self._hear()
+        if self._aborted:
+            return Revoked(self._epoch, self._aborted)
+        for rank, number in closed.items():
+            if rank in awaited and (number < seq or len(awaited) < self.size):
+                return Revoked(self._epoch, f"rank {rank} closed it")
+        return None
+
+    def _hear(self) -> None:
+        """Note what the others have said."""
+        for word in mailbox.read(self._token):
+            if word.kind == "built":
+                self._built.add(word.rank)
+            elif word.kind == "waits":
+                self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
+            elif word.kind == "closed":
+                self._closed[word.rank] = word.number
+            else:
+                self._aborted = self._aborted or f"rank {word.rank} aborted: {word.reason}"
+
+    def _missing(self, seq: int, awaited: Sequence[int]) -> list[int]:
+        if len(awaited) < self.size:
+            return sorted(set(awaited))
+        return [rank for rank in range(self.size) if rank != self.rank and self._arrived[rank] < seq]
+
+    def _explain(self, op: str, seq: int, error: MPI.Exception) -> HoldfastError:
+        """What an error of MPI means: our own abort, another's, a death, or ranks that disagree."""
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            if self._error is not None:
+                return self._error.again()
+            if (verdict := self._look(1 << 62, range(self.size))) is not None:
+                return verdict
+            failed = self._comm.Get_failed()
+            ranks = failed.Translate_ranks(None, self._comm.Get_group()) if failed.size else []
+            failed.Free()
+            if ranks:
+                return PeerFailed(sorted(ranks), "MPI says that the process has failed")
+            time.sleep(0.001)
+        if error.Get_error_class() == MPI.ERR_REVOKED:
+            return Revoked(self._epoch, "another rank aborted it")
+        return PeerFailed((), f"{op} (op {seq}): {error.Get_error_string()}")
+
+    # -- windows
+
+    def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
+        if self._desk is None:
+            mark = int(self._token[:16], 16)
+            self._desk = Desk(mark, self._processes, self._peers, self.rank, self._judge, abandon)
+        return MpiWindow(self._desk, self, tensor, deadline)
+
+    def _judge(self) -> None:
+        """Raise if this communicator has ended, here or elsewhere."""
+        if self._error is not None:
+            raise self._error.again()
+        self._hear()
+        if self._aborted or self._comm.Is_revoked():
+            raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
+
+    # -- the end
+
+    def abort(self, error: HoldfastError) -> None:
+        """The others are told. It is revoked too, if they all have built it: a process that is still in the middle of
+        that would crash (Open MPI 5.0.11, `ompi_comm_revoke_local` before there is anything to revoke).
+        """
+        with self._ending:
+            if self._error is None:
+                self._error = error
+            reason = error.reason if isinstance(error, Revoked) else str(error)
+            mailbox.send(Word(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
+            self._hear()
+            if len(self._built) == self.size - 1 and not self._comm.Is_revoked():
+                self._comm.Revoke()
+
+    def close(self) -> None:
+        """A communicator that was revoked is not freed: messages under way could reach one that took its place."""
+        if self._desk is not None:
+            self._desk.close()
+        self._liveness.close()
+        mailbox.close(self._token)
+        if self._error is None and not self._comm.Is_revoked():
+            mailbox.send(Word(self._token, self.rank, "closed", self._op), self._others)
+            self._comm.Free()
+
+    # -- messages, for the algorithms
+
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
+        return self._post(self._comm.Isend, tensor, dst, tag, False)
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        return self._post(self._comm.Irecv, tensor, src, tag, True)
+
+    def _post(self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool) -> _Message:
+        if self._error is not None:
+            raise self._error.again()
+        try:
+            request = call([at(tensor), MPI.BYTE], peer, tag)
+        except MPI.Exception as error:
+            raise self._explain("recv" if receives else "send", self._op, error) from error
+        return _Message(request, tensor, peer, receives)
+
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        self._rounds += 1
+        for number, message in enumerate(posted):
+            assert isinstance(message, _Message)
+            try:
+                self._complete_one(message, deadline, op, seq)
+            except BaseException:
+                for later in posted[number + 1 :]:
+                    assert isinstance(later, _Message)
+                    _abandoned.append((later.request, later.tensor))
+                raise
+
+    def _complete_one(self, message: _Message, deadline: float, op: str, seq: int) -> None:
+        status = MPI.Status() if message.receives else None
+        self._finish(message.request, op, seq, deadline, (message.peer,), message.tensor, status)
+        if status is None:
+            return
+        if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
+            raise Mismatch(
+                f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
+                "both must pass the same shape and dtype"
+            )

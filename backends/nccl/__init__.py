@@ -1,0 +1,1 @@
+"""The `nccl` and `rccl` backends: torch's own ProcessGroupNCCL."""

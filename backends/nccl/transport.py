@@ -1,0 +1,469 @@
+"""`nccl`: torch's own ProcessGroupNCCL, for tensors of NVIDIA GPUs. `rccl` is the same over AMD's library.
+
+Ops have torch's stream semantics: a synchronous op is in order on the current stream when it returns, an asynchronous
+one runs beside it, and neither waits for the device, so CUDA graphs can hold them. A hung op ends by `abort` from any
+thread, and so by a peer's death, which a watcher learns from the kernel, and by its timeout, which torch's watchdog
+notices. What failed is raised by the next op, or by whoever waits. Barriers and objects wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
+from holdfast.backends.nccl import cuda_devices, settings
+from holdfast.backends.nccl.cuda_devices import own_device
+from holdfast.backends.nccl.device_reduction import carried, combine
+from holdfast.backends.nccl.grouped_calls import CallingThread, in_a_group, may_leave_open
+from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
+from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+
+_NATIVE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_LOOK_SECONDS = 0.05
+"""How often to ask torch whether its watchdog has ended the group."""
+
+_GRACE_SECONDS = 0.2
+_TIMEOUT_STEP = 0.1
+"""torch's watchdog looks at timeouts this often: finer ones make no difference."""
+
+_ABORT_SECONDS = 10.0
+"""How long an abort is waited for. torch raises if one takes longer than the group's timeout, so that is set to it."""
+
+_CLOSE_SECONDS = 5.0
+"""How long the other ranks may take to close too, before this one leaves without them."""
+
+_log = logging.getLogger("holdfast.nccl")
+
+
+class NcclTransport(TorchGroup):
+    """A ProcessGroupNCCL, with an end."""
+
+    streams: ClassVar[bool] = True
+    _look_seconds = _LOOK_SECONDS
+
+    def __init__(self, context: Context, name: str) -> None:
+        super().__init__(context)
+        self._ended = False
+        try:
+            self.device = self._device = own_device(context)
+            self._begin(make_group(context))
+        except BaseException:
+            self._forget_peers()
+            raise
+        self._watch_peers(name)
+        self._side = SideStream(self._device, self._check)
+        self._flag = torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+    def _begin(self, group: Any) -> None:
+        self._group = group
+        self._allowed = 0.0
+        self._calls = CallingThread(self._stream_here)
+
+    def _stream_here(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """The current stream, to be made current in another thread."""
+        stream = torch.cuda.current_stream(self._device)
+        return lambda: torch.cuda.stream(stream)
+
+    def meet(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
+        """Return once every rank is connected to every other. NCCL connects with the first op, a barrier here.
+
+        A rank that never comes, or one that dies meanwhile, holds that up with the communicator's lock held, against
+        which no abort can do anything: the op is left behind then, and ends by what `bound_waits` has set.
+        """
+        began = time.monotonic()
+
+        def look() -> None:
+            self._check()
+            if (reason := over()) is not None:
+                raise again(reason)
+            if time.monotonic() > deadline:
+                raise OpTimeout("connect", 0, time.monotonic() - began)
+
+        entered = self._stream_here()
+
+        def first_op() -> None:
+            with entered():
+                self.barrier(deadline)
+
+        run_interruptible(first_op, look)
+
+    # -- how an op is put in order, and how it ends
+
+    def launch(self, name: str, op: Callable[[], None]) -> Work:
+        return self._side.launch(name, op)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error.again()
+
+    def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
+        self._seq += 1
+        self._check()
+        self._allow(deadline - time.monotonic())
+        try:
+            self._calls.run(_issue, start, *arguments)
+        except RuntimeError as error:
+            of_nccl = isinstance(error, dist.DistError) or str(error).startswith("NCCL")
+            if self._error is None and not of_nccl:
+                raise  # an error of this process: out of memory, for one
+            raise self._explain(op, error) from error
+
+    def _allow(self, seconds: float) -> None:
+        """Let the next op take so long. torch looks at the timeout of the group alone, not at those of ops' options."""
+        steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
+        allowed = max(steps, 1) * _TIMEOUT_STEP
+        if allowed != self._allowed:
+            self._group._set_default_timeout(timedelta(seconds=allowed))
+            self._allowed = allowed
+
+    def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
+        """What a failure of torch's group means: our own abort, a peer's end, a timeout, or NCCL's own trouble."""
+        end = time.monotonic() + _GRACE_SECONDS
+        while self._error is None and time.monotonic() < end:
+            time.sleep(0.001)
+        if self._error is not None:
+            return self._error.again()
+        return PeerFailed((), f"{op} (op {self._seq}): {str(error).splitlines()[0]}")
+
+    def _own_failure(self) -> HoldfastError | None:
+        state = getattr(self._group, "get_error", None)
+        try:
+            kind = "SUCCESS" if state is None or self._ended else state().name
+        except RuntimeError as error:
+            return PeerFailed((), f"torch cannot say how the group is: {str(error).splitlines()[0]}")
+        if kind == "SUCCESS":
+            return None
+        if kind == "TIMEOUT":
+            return OpTimeout("collective", self._seq, 0.0)
+        return PeerFailed((), f"NCCL reports {kind.lower().replace('_', ' ')}: a connection or a peer is lost")
+
+    def _end_group(self) -> None:
+        if not self._ended:
+            self._ended = True
+            group = self._group
+            self._allow(_ABORT_SECONDS)
+            _ended_within(_ABORT_SECONDS, "abort", lambda: group.abort())
+
+    def _release_group(self) -> None:
+        """Leave with the others, who let NCCL send what is left; or without them, if they take too long."""
+        self._side.release()
+        self._calls.close()
+        left, self._group = [self._group], None
+        if not self._ended:
+            self._ended = True
+            if not _ended_within(_CLOSE_SECONDS, "shutdown", lambda: left[0].shutdown()):
+                _ended_within(_ABORT_SECONDS, "abort", lambda: left[0].abort())
+        _ended_within(_ABORT_SECONDS, "release", left.clear)
+
+    # -- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        plan = carried(tensor.dtype, op)
+        if tensor.numel() == 0:
+            return
+        if plan is None:
+            parts = [torch.empty_like(tensor) for _ in range(self.size)]
+            self.all_gather(parts, tensor, deadline)
+            combine(parts, op, tensor)
+            return
+        given = plan.given(tensor)
+        limit = options(dist.AllreduceOptions, until(deadline), reduceOp=_native(plan.native), asyncOp=False)
+        self._call("all_reduce", deadline, self._group.allreduce, [given], limit)
+        plan.finish(given, tensor, self.size)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        plan = carried(tensor.dtype, op)
+        if tensor.numel() == 0:
+            return
+        if plan is None:
+            parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == dst else None
+            self.gather(tensor, parts, dst, deadline)
+            if parts is not None:
+                combine(parts, op, tensor)
+            return
+        given = plan.given(tensor)
+        limit = options(dist.ReduceOptions, until(deadline), reduceOp=_native(plan.native), rootRank=dst, asyncOp=False)
+        self._call("reduce", deadline, self._group.reduce, [given], limit)
+        if self.rank == dst:
+            plan.finish(given, tensor, self.size)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        plan = carried(output.dtype, op)
+        if plan is None:
+            parts = [torch.empty_like(output) for _ in range(self.size)]
+            self._exchange("reduce_scatter", parts, inputs, deadline)
+            if output.numel():
+                combine(parts, op, output)
+            return
+        if len({each.numel() for each in inputs}) > 1:
+            self._reduce_each(output, inputs, op, deadline)
+            return
+        if output.numel() == 0:
+            return
+        whole = plan.given(_joined(inputs)).reshape(-1)
+        straight = whole.dtype == output.dtype
+        part = output.view(-1) if straight else whole.new_empty(whole.numel() // self.size)
+        limit = options(dist.ReduceScatterOptions, until(deadline), reduceOp=_native(plan.native), asyncOp=False)
+        self._call("reduce_scatter", deadline, self._group._reduce_scatter_base, part, whole, limit)
+        plan.finish(part.view(-1, 2) if output.dtype.is_complex else part, output.view(-1), self.size)
+
+    def _reduce_each(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        """Parts of different sizes: one reduction for each rank."""
+        for rank, given in enumerate(inputs):
+            part = given.clone()
+            self.reduce(part, rank, op, deadline)
+            if rank == self.rank:
+                output.view(-1).copy_(part.view(-1))
+
+    # -- moves
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        if tensor.numel():
+            limit = options(dist.BroadcastOptions, until(deadline), rootRank=src, rootTensor=0, asyncOp=False)
+            self._call("broadcast", deadline, self._group.broadcast, [bytes_of(tensor)], limit)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        if tensor.device.type == "cpu":
+            self._all_gather_of_host(outputs, tensor, deadline)
+            return
+        if len({output.nbytes for output in outputs}) > 1:
+            self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
+            return
+        if tensor.numel() == 0:
+            return
+        limit = options(AllgatherOptions, until(deadline), asyncOp=False)
+        whole = _as_one(outputs)
+        if whole is not None:
+            self._call("all_gather", deadline, self._group._allgather_base, whole, bytes_of(tensor), limit)
+        else:
+            taken = [[bytes_of(output) for output in outputs]]
+            self._call("all_gather", deadline, self._group.allgather, taken, [bytes_of(tensor)], limit)
+
+    def _all_gather_of_host(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        """For the agreement checks, whose words are in host memory: through the device, waiting for it."""
+        taken = [output.to(self._device) for output in outputs]
+        self.all_gather(taken, tensor.to(self._device), deadline)
+        self._wait("all_gather", deadline)
+        for output, there in zip(outputs, taken, strict=True):
+            output.copy_(there)
+
+    def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        """Every rank's `inputs[j]` to rank j: NCCL's all-to-all is a group of sends and receives without empty ones."""
+        limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)
+        taken, given = [bytes_of(each) for each in outputs], [bytes_of(each) for each in inputs]
+        self._call(op, deadline, may_leave_open(self._group.alltoall), taken, given, limit)
+
+    def barrier(self, deadline: float) -> None:
+        """Waits for the device, as torch's own does: a barrier is about the host."""
+        limit = options(dist.AllreduceOptions, until(deadline), reduceOp=dist.ReduceOp.MAX, asyncOp=False)
+        self._call("barrier", deadline, self._group.allreduce, [self._flag], limit)
+        self._wait("barrier", deadline)
+
+    def _wait(self, op: str, deadline: float) -> None:
+        began = time.monotonic()
+        if not wait_for(passed(self._device), deadline, self._check):
+            raise OpTimeout(op, self._seq, time.monotonic() - began)
+        self._check()
+
+    # -- point to point: always as a group, so that all of it goes over the one communicator
+
+    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
+        self.batch_send_recv([(tensor, dst, tag)], [], deadline)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
+        self.batch_send_recv([], [(tensor, src, tag)], deadline)
+
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[Tensor, int, int]],
+        recvs: Sequence[tuple[Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        """NCCL has no tags: messages between two ranks are matched in the order issued."""
+        sends = [each for each in sends if each[0].numel()]
+        recvs = [each for each in recvs if each[0].numel()]
+        if not sends and not recvs:
+            return
+
+        def ops() -> None:
+            for tensor, dst, tag in sends:
+                self._group.send([bytes_of(tensor)], dst, tag)
+            for tensor, src, tag in recvs:
+                self._group.recv([bytes_of(tensor)], src, tag)
+
+        self._call("batch_send_recv", deadline, in_a_group, self._group, ops)
+
+
+def make_group(context: Context) -> Any:
+    """A ProcessGroupNCCL that connects without blocking and with its first op, and whose watchdog ends it, not us.
+
+    torch has turned off connecting eagerly without blocking, which hung; lazily it is bounded, blocking it is not. What
+    the user says by torch's own variables (TORCH_NCCL_USE_COMM_NONBLOCKING) goes before.
+    """
+    kind: Any = dist.ProcessGroupNCCL
+    options_ = kind.Options()
+    limit = until(context.deadline)
+    options_._timeout = limit
+    if settings.NONBLOCKING not in os.environ:
+        options_.config.blocking = 0
+    settings.bound_waits(limit.total_seconds())
+    with settings.settings_of_a_group():
+        return kind(context.store, context.rank, context.size, options_)
+
+
+def _issue(start: Callable[..., Any], *arguments: Any) -> None:
+    work = start(*arguments)
+    if work is not None:
+        work.wait()
+
+
+def _ended_within(seconds: float, what: str, call: Callable[[], object]) -> bool:
+    """Whether `call()`, of torch's group, ended by itself within so long. It is left behind if not."""
+    until_ = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until_:
+            raise TimeoutError
+
+    try:
+        run_interruptible(call, look)
+    except TimeoutError:
+        _log.warning("%s of a NCCL group takes longer than %g s: left behind", what, seconds)
+        return False
+    except Exception as error:
+        _log.warning("%s of a NCCL group failed: %s", what, str(error).splitlines()[:1])
+        return False
+    return True
+
+
+def _native(op: ReduceOp) -> Any:
+    if op.name == "premul_sum":
+        from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+        return _make_nccl_premul_sum(op.factor)
+    return _NATIVE_OPS[op.name]
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Equal parts that lie one behind the other in one storage, as bytes; None if they do not."""
+    first, step = parts[0], parts[0].nbytes
+    storage = first.untyped_storage().data_ptr()
+    for place, part in enumerate(parts):
+        if part.data_ptr() != first.data_ptr() + place * step or part.untyped_storage().data_ptr() != storage:
+            return None
+    return bytes_of(first.as_strided((len(parts) * first.numel(),), (1,)))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Equal parts as one tensor: a view where they lie one behind the other."""
+    whole = _as_one(parts)
+    return torch.cat([part.view(-1) for part in parts]) if whole is None else whole.view(parts[0].dtype)
+
+
+def probe_torch(library: str) -> Available | Unavailable:
+    """Whether this torch was built with `library` (nccl or rccl), and sees a GPU."""
+    hip = getattr(torch.version, "hip", None)
+    hint = {
+        "nccl": "install a CUDA build of torch on a machine with an NVIDIA GPU",
+        "rccl": "install a ROCm build of torch on a machine with an AMD GPU",
+    }[library]
+    if library == "nccl" and hip:
+        return Unavailable("this torch is built for ROCm", "use rccl")
+    if library == "rccl" and not hip:
+        return Unavailable("this torch is not built for ROCm", hint)
+    if not dist.is_available() or not dist.is_nccl_available():
+        return Unavailable(f"this torch ({torch.__version__}) was built without {library.upper()}", hint)
+    gpus = cuda_devices.count()
+    if gpus == 0:
+        return Unavailable("torch sees no GPU", "check the driver, and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES")
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    blind = "" if finds_failures() else "; this torch does not say when an op timed out or a connection broke"
+    return Available(f"torch {torch.__version__}, {library.upper()} {version}, {gpus} GPU{'s' * (gpus > 1)}{blind}")
+
+
+def finds_failures() -> bool:
+    """Whether torch's group says that its watchdog has found an op's timeout, or a broken connection."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    return kind is None or hasattr(kind, "get_error")
+
+
+def connect_over(context: Context, library: str) -> NcclTransport:
+    """Make the group and connect all its ranks; collective over all ranks of the context."""
+    if context.device.type != "cuda":
+        raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
+    transport = NcclTransport(context, library)
+    try:
+        transport.meet(context.deadline, context.over)
+    except BaseException as error:
+        over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
+        leaving = threading.Thread(target=_leave, args=(transport, over), name=f"holdfast-{library}-leave")
+        leaving.start()
+        leaving.join(_GRACE_SECONDS)
+        raise
+    return transport
+
+
+def _leave(transport: NcclTransport, error: HoldfastError) -> None:
+    """End a group that has not connected. That takes as long as torch waits with the communicator's lock held."""
+    transport.abort(error)
+    transport.close()
+
+
+def capabilities() -> Capabilities:
+    """Moves anything as bytes; reduces what NCCL does, and the rest carried in that (see `device_reduction`)."""
+    return Capabilities(
+        reduces={"cuda": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))},
+        moves={"cuda": names(DTYPES)},
+        finds_failures=finds_failures(),
+    )
+
+
+def probe() -> Available | Unavailable:
+    """Whether NCCL can run here."""
+    return probe_torch("nccl")
+
+
+def connect(context: Context) -> NcclTransport:
+    """See `connect_over`."""
+    return connect_over(context, "nccl")
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    return [
+        BackendInfo(
+            name="nccl",
+            api=API_VERSION,
+            description="torch's ProcessGroupNCCL, between NVIDIA GPUs",
+            capabilities=capabilities(),
+            probe=probe,
+            connect=connect,
+        )
+    ]

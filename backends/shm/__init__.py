@@ -1,0 +1,1 @@
+"""The `shm` backend: ranks as processes of one host, over shared memory."""

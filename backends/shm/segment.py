@@ -1,0 +1,131 @@
+"""The shared memory under the boards of one job on one host, which outlives each of them.
+
+It has room for a few boards, the plots. Each epoch takes the next plot, so survivors of a death begin their next board
+where they stand: no memory is made, mapped or found out about. Whoever is new opens it through /proc. It lies in a
+memfd and never has a name, so nothing is left behind however a process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.comms.algorithms.shared_memory.board import layout_of
+from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.system.local_causes import not_openable
+from holdfast.comms.transport.base import Peer
+
+PLOTS = 4
+"""How many epochs in a row have boards that do not touch."""
+
+MOST_RANKS = 4096
+
+READY_BYTES = 16 * 1024 * 1024
+"""How much of a ground is mapped beforehand, if that is enough for all but the stages: the first ops of a later epoch
+would have to wait for it, page by page.
+"""
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+
+
+class BoardSlot(msgspec.Struct, frozen=True, array_like=True):
+    """Where a ground is: a descriptor of the process that says so, and the file behind it. `rows` is how many ranks a
+    board on it can have.
+    """
+
+    descriptor: int
+    inode: int
+    rows: int
+
+    def encode(self) -> str:
+        """For `place_of`."""
+        return msgspec.json.encode(self).decode()
+
+
+class SharedSegment:
+    """One process's hands on a ground. Goes with the last of its plots."""
+
+    def __init__(self, descriptor: int, rows: int, peers: Sequence[Peer]) -> None:
+        """Takes over `descriptor`."""
+        self._descriptor = descriptor
+        self._board_bytes = layout_of(rows).nbytes
+        self._held: set[int] = set()
+        self.peers = frozenset(peers)
+        self.place = BoardSlot(descriptor, os.fstat(descriptor).st_ino, rows)
+        try:
+            self._memory = mmap.mmap(descriptor, PLOTS * self._board_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @staticmethod
+    def make(name: str, peers: Sequence[Peer]) -> SharedSegment:
+        """New ground for as many ranks as there are peers."""
+        descriptor = os.memfd_create(f"holdfast-{name[:100]}", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, PLOTS * layout_of(len(peers)).nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return SharedSegment(descriptor, len(peers), peers)
+
+    @staticmethod
+    def open(said: bytes, peers: Sequence[Peer]) -> SharedSegment:
+        """The ground that rank 0 of `peers` said it has.
+
+        Raises `PeerFailed` if it cannot be opened or is another thing, `CorruptData` if what was said makes no sense.
+        """
+        place = place_of(said)
+        if not len(peers) <= place.rows <= MOST_RANKS:
+            raise CorruptData(f"rank 0 offers a board for {place.rows} ranks to {len(peers)}")
+        try:
+            descriptor = os.open(f"/proc/{peers[0].pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise not_openable(0, "shared memory", error) from error
+        found = os.fstat(descriptor)
+        if (found.st_ino, found.st_size) != (place.inode, PLOTS * layout_of(place.rows).nbytes):
+            os.close(descriptor)
+            raise PeerFailed((0,), "what it shares is not the memory of this job")
+        return SharedSegment(descriptor, place.rows, peers)
+
+    def make_ready(self) -> None:
+        """Map what later epochs will need first."""
+        layout = layout_of(self.place.rows)
+        row, used = 8 * layout.row_words, 8 * layout.stage
+        if PLOTS * layout.size * used <= READY_BYTES:
+            with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched
+                for start in range(0, PLOTS * self._board_bytes, row):
+                    self._memory.madvise(_POPULATE_WRITE, start, used)
+
+    def has_room(self, epoch: int, size: int) -> bool:
+        """Whether a board of `size` ranks may begin here in `epoch`."""
+        return bool(self._held) and size <= self.place.rows and epoch % PLOTS not in self._held
+
+    def take(self, epoch: int, peers: Sequence[Peer]) -> memoryview:
+        """The plot of `epoch`, which holds what an epoch long ago left on it."""
+        plot = epoch % PLOTS
+        if plot in self._held:
+            raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
+        self._held.add(plot)
+        self.peers = frozenset(peers)
+        return memoryview(self._memory)[plot * self._board_bytes : (plot + 1) * self._board_bytes]
+
+    def give_back(self, epoch: int) -> None:
+        """Nothing on the plot of `epoch` is used here any more."""
+        self._held.discard(epoch % PLOTS)
+        if not self._held and not self._memory.closed:
+            self._memory.close()
+            os.close(self._descriptor)
+
+
+def place_of(said: bytes) -> BoardSlot:
+    """Raises `CorruptData` if what was said makes no sense."""
+    try:
+        return msgspec.json.decode(said, type=BoardSlot)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(f"where the board of rank 0 is cannot be read: {error}") from error

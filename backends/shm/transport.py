@@ -1,0 +1,213 @@
+"""`shm`: ranks as processes of one host. Flags in shared memory, payloads copied straight between processes.
+
+The board lies on a `SharedSegment`, memory that rank 0 made or all have kept from the epoch before. Large payloads of
+messages are read with process_vm_readv from the tensor where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from holdfast.backends.common.process_memory import permit_peers, read_process
+from holdfast.backends.common.process_memory import probe as probe_copies
+from holdfast.backends.shm.segment import BoardSlot, SharedSegment, place_of
+from holdfast.backends.shm.window import make_window
+from holdfast.comms.algorithms.shared_memory.board import Board
+from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
+from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
+from holdfast.comms.arithmetic import REDUCIBLE
+from holdfast.comms.errors import OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.plugins.kernel_calls import refused
+from holdfast.comms.plugins.spec import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Unavailable,
+    hookimpl,
+)
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.system.local_causes import unreadable
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
+
+PATIENCE = 0.005
+"""Seconds after which a rank on kept ground looks whether the others are there at all."""
+
+LOOK_SECONDS = 0.001
+
+FIRST_PHASES = 20
+"""The first ops after a failure end while the kernel still frees the memory of whoever died."""
+
+_BOARD = "board"
+
+
+class ShmTransport(DirectTransport):
+    """Ranks as processes of one host."""
+
+    def __init__(self, context: Context, ground: SharedSegment) -> None:
+        """Begins a board on `ground`, which goes with the last of its boards."""
+        self.ground = ground
+        self._epoch = context.epoch
+        self._plot = ground.take(context.epoch, context.peers)
+        self._liveness = Liveness(context.peers, context.rank, context.over)
+        super().__init__(
+            Board(
+                self._plot,
+                context.rank,
+                context.size,
+                context.epoch,
+                self._liveness.dead,
+                journal=context.journal,
+                rows=ground.place.rows,
+                pids=[peer.pid for peer in context.peers],
+            )
+        )
+        if context.previous is not None:
+            self._board.rest(FIRST_PHASES)
+        self._processes = context.peers
+
+    def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
+        try:
+            copied = read_process(self._processes[rank].pid, into, address, nbytes)
+        except ProcessLookupError:
+            raise PeerFailed((rank,), "its process is gone") from None
+        except OSError as error:
+            raise unreadable(rank, error.errno or 0) from error
+        if copied != nbytes:
+            raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
+
+    def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
+        return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
+
+    def withdraw(self) -> None:
+        """Undo `enter`, and close: the ranks of this epoch meet elsewhere."""
+        self._board.withdraw()
+        self.close()
+
+    def _release(self) -> None:
+        self._liveness.close()
+        self._plot.release()
+        self.ground.give_back(self._epoch)
+
+
+def connect(context: Context) -> ShmTransport:
+    """Begin a board where that of the epoch before was, or on ground that rank 0 makes; wait until all ranks have.
+
+    Rank 0 decides. It tells those who cannot know; who has kept the same ground goes ahead, and asks whether that was
+    right only if the others do not come.
+    """
+    if context.device.type != "cpu":
+        raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
+    kept = _kept(context)
+    if kept is None:
+        permit_peers()
+    if context.rank == 0:
+        return _decide(context, kept)
+    if kept is not None and (transport := _go_ahead(context, kept)) is not None:
+        return transport
+    with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
+        said = fetch(context.store, _BOARD, context.deadline, liveness)
+    transport = ShmTransport(context, _lasting(context, SharedSegment.open(said, context.peers)))
+    transport.start(context.deadline, context.connect_payload)
+    return transport
+
+
+def _kept(context: Context) -> SharedSegment | None:
+    """The ground of the epoch before, if this one's board can begin there."""
+    previous = context.previous
+    if isinstance(previous, ShmTransport) and previous.ground.has_room(context.epoch, context.size):
+        return previous.ground
+    return None
+
+
+def _lasting(context: Context, ground: SharedSegment) -> SharedSegment:
+    """New ground; ready for later epochs if ranks greet each other, as those of a job do."""
+    if context.connect_payload:
+        ground.make_ready()
+    return ground
+
+
+def _decide(context: Context, kept: SharedSegment | None) -> ShmTransport:
+    """Rank 0: on kept ground, or on new."""
+    all_know = kept is not None and kept.peers.issuperset(context.peers)
+    ground = kept or _lasting(context, SharedSegment.make(context.name, context.peers))
+    if not all_know:
+        context.store.set(_BOARD, ground.place.encode())
+    transport = ShmTransport(context, ground)
+    try:
+        transport.enter(context.connect_payload)
+        context.meanwhile(transport)
+        if all_know:
+            with contextlib.suppress(OpTimeout):
+                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                return transport
+            context.store.set(_BOARD, ground.place.encode())
+        transport.meet(context.deadline)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _go_ahead(context: Context, kept: SharedSegment) -> ShmTransport | None:
+    """Another rank, on kept ground; None if rank 0 says that it is on another."""
+    transport = ShmTransport(context, kept)
+    try:
+        transport.enter(context.connect_payload)
+        context.meanwhile(transport)
+        while True:
+            with contextlib.suppress(OpTimeout):
+                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                return transport
+            said = _said(context)
+            if said is not None and said.inode != kept.place.inode:
+                transport.withdraw()
+                return None
+            if said is not None or time.monotonic() >= context.deadline:
+                transport.meet(context.deadline)
+                return transport
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _said(context: Context) -> BoardSlot | None:
+    """What rank 0 has said of where the board is; None as long as it has said nothing."""
+    with contextlib.suppress(TimeoutError):
+        return place_of(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
+    return None
+
+
+def probe() -> Available | Unavailable:
+    """Whether one process may read another's memory here."""
+    return refused("memfd_create", "pidfd_open") or probe_copies()
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    from holdfast.backends.shm.memory_plane import open_plane
+
+    return [
+        BackendInfo(
+            name="shm",
+            api=API_VERSION,
+            description="processes of one host: flags in shared memory, direct copies",
+            capabilities=Capabilities(
+                reduces={"cpu": names(REDUCIBLE)},
+                moves={"cpu": names(DTYPES)},
+                one_host=True,
+                windows=True,
+                atomics=True,
+                passive_target="none",
+                memory_plane=True,
+            ),
+            probe=probe,
+            connect=connect,
+            memory=open_plane,
+        )
+    ]

@@ -1,0 +1,130 @@
+"""Windows between processes of one host: each rank's tensor is moved into memory that the others map.
+
+Moving it makes late writes harmless: a rank that was stopped in the middle of a put, and goes on after the window is
+closed, writes into pages that nobody uses any more. Locks for atomics are the kernel's own (open file description locks
+on the header), which end with the process that holds them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from holdfast.comms._native import Words
+from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
+from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.system.local_causes import not_openable
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.base import Peer, Transport
+
+_PLACE = struct.Struct("=qqqq")
+"""Descriptors of the header and of the memory, the offset in the latter and the size, in bytes."""
+_FLOCK = "hhqqi4x"
+
+
+def make_window(
+    transport: Transport,
+    peers: Sequence[Peer],
+    tensor: torch.Tensor,
+    deadline: float,
+    dead: Callable[[], Sequence[int]],
+    check: Callable[[], None],
+) -> MappedWindow:
+    """Expose `tensor`, map everybody's; collective over the ranks of `transport`."""
+    rank, size = transport.rank, transport.size
+    held = ExitStack()
+    try:
+        header_fd = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
+        held.callback(os.close, header_fd)
+        os.fchmod(header_fd, 0o600)
+        os.ftruncate(header_fd, 8 * header_words(size))
+        memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
+        exposed = ExposedMemory(tensor)
+        place = bytearray(_PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes))
+        places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
+        transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
+        parts = [_map(held, peers[r].pid, r, rank, size, _PLACE.unpack(bytes(places[r].numpy()))) for r in range(size)]
+        parts[rank].header[0] = OPEN
+        transport.barrier(deadline)
+    except BaseException:
+        held.close()
+        raise
+
+    def release() -> None:
+        held.close()
+        exposed.vacate()
+
+    return MappedWindow(rank, parts, dead, check, release)
+
+
+def _share(tensor: torch.Tensor) -> tuple[int, int]:
+    """Move the tensor's storage into shared memory, in place; its descriptor, and the tensor's byte offset in it."""
+    descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
+    return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:
+    header_number, memory_number, offset, nbytes = place
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC)
+        held.callback(os.close, descriptor)
+        header = _words(held, descriptor, 8 * header_words(size))
+        address = 0
+        if nbytes:
+            memory = os.open(f"/proc/{pid}/fd/{memory_number}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                whole = mmap.mmap(memory, offset + nbytes)
+            finally:
+                os.close(memory)
+            held.callback(whole.close)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
+    except OSError as error:
+        raise not_openable(rank, "window", error) from error
+    lock = _FileLock(descriptor)
+    return Part(header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.take, lock.give_back))
+
+
+def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
+    mapped = mmap.mmap(descriptor, nbytes)
+    held.callback(mapped.close)
+    words = Words(mapped)
+    held.callback(words.release)
+    return words
+
+
+class _FileLock:
+    """The kernel's lock on a header, which ends with its holder's process; and one among the threads of this one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._threads = descriptor, threading.Lock()
+
+    def take(self) -> bool:
+        """Whether it could be taken now."""
+        if not self._threads.acquire(blocking=False):
+            return False
+        try:
+            self._lock(fcntl.F_WRLCK)
+        except BlockingIOError:
+            self._threads.release()
+            return False
+        except BaseException:
+            self._threads.release()
+            raise
+        return True
+
+    def give_back(self) -> None:
+        try:
+            self._lock(fcntl.F_UNLCK)
+        finally:
+            self._threads.release()
+
+    def _lock(self, kind: int) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, 0, 0, 1, 0))

@@ -1,0 +1,115 @@
+"""A worker and its connections to other processes: what communicators of one epoch after the other use."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.farewells import Tags
+from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
+from holdfast.comms.transport.base import Peer
+
+_EPOCHS = 8
+"""So many epochs back, what came too late is taken out of the queue."""
+_SENT_BYTES = 1 << 24
+"""More than so much memory of sends that do not end is too much to go on with."""
+_DEAD = 64
+"""So many dead endpoints are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection to another process. `key` is this worker's own number for it, `worker` the name of the other's."""
+
+    key: int
+    endpoint: Endpoint
+    worker: bytes
+
+
+def name_of(address: bytes) -> bytes:
+    """A short name for the worker with this address."""
+    return hashlib.blake2b(address, digest_size=8).digest()
+
+
+class Connections:
+    """Used by one communicator at a time, under its lock. `broken`: key -> why, for links that failed."""
+
+    def __init__(self, over: Transports) -> None:
+        self.broken: dict[int, str] = {}
+        self.links: dict[Peer, Link] = {}
+        self._keys = itertools.count()
+        self._tags: deque[Tags] = deque(maxlen=_EPOCHS)
+        self._sent: list[tuple[int, torch.Tensor]] = []
+        self._dead = 0
+        self.worker: Worker = standby.take(over, self._broke)
+        self.name = name_of(self.worker.address)
+        self._info = self.worker.lib.ffi.new("ucp_tag_recv_info_t *")
+
+    def _broke(self, key: int, why: str) -> None:
+        self.broken.setdefault(key, why)
+
+    def link(self, address: bytes) -> Link:
+        """Connect to the worker at `address`. Raises `UcxError`."""
+        key = next(self._keys)
+        return Link(key, self.worker.connect(address, key), name_of(address))
+
+    def drop(self, link: Link) -> None:
+        """Do without a link from now on. One that no failure would be reported of goes with the worker."""
+        if self.worker.reports_failures:
+            self.worker.disconnect(link.endpoint)
+        else:
+            self._dead += 1
+
+    def keep(self, links: Mapping[Peer, Link], lost: Collection[Link]) -> bool:
+        """Keep `links` for the next epoch, and drop the `lost`; False if this has become too much to go on with."""
+        self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
+        for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:
+            self.drop(link)
+        self._sent = [each for each in self._sent if self.worker.status(each[0]) == libucp.IN_PROGRESS]
+        return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
+
+    def leave(self, request: int, tensor: torch.Tensor) -> None:
+        """Let a send go on: whoever takes it out of their queue, or nobody, ends it. It reads `tensor` at the most."""
+        self._sent.append((request, tensor))
+
+    # -- what earlier epochs left
+
+    def begin(self, tags: Tags) -> None:
+        """From here on messages with these tags are of the epoch at hand."""
+        self._tags.append(tags)
+
+    def sweep(self, now: bool = False) -> None:
+        """Take messages of earlier epochs (`now`: of this one too) out of the queue: nobody waits for them."""
+        call, handle = self.worker.lib.call, self.worker.handle
+        for tags in list(self._tags) if now else list(self._tags)[:-1]:
+            while message := call.ucp_tag_probe_nb(handle, tags.any, tags.mask, 1, self._info):
+                request = call.ucp_tag_msg_recv_nbx(handle, 0, 0, message, self.worker.plain)
+                if request > 0:
+                    call.ucp_request_free(request)
+
+    def settle(self, requests: Collection[int], seconds: float) -> bool:
+        """Progress until all `requests` are done, at most so long."""
+        check, limit = self.worker.lib.call.ucp_request_check_status, time.monotonic() + seconds
+        while any(check(request) == libucp.IN_PROGRESS for request in requests):
+            self.sweep(now=True)
+            if not self.worker.progress() and time.monotonic() > limit:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let the worker go, and every link with it. Idempotent."""
+        self.links = {}
+        if self.worker.handle:
+            for request, _ in self._sent:
+                self.worker.lib.call.ucp_request_free(request)
+            self.worker.close()
+            self._sent.clear()
+            standby.left(self.worker.over)

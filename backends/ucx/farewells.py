@@ -1,0 +1,209 @@
+"""Short messages from each rank to all, beside the tagged messages of ops: hello once it has a link to a peer, met once
+it has heard the hello that came over a new one, and farewell when it leaves or aborts.
+
+Messages from one rank arrive in order, so a farewell comes after everything that its rank sent before. A tag is: the
+notice bit, the sender's rank in 17 bits, the epoch in 9, the dtype in 6, and 31 of the user's or an op's. Epoch after
+epoch may use the same connections: nothing of one is taken for another's. Who receives does not ask for the dtype, but
+looks whether it is the right one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.worker import Worker
+from holdfast.comms.algorithms.message_passing.cost import Link
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
+
+CLOSED, ABORTED = 0, 1
+_HELLO, _MET = 2, 3
+_NOTICE = 1 << 63
+_RANK_SHIFT, _EPOCH_SHIFT, _DTYPE_SHIFT = 46, 37, 31
+_EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
+_DTYPES = (1 << _EPOCH_SHIFT) - (1 << _DTYPE_SHIFT)
+_OP_MASK = (1 << _DTYPE_SHIFT) - 1
+_NOTE_BYTES = 1024
+WORDS = 200
+"""For how many characters of an error there is room in a hello. What to do comes last in it."""
+_SEND_SECONDS = 0.02
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first message of a rank: the name of its worker, the `Context.connect_payload`, and the cost of a message
+    (`link`; that of rank 0 counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears
+    this; -1 for a new one.
+    """
+
+    since: int
+    worker: bytes
+    connect_payload: tuple[int, ...]
+    link: Link
+    broken: str
+
+
+class Met(msgspec.Struct, frozen=True):
+    """The second word over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
+
+    worker: bytes
+
+
+class Tags:
+    """The tags of an epoch."""
+
+    mask = _EPOCHS - 1 << _EPOCH_SHIFT
+    """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
+    any_dtype = (1 << 64) - 1 - _DTYPES
+    """All of a tag but the dtype."""
+
+    def __init__(self, epoch: int) -> None:
+        self.any = epoch % _EPOCHS << _EPOCH_SHIFT
+        self.notice = _NOTICE | self.any
+
+    def of(self, rank: int, tag: int, dtype: torch.dtype) -> int:
+        """Of a message of an op, or of the user's, from `rank`."""
+        return self.any | rank << _RANK_SHIFT | DTYPE_CODE[dtype] << _DTYPE_SHIFT | tag & _OP_MASK
+
+    @staticmethod
+    def dtype(tag: int) -> torch.dtype | None:
+        """Of what the sender sent; None if this torch has no such dtype."""
+        code = (tag & _DTYPES) >> _DTYPE_SHIFT
+        return DTYPES[code] if code < len(DTYPES) else None
+
+    def note(self, rank: int) -> int:
+        """Of a notice from `rank`."""
+        return self.notice | rank << _RANK_SHIFT
+
+
+def _rank_of(tag: int) -> int:
+    return (tag & ~_NOTICE) >> _RANK_SHIFT
+
+
+class Notices:
+    """Sends this rank's; receives the others': `hellos`, `mets`, and `left`: rank -> (CLOSED or ABORTED, why, when).
+
+    What no rank says is kept as an error, which `check` raises: this rank listens on, and can still take its leave.
+    """
+
+    def __init__(self, worker: Worker, rank: int, tags: Tags) -> None:
+        self._worker, self._tag, self._tags = worker, tags.note(rank), tags
+        self._call, ffi = worker.lib.call, worker.lib.ffi
+        self._buffer = ffi.new("char[]", _NOTE_BYTES)
+        self._address = int(ffi.cast("uintptr_t", self._buffer))
+        self._ffi = ffi
+        self._info = ffi.new("ucp_tag_recv_info_t *")
+        self._param = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_RECV_INFO, "tag_info": self._info})
+        self._said = False
+        self._request = 0
+        self.hellos: dict[int, Hello] = {}
+        self.mets: dict[int, Met] = {}
+        self.left: dict[int, tuple[int, str, float]] = {}
+        self._corrupt: CorruptData | None = None
+        self._listen()
+
+    def _listen(self) -> None:
+        """Wait for the next; take those that are there already."""
+        call, handle, tags = self._call, self._worker.handle, self._tags
+        while True:
+            self._request = call.ucp_tag_recv_nbx(
+                handle, self._address, _NOTE_BYTES, tags.notice, _NOTICE | tags.mask, self._param
+            )
+            self._worker.lib.check(self._request, "listening to peers")
+            if self._request:
+                return
+            self._note()
+
+    def look(self) -> None:
+        """Take what has come."""
+        if self._request:
+            status = self._call.ucp_tag_recv_request_test(self._request, self._info)
+            if status != libucp.IN_PROGRESS:
+                self._call.ucp_request_free(self._request)
+                self._request = 0
+                if status == libucp.OK:
+                    self._note()
+                self._listen()
+
+    def check(self) -> None:
+        """Raise `CorruptData` if something has come that no rank says."""
+        if self._corrupt is not None:
+            raise self._corrupt.again()
+
+    def _note(self) -> None:
+        rank = int(_rank_of(self._info.sender_tag))
+        try:
+            kind, body = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
+        except CorruptData as error:
+            self._corrupt = self._corrupt or error.with_traceback(None)
+            return
+        if isinstance(body, Hello):
+            self.hellos[rank] = body
+        elif isinstance(body, Met):
+            self.mets[rank] = body
+        else:
+            self.left[rank] = (kind, body, time.monotonic())
+
+    def greet(self, endpoint: Any, hello: Hello) -> None:
+        """Say hello to one peer."""
+        text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
+        kept = self._ffi.from_buffer(text)
+        request = self._send(endpoint, kept)
+        if request > 0:
+            self._worker.give_up(request, kept)
+
+    def meet(self, endpoint: Any, met: Met) -> int:
+        """Tell one peer, whose hello was heard, that it was; the request, which ends once that one knows.
+
+        UCX answers for the peer only over a connection that stands in both directions, so this makes it. Never before
+        the peer's hello: UCX (1.22) ends a process that is asked to connect by one that it has no endpoint to, if that
+        one's memory is gone by then.
+        """
+        kept = self._ffi.from_buffer(bytes([_MET]) + msgspec.msgpack.encode(met))
+        request = self._send(endpoint, kept, synchronous=True)
+        if request > 0:
+            self._worker.abandon(kept)
+        return request
+
+    def say(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
+        """Tell every peer that this rank leaves, and why; only the first time. Returns within milliseconds."""
+        if self._said:
+            return
+        self._said = True
+        kept = self._ffi.from_buffer(bytes([kind]) + why.encode()[: _NOTE_BYTES - 64])
+        requests = [self._send(endpoint, kept) for endpoint in endpoints]
+        self._worker.progress()
+        if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
+            self._worker.abandon(kept)
+
+    def _send(self, endpoint: Any, kept: Any, synchronous: bool = False) -> int:
+        send = self._call.ucp_tag_send_sync_nbx if synchronous else self._call.ucp_tag_send_nbx
+        address = int(self._ffi.cast("uintptr_t", kept))
+        return int(send(endpoint, address, len(kept), self._tag, self._worker.plain))
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._request > 0:
+            self._call.ucp_request_cancel(self._worker.handle, self._request)
+            self._worker.finish(self._request, _SEND_SECONDS)
+            self._request = 0
+
+
+def parse(text: bytes) -> tuple[int, Hello | Met | str]:
+    """A notice's kind and body. Raises `CorruptData`."""
+    kind, body = text[:1], text[1:]
+    try:
+        if kind == bytes([_HELLO]):
+            return _HELLO, msgspec.msgpack.decode(body, type=Hello)
+        if kind == bytes([_MET]):
+            return _MET, msgspec.msgpack.decode(body, type=Met)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"a peer's connect_payload over ucx: {error}") from error
+    if kind in (bytes([CLOSED]), bytes([ABORTED])):
+        return kind[0], body.decode(errors="replace")
+    raise CorruptData(f"a notice over ucx that is neither connect_payload nor farewell: {text[:16]!r}")

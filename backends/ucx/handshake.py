@@ -1,0 +1,200 @@
+"""How the ranks of a communicator over ucx meet: each says hello to every other, and waits for the hellos of all.
+
+Who was connected in the epoch before says so over the link that stands, and nobody else is asked. A link is good if
+both ranks have it from the same epoch. Where a hello does not come, or says otherwise, both sides make new ones, and
+find each other's address in the store. Over a new one the lower rank then says that they have met, and waits until the
+other knows: that connects the two in full. UCX would put it off until the first large message, which the receiver must
+then help along: nothing from a rank that aborts at that moment, its farewell least of all, would arrive.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.endpoints import Connections, name_of
+from holdfast.backends.ucx.farewells import WORDS, Hello, Met
+from holdfast.backends.ucx.libucp import UcxError
+from holdfast.backends.ucx.transport import LINKS, UcxTransport
+from holdfast.backends.ucx.worker import Transports, explain
+from holdfast.comms.algorithms.message_passing import cost
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Unsupported, again
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.transport.base import Context
+
+_PATIENCE_SECONDS = 0.003
+"""How long a peer that is connected may take to say hello before its address is looked for."""
+_LOOK_SECONDS = 0.001
+_NEW = -1
+"""Instead of the epoch that a link is from: it was made in this meeting."""
+
+
+def connect(context: Context) -> UcxTransport:
+    """Connect to all peers, over what stands since the epoch before or anew; return once all ranks have."""
+    if context.device.type != "cpu":
+        raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
+    one_host = len({peer.host for peer in context.peers}) == 1
+    over = Transports.choose(one_host, loopback=one_host)
+    previous = context.previous if isinstance(context.previous, UcxTransport) else None
+    connections = _kept(context, previous, over) or Connections(over)
+    try:
+        transport = UcxTransport(context, connections)
+    except BaseException:
+        connections.close()
+        raise
+    try:
+        _Meeting(context, transport, _NEW if previous is None else previous.epoch).hold()
+    except BaseException:
+        if previous is not None and (kept := transport.hand_over(context.peers)) is not None:
+            previous.take_back(kept)
+        transport.close()
+        raise
+    if context.previous is None:
+        standby.make(over)
+    return transport
+
+
+def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> Connections | None:
+    """The connections of the epoch before, if they are of the right kind and every rank is a process of its own."""
+    if previous is None or len(set(context.peers)) < context.size:
+        return None
+    kept = previous.hand_over(context.peers)
+    if kept is not None and kept.worker.over != over:
+        kept.close()
+        return None
+    return kept
+
+
+class _Meeting:
+    """One rank's part."""
+
+    def __init__(self, context: Context, transport: UcxTransport, since: int) -> None:
+        assert transport.connections is not None
+        self._context, self._transport = context, transport
+        self._connections, self._notices = transport.connections, transport.notices
+        self._worker = self._connections.worker
+        self._missing = [(context.rank + step) % context.size for step in range(1, context.size)]
+        self._mets: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._published = False
+        self._unreached: HoldfastError | None = None
+        self._began = time.monotonic()
+        self._hello = self._notices.hellos[context.rank] = self._own_hello()
+        for rank in self._missing:
+            if (link := self._connections.links.get(context.peers[rank])) is not None:
+                transport.links[rank] = link
+                self._greet(rank, since)
+
+    def _own_hello(self) -> Hello:
+        link, broken = LINKS[self._worker.over.local], ""
+        if self._context.rank == 0:
+            try:
+                link = cost.here(link)
+            except CorruptData as error:
+                broken = str(error)[-WORDS:]
+        return Hello(_NEW, self._connections.name, self._context.connect_payload, link, broken)
+
+    def _greet(self, rank: int, since: int = _NEW) -> None:
+        self._since[rank] = since
+        hello = msgspec.structs.replace(self._hello, since=since)
+        self._notices.greet(self._transport.links[rank].endpoint, hello)
+
+    def hold(self) -> None:
+        """Return once this rank has heard of all, and all have been told. Raises as `Transport` ops do."""
+        look_at = self._began + _PATIENCE_SECONDS
+        while self._wanting():
+            now = time.monotonic()
+            self._judge(now)
+            looks = now >= look_at or any(rank not in self._transport.links for rank in self._missing)
+            if not (looks and self._look_in_store()):
+                self._transport.sleep(_LOOK_SECONDS)
+        hellos = [self._notices.hellos[rank] for rank in range(self._context.size)]
+        if hellos[0].broken:
+            raise CorruptData(f"on rank 0 {hellos[0].broken}")
+        self._transport.begin(hellos[0].link, [hello.connect_payload for hello in hellos])
+
+    def _wanting(self) -> list[int]:
+        """The ranks that have not been heard, or not been told; takes in what has come, and tells whom it can."""
+        while self._worker.progress():
+            pass
+        self._connections.sweep()
+        self._notices.look()
+        links, hellos = self._transport.links, self._notices.hellos
+        for rank in [rank for rank in self._missing if rank in links]:
+            if links[rank].key in self._connections.broken:
+                self._drop(rank)
+            elif (hello := hellos.get(rank)) is None:
+                continue
+            elif hello.worker == links[rank].worker and hello.since == self._since[rank]:
+                if self._since[rank] != _NEW or self._met(rank):
+                    self._missing.remove(rank)
+            elif self._since[rank] != _NEW:
+                self._drop(rank)
+        return self._missing
+
+    def _met(self, rank: int) -> bool:
+        """Whether a new link to `rank`, over which it said hello, works both ways, which the lower rank sees to."""
+        if rank < self._context.rank:
+            met = self._notices.mets.get(rank)
+            return met is not None and met.worker == self._transport.links[rank].worker
+        if rank not in self._mets:
+            self._mets[rank] = self._notices.meet(self._transport.links[rank].endpoint, Met(self._connections.name))
+        status = self._worker.status(self._mets[rank])
+        if status == libucp.IN_PROGRESS:
+            return False
+        del self._mets[rank]
+        if status != libucp.OK:
+            raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
+        return True
+
+    def _drop(self, rank: int) -> None:
+        self._connections.drop(self._transport.links.pop(rank))
+        self._mets.pop(rank, None)
+
+    def _judge(self, now: float) -> None:
+        """Raise if there is no point in waiting any longer."""
+        if (error := self._context.over()) is not None:
+            raise again(error)
+        self._transport.judge(self._transport.liveness.dead(), self._missing)
+        if now >= self._context.deadline:
+            raise OpTimeout("connect", 0, now - self._began, self._missing) from self._unreached
+
+    def _look_in_store(self) -> bool:
+        """Say where this rank is, and look for one that is missing; whether it was found."""
+        store = self._context.store
+        if not self._published:
+            self._published = True
+            store.set(f"ucx/{self._context.rank}", self._worker.address.hex())
+        rank = next((rank for rank in self._missing if rank not in self._transport.links), self._missing[0])
+        self._missing.remove(rank)
+        self._missing.append(rank)
+        try:
+            address = _address(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS), rank)
+        except TimeoutError:
+            return False
+        link = self._transport.links.get(rank)
+        if link is not None and link.worker == name_of(address):
+            return False
+        if link is not None:
+            self._drop(rank)
+        try:
+            self._transport.links[rank] = self._connections.link(address)
+        except UcxError as error:
+            explained = explain(error, rank, self._worker.over)
+            if error.status != libucp.ERR_UNREACHABLE:
+                raise explained from error
+            self._unreached = explained  # that worker may be gone, and its rank about to give another address
+            return False
+        self._greet(rank)
+        return True
+
+
+def _address(told: bytes, rank: int) -> bytes:
+    """The address of a worker, as it is written at the rendezvous. Raises `CorruptData`."""
+    try:
+        return bytes.fromhex(told.decode())
+    except ValueError as error:
+        raise CorruptData(f"the address of rank {rank} at the rendezvous cannot be read: {error}") from error

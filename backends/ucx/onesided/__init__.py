@@ -1,0 +1,1 @@
+"""One-sided access over UCX: windows, regions, and the workers that reach them."""

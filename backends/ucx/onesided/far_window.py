@@ -1,0 +1,166 @@
+"""Windows over a network that reads and writes memory in hardware; the target's progress thread does what it cannot.
+
+The target may compute or sleep, but a stopped one may hold up gets, atomics and flushes until they time out. Puts and
+signals return when they have left; `flush` says when they have arrived. A rank that closes its window says so to all,
+and they look at what they were told; the bytes of a get come behind that word, so nobody takes later ones for good.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.onesided.mapped_window import Part, RegisteredWindow
+from holdfast.backends.ucx.onesided.worker import OneSidedWorker
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.transport.base import Transport
+
+BOUNCE_BYTES = 1 << 20
+"""Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
+was given up never reach the user's."""
+
+
+class FarWindow(RegisteredWindow):
+    """See the module."""
+
+    def __init__(self, side: OneSidedWorker, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        self._dirty = [False] * side.size
+        super().__init__(side, transport, tensor, deadline)
+
+    # -- put and get
+
+    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if not source.nbytes:
+            return
+        self._dirty[rank] = True
+        with self._side.lock:
+            request = self._call.ucp_put_nbx(
+                part.endpoint, source.data_ptr(), source.nbytes, part.memory + offset, part.key, self._plain
+            )
+        self._side.wait(request, rank, deadline, "put", source)
+
+    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if into.nbytes:
+            self._fetch(rank, part, into.data_ptr(), into.nbytes, part.memory + offset, deadline)
+        self._live(rank)
+
+    def _fetch(self, rank: int, part: Part, into: int, nbytes: int, at: int, deadline: float) -> None:
+        """Two blocks under way, through memory of the window's own."""
+        ffi, side = self._worker.lib.ffi, self._side
+        width = min(BOUNCE_BYTES, nbytes)
+        kept = ffi.new("char[]", 2 * width if nbytes > width else width)
+        bounce = int(ffi.cast("uintptr_t", kept))
+        self._settle(rank, deadline, "get")
+        pending: list[tuple[int, int, int]] = []
+        start = 0
+        while start < nbytes or pending:
+            while start < nbytes and len(pending) < 2:
+                block = min(width, nbytes - start)
+                place = bounce + start // width % 2 * width
+                with side.lock:
+                    request = self._call.ucp_get_nbx(part.endpoint, place, block, at + start, part.key, self._plain)
+                pending.append((request, start, block))
+                start += block
+            request, done, block = pending.pop(0)
+            try:
+                side.wait(request, rank, deadline, "get", kept)
+            except HoldfastError:
+                with side.lock:
+                    for other, _, _ in pending:
+                        if other > 0:
+                            self._call.ucp_request_free(other)
+                    self._worker.abandon(kept)
+                raise
+            ctypes.memmove(into + done, bounce + done // width % 2 * width, block)
+
+    def _settle(self, rank: int, deadline: float, op: str) -> None:
+        """Return when the puts that were issued to `rank` have taken effect there."""
+        if self._dirty[rank]:
+            self._side.flush(rank, deadline, op)
+            self._dirty[rank] = False
+
+    # -- atomics
+
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        return self._amo(rank, offset, dtype, libucp.ATOMIC_ADD, (value, 0), deadline)
+
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        return self._amo(rank, offset, dtype, libucp.ATOMIC_CSWAP, (expected, desired), deadline)
+
+    def _amo(
+        self, rank: int, offset: int, dtype: torch.dtype, code: int, values: Sequence[int], deadline: float
+    ) -> int:
+        """An atomic of UCX itself. Its buffers are its own: it may be carried out after it was given up.
+
+        It begins when nothing waits to be sent to `rank`, so that it leaves at once: UCX ends the process if it has to
+        call off one that did not, as when the peer dies.
+        """
+        ffi, size = self._worker.lib.ffi, dtype.itemsize
+        words = ffi.new("int32_t[2]" if size == 4 else "int64_t[2]", list(values))
+        parameters = libucp.atomic_parameters(self._worker.lib, size, words)
+        address = int(ffi.cast("uintptr_t", words))
+        while True:
+            part = self._live(rank)
+            with self._side.lock:
+                flush = self._call.ucp_ep_flush_nbx(part.endpoint, self._plain)
+                if not flush:
+                    request = self._call.ucp_atomic_op_nbx(
+                        part.endpoint, code, address, 1, part.memory + offset, part.key, parameters
+                    )
+                    break
+            self._side.wait(flush, rank, deadline, "atomic")
+            if time.monotonic() > deadline:
+                raise OpTimeout("atomic", 0, 0.0, (rank,))
+        self._side.wait(request, rank, deadline, "atomic", (words, parameters))
+        return int(words[1])
+
+    # -- signals, and the end
+
+    def flush(self, rank: int | None, deadline: float) -> None:
+        for target in range(self._size) if rank is None else (rank,):
+            self._live(target)
+            self._side.flush(target, deadline, "flush")
+
+    def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
+        kept = self._worker.lib.ffi.new("uint64_t[1]", [value])
+        address = int(self._worker.lib.ffi.cast("uintptr_t", kept))
+        self._settle(rank, deadline, op)
+        with self._side.lock:
+            request = self._call.ucp_put_nbx(
+                part.endpoint, address, 8, part.header + 8 * word, part.header_key, self._plain
+            )
+        self._dirty[rank] = True
+        self._side.wait(request, rank, deadline, op, kept)
+
+    def _hear(self, rank: int, deadline: float) -> None:
+        self._side.flush(rank, deadline, "closing a window")
+
+    def _look(self) -> None:
+        with self._side.lock:
+            self._worker.progress()
+
+    def _withdraw(self) -> None:
+        if self._all_closed():
+            self._unmap()
+            return
+        self._side.keep(partial(self._release, self._exposed.vacate()))
+
+    def _release(self, memory: torch.Tensor, silent: bool) -> bool:
+        """Give `memory` back, which must live until then, once nothing can come any more."""
+        if silent or self._all_closed():
+            self._unmap()
+            return True
+        return False
+
+    def _all_closed(self) -> bool:
+        """Whether nothing can come from the others any more: they say so after all else."""
+        return all(self._mine[2 * rank] for rank in range(self._size))

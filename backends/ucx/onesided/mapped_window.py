@@ -1,0 +1,103 @@
+"""Windows whose memory UCX reads and writes itself: every rank's tensor where it lies, registered, and a header.
+
+A header is memory of UCX's own. It holds what the others say to its rank, a lock for atomics, and a word a peer that
+says "I am writing into your memory". How they are written differs: `near_window` over shared memory, `far_window` over
+a network that does so in hardware.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.backends.common.cpu_wait import words_at
+from holdfast.backends.ucx.onesided.deferred_free import sweep
+from holdfast.backends.ucx.onesided.regions import Mapping
+from holdfast.backends.ucx.onesided.window import UcxWindow
+from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
+from holdfast.comms.transport.base import Transport
+
+
+class _Card(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank's header and memory are. `key` is empty for a window without elements."""
+
+    header: int
+    header_key: bytes
+    memory: int
+    key: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part, as this rank reaches it. `mapped` is where its header is mapped here, or 0."""
+
+    endpoint: Any
+    header: int
+    header_key: Any
+    mapped: int
+    memory: int
+    key: Any
+    nbytes: int
+
+
+class RegisteredWindow(UcxWindow[OneSidedWorker, Part]):
+    """A window whose memory is registered with UCX, which reads and writes it itself."""
+
+    def _prepare(self) -> None:
+        sweep()
+        self._side.sweep()
+        self._plain = self._worker.plain
+        self._memory: Mapping | None = None
+        words = self._header_words = 3 * self._size + 1
+        with self._side.lock:
+            self._header = Mapping(self._worker, 8 * words, None)
+        ctypes.memset(self._header.address, 0, 8 * words)
+        self._mine = words_at(self._header.address, words)
+
+    def _open(self, transport: Transport, deadline: float) -> None:
+        exposed = self._exposed
+        with self._side.lock:
+            if exposed.nbytes:
+                self._memory = Mapping(self._worker, exposed.nbytes, exposed.address)
+        memory = self._memory
+        card = _Card(
+            self._header.address,
+            self._header.key,
+            memory.address if memory else 0,
+            memory.key if memory else b"",
+            exposed.nbytes,
+        )
+        cards = exchange(transport, msgspec.msgpack.encode(card), deadline)
+        for rank, text in enumerate(cards):
+            self._parts.append(self._reach(rank, msgspec.msgpack.decode(text, type=_Card)))
+
+    def _reach(self, rank: int, card: _Card) -> Part:
+        side = self._side
+        with side.lock:
+            header_key = side.unpack(rank, card.header_key)
+            key = side.unpack(rank, card.key) if card.key else None
+            mapped = self._mapped(header_key, card.header)
+        return Part(side.endpoints[rank], card.header, header_key, mapped, card.memory, key, card.nbytes)
+
+    def _mapped(self, key: Any, header: int) -> int:
+        """The address at which a rank's header is mapped into this process; 0 if it cannot be."""
+        return 0
+
+    def _let_go(self) -> None:
+        with self._side.lock:
+            for part in self._parts:
+                for key in (part.header_key, part.key):
+                    if key is not None:
+                        self._call.ucp_rkey_destroy(key)
+        super()._let_go()
+
+    def _unmap(self) -> None:
+        """Let the registered memories go."""
+        with self._side.lock:
+            for mapping in (self._memory, self._header):
+                if mapping is not None:
+                    mapping.close()

@@ -1,0 +1,143 @@
+"""A worker of a memory plane, and the regions of other processes that it has found.
+
+libucp takes one call at a time on a worker, and where the kernel copies, a call is the whole copy. So a plane that
+reads with several threads gives each a lane of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages
+from holdfast.backends.ucx.onesided.active_region import AskedRegion
+from holdfast.backends.ucx.onesided.regions import Address
+from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner, RemoteRegion
+from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.liveness import this_host
+
+BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
+"""Bytes between two looks at the generation, by the kernel's copies and over a network."""
+ATTEMPTS = 3
+"""How often a block is tried, over a new connection each time."""
+REMEMBERED = 256
+"""How many regions of others a lane keeps keys to."""
+
+
+class ReadWorker:
+    """See the module. The worker is used with `lock` held."""
+
+    def __init__(self, over: Transports) -> None:
+        self.lock = threading.RLock()
+        self.messages: ActiveMessages | None = None
+        self._block = BLOCK_BYTES if over.local else FAR_BLOCK_BYTES
+        self._progress: ProgressThread | None = None
+        self._owners: dict[bytes, Owner] = {}
+        self._found: dict[Handle, RemoteRegion | AskedRegion] = {}
+        if over.emulated:
+            self.worker = Worker(libucp.FEATURE_AM, over, self._note_failure)
+            self.messages = ActiveMessages(self.worker)
+        else:
+            self.worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
+        if not over.local:
+            self._progress = ProgressThread(self.worker, self.lock, eager=len(os.sched_getaffinity(0)) > 1)
+
+    def copy(
+        self,
+        handle: Handle,
+        address: int,
+        offset: int,
+        nbytes: int,
+        deadline: float,
+        writing: bool,
+        look: Callable[[], None],
+    ) -> None:
+        """Copy between memory at `address` and a region, block by block; `look()` before each may raise."""
+        for start in range(0, nbytes, self._block) or (0,):
+            with self.lock:
+                look()
+                self._move(handle, address + start, offset + start, min(self._block, nbytes - start), deadline, writing)
+
+    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """One block, over a new connection if the one that is there is broken."""
+        for attempt in range(1, ATTEMPTS + 1):
+            region = None
+            try:
+                region = self._found.get(handle) or self._find(handle, deadline)
+                (region.push if writing else region.pull)(address, offset, nbytes, deadline)
+            except (RegionGone, OpTimeout) as error:
+                if region is not None:
+                    self._forget(region.owner)
+                if attempt == ATTEMPTS or not isinstance(error, ConnectionLost):
+                    raise
+            else:
+                return
+
+    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | AskedRegion:
+        address = Address.decode(handle.address)
+        if handle.nbytes != address.nbytes:
+            raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
+        worker = self.worker
+        if worker.over.emulated != address.asked:
+            raise Unsupported(
+                f"reaching process {address.owner.pid} over {worker.over.tls}", "set one UCX_TLS for both processes"
+            )
+        if worker.over.local and address.owner.host != this_host():
+            raise Unsupported(
+                f"reaching process {address.owner.pid} of another host over {worker.over.tls}",
+                "set UCX_TLS=tcp,self (or what your network has) for both processes",
+            )
+        owner = self._owners.get(address.worker)
+        if owner is None:
+            owner = self._owners[address.worker] = Owner(worker, address)
+        if len(self._found) >= REMEMBERED:
+            self._drop_keys(list(self._found))
+        try:
+            region: RemoteRegion | AskedRegion
+            if self.messages is None:
+                region = RemoteRegion(owner, address)
+            else:
+                region = AskedRegion(owner, address, self.messages)
+            region.check(deadline)
+        except (RegionGone, OpTimeout):
+            self._forget(owner)
+            raise
+        except libucp.UcxError as error:
+            self._forget(owner)
+            raise ConnectionLost(f"process {owner.pid} cannot be reached any more: {error}") from error
+        self._found[handle] = region
+        return region
+
+    def _forget(self, owner: Owner) -> None:
+        """Drop the connection to an owner, which may be broken, and what was known of its regions."""
+        self._drop_keys([handle for handle, region in self._found.items() if region.owner is owner])
+        for address, known in list(self._owners.items()):
+            if known is owner:
+                del self._owners[address]
+                owner.close()
+
+    def _note_failure(self, key: int, why: str) -> None:
+        """A connection broke; called by UCX while it makes progress."""
+        for owner in self._owners.values():
+            if owner.key == key:
+                owner.broken = why
+
+    def _drop_keys(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self._found.pop(handle).close()
+
+    def close(self, and_then: Callable[[], None] = lambda: None) -> None:
+        """Let everything go; `and_then` is called when no connection is left, before the worker goes."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        with self.lock:
+            for owner in list(self._owners.values()):
+                self._forget(owner)
+            and_then()
+            self.worker.close()

@@ -1,0 +1,187 @@
+"""Memory that this process exposes for UCX to read and write, and the table that says which of it is still there.
+
+A row of the table is two words: the region's generation, which is never used twice and is 0 once the region is closed,
+and the process that is writing to it. The table is memory of UCX's own, so that processes of one host load from it
+directly. A reader that finds the generation after its copy has copied from that very region.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.backends.common.cpu_wait import words_at
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.worker import Worker
+from holdfast.comms._native import fence
+from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import started
+
+ROWS = 1 << 16
+ROW_BYTES = 16
+WRITER_SECONDS = 2.0
+"""How long `RegionTable.strike_out` waits for one that is in the middle of a block."""
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What a handle of the ucx plane says: whose memory, how to connect, where the table and the memory are."""
+
+    owner: Peer
+    worker: bytes
+    table_key: bytes
+    row: int
+    generation: int
+    key: bytes
+    memory: int
+    nbytes: int
+    writable: bool
+
+    @property
+    def asked(self) -> bool:
+        """Whether the owner is asked for the bytes, since UCX does not read them itself."""
+        return not self.key
+
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return xxhash.xxh3_64_digest(body) + body
+
+    @staticmethod
+    def decode(data: bytes) -> Address:
+        """Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
+        body = data[8:]
+        if xxhash.xxh3_64_digest(body) != data[:8]:
+            raise CorruptData("not the address of a region: its checksum is wrong")
+        try:
+            return _addresses.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+
+
+_addresses = msgspec.msgpack.Decoder(Address)
+
+
+def writer_token(process: Peer) -> int:
+    """How a process names itself in a row that it writes under: never 0."""
+    return (process.started << 22 | process.pid) & (1 << 63) - 1
+
+
+def writer_lives(token: int) -> bool:
+    """Whether a process of this host with this token is running."""
+    pid = token & (1 << 22) - 1
+    try:
+        return token == writer_token(Peer("", pid, started(pid)))
+    except ProcessLookupError:
+        return False
+
+
+class Mapping:
+    """Memory registered with UCX until `close`: a tensor's, or (without an address) memory that UCX allocates."""
+
+    def __init__(self, worker: Worker, nbytes: int, address: int | None) -> None:
+        self._worker = worker
+        lib, ffi = worker.lib, worker.lib.ffi
+        params = ffi.new("ucp_mem_map_params_t *")
+        params.length = nbytes
+        if address is None:
+            params.field_mask, params.flags = 1 << 1 | 1 << 2, libucp.MEM_MAP_ALLOCATE
+        else:
+            params.field_mask, params.address = 1 << 0 | 1 << 1, ffi.cast("void *", address)
+        memory = ffi.new("ucp_mem_h *")
+        lib.check(lib.call.ucp_mem_map(worker.context, params, memory), "registering memory")
+        self._memory: Any = memory[0]
+        try:
+            attributes = ffi.new("ucp_mem_attr_t *", {"field_mask": 1})
+            lib.check(lib.call.ucp_mem_query(self._memory, attributes), "asking where memory is")
+            self.address = int(ffi.cast("uintptr_t", attributes.address))
+            self.key = self._packed_key()
+        except BaseException:
+            self.close()
+            raise
+
+    def _packed_key(self) -> bytes:
+        lib, ffi = self._worker.lib, self._worker.lib.ffi
+        buffer, size = ffi.new("void **"), ffi.new("size_t *")
+        lib.check(lib.call.ucp_rkey_pack(self._worker.context, self._memory, buffer, size), "packing a key")
+        try:
+            return bytes(ffi.buffer(buffer[0], size[0]))
+        finally:
+            lib.call.ucp_rkey_buffer_release(buffer[0])
+
+    def close(self) -> None:
+        self._worker.lib.call.ucp_mem_unmap(self._worker.context, self._memory)
+
+
+class RegionTable:
+    """The rows of this process. Its plane's lock is held around each call but `wait_for_writer`."""
+
+    def __init__(self, worker: Worker, owner: Peer) -> None:
+        self._worker, self._owner = worker, owner
+        self._exposed: dict[int, Mapping] = {}
+        self._mapping = Mapping(worker, ROWS * ROW_BYTES, None)
+        ctypes.memset(self._mapping.address, 0, ROWS * ROW_BYTES)
+        self._words = words_at(self._mapping.address, ROWS * ROW_BYTES // 8)
+        self._generation = secrets.randbits(62)
+        self._used = 0
+        self._free: list[int] = []
+
+    def expose(self, memory: ExposedMemory, writable: bool) -> Address:
+        """Register memory and write it down. Raises `Unsupported` when too many regions are open already."""
+        if not self._free and self._used == ROWS:
+            raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
+        nbytes = memory.nbytes
+        mapping = Mapping(self._worker, nbytes, memory.address) if nbytes else Mapping(self._worker, 8, None)
+        if self._free:
+            row = self._free.pop()
+        else:
+            row, self._used = self._used, self._used + 1
+        self._exposed[row] = mapping
+        self._generation += 1
+        self._words[2 * row] = self._generation
+        return Address(
+            self._owner,
+            self._worker.address,
+            self._mapping.key,
+            self._mapping.address + row * ROW_BYTES,
+            self._generation,
+            mapping.key,
+            mapping.address,
+            nbytes,
+            writable,
+        )
+
+    def invalidate(self, address: Address) -> None:
+        """From here on nothing that was read or written is taken for good."""
+        self._words[self._index(address)] = 0
+        fence()  # a writer enters before it looks at the generation: one of the two sees the other
+
+    def wait_for_writer(self, address: Address) -> None:
+        """Return once nobody writes to an invalidated region. Raises `OpTimeout`."""
+        began = time.monotonic()
+        index = self._index(address) + 1
+        while token := self._words[index]:
+            if not writer_lives(token):
+                self._words[index] = 0
+                return
+            waited = time.monotonic() - began
+            if waited > WRITER_SECONDS:
+                raise OpTimeout("closing a region that another process is writing to", index // 2, waited)
+            time.sleep(0.0002)
+
+    def free(self, address: Address) -> None:
+        """Let the memory go, and its row."""
+        row = self._index(address) // 2
+        self._exposed.pop(row).close()
+        self._free.append(row)
+
+    def _index(self, address: Address) -> int:
+        return (address.row - self._mapping.address) // 8
+
+    def close(self) -> None:
+        self._mapping.close()

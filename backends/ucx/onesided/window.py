@@ -1,0 +1,154 @@
+"""Windows over UCX: what all kinds have in common. How bytes move, and how ranks tell each other, differs.
+
+What the others say to a rank are two words a peer: has it closed its window; how often it has signalled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.ucx.onesided.worker import OneSidedWorker
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
+
+YIELDS = 200
+SLEEP_SECONDS = 0.0002
+LEAVE_SECONDS = 0.3
+"""How long `close` waits for peers to hear of it, and for writers in the middle of a block."""
+_LEAST_SECONDS = 0.02
+
+
+class Sized(Protocol):
+    """A rank's part, as this rank reaches it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+PartOf = TypeVar("PartOf", bound=Sized)
+SideOf = TypeVar("SideOf", bound=OneSidedWorker)
+
+
+class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
+    """See the module. Calls may come from several threads."""
+
+    _mine: Any
+    """What the others say to this rank."""
+
+    def __init__(self, side: SideOf, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        self._side, self._exposed = side, ExposedMemory(tensor)
+        self._worker, self._call = side.worker, side.worker.lib.call
+        self._rank, self._size = side.rank, side.size
+        self._signalling = threading.Lock()
+        self._closed = False
+        self._parts: list[PartOf] = []
+        self._waited = [0] * side.size
+        self._signalled = [0] * side.size
+        self._prepare()
+        try:
+            self._open(transport, deadline)
+            self.sizes = [part.nbytes for part in self._parts]
+            transport.barrier(deadline)
+        except BaseException:
+            self._closed = True
+            self._let_go()
+            raise
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make room for what the others say, before they can."""
+
+    @abstractmethod
+    def _open(self, transport: Transport, deadline: float) -> None:
+        """Expose the tensor, and find the parts of all ranks; collective."""
+
+    # -- what a call begins with
+
+    def _live(self, rank: int) -> PartOf:
+        if self.leaving:
+            raise closed_here()
+        if self._mine[2 * rank]:
+            raise closed_there(rank)
+        self._side.check(rank)
+        return self._parts[rank]
+
+    # -- signals
+
+    def signal(self, rank: int, deadline: float) -> None:
+        part = self._live(rank)
+        with self._signalling:
+            self._signalled[rank] += 1
+            self._tell(rank, part, 2 * self._rank + 1, self._signalled[rank], deadline, "signal")
+
+    @abstractmethod
+    def _tell(self, rank: int, part: PartOf, word: int, value: int, deadline: float, op: str) -> None:
+        """Set a word in a rank's header, after all that was issued to it before."""
+
+    def _look(self) -> None:
+        """Let what the others say arrive, where that takes this rank's help."""
+
+    def wait_signal(self, rank: int, deadline: float) -> None:
+        word, wanted = 2 * rank + 1, self._waited[rank] + 1
+        began, turns = time.monotonic(), 0
+        while self._mine[word] < wanted:
+            self._live(rank)
+            self._look()
+            turns += 1
+            if turns < YIELDS:
+                give_way()
+                continue
+            if time.monotonic() >= deadline:
+                raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
+            time.sleep(SLEEP_SECONDS)
+        self._waited[rank] = wanted
+
+    # -- the end
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._say_closed()
+        finally:
+            self._let_go()
+
+    def _say_closed(self) -> None:
+        """Tell all that live; they have heard when this returns, unless they were stopped."""
+        until = time.monotonic() + LEAVE_SECONDS
+        self._mine[2 * self._rank] = 1
+        try:
+            dead = self._side.look()
+        except HoldfastError:
+            dead = frozenset()
+        for told in (False, True):
+            for rank in range(self._size):
+                if rank == self._rank or rank in dead:
+                    continue
+                limit = max(until, time.monotonic() + _LEAST_SECONDS)
+                try:
+                    if told:
+                        self._hear(rank, limit)
+                    else:
+                        self._tell(rank, self._parts[rank], 2 * self._rank, 1, limit, "closing a window")
+                except HoldfastError:
+                    continue  # it was stopped, or is gone meanwhile
+
+    def _hear(self, rank: int, deadline: float) -> None:
+        """Return when a rank has been told what it was told."""
+
+    def _let_go(self) -> None:
+        self._parts.clear()
+        self._withdraw()
+
+    @abstractmethod
+    def _withdraw(self) -> None:
+        """Stop exposing the tensor's memory. Whatever may still come must find no memory that is used."""

@@ -1,0 +1,213 @@
+"""How one rank reaches the memory of the others: a worker of its own beside that of the messages, connected to all.
+
+A worker of its own, so that a window's ops need not wait while another thread is inside a collective, and the other
+way round. Over shared memory nothing here needs the target. Where it has to help (TCP), its progress thread does: it
+may compute or sleep, but not be stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.process_memory import permit_peers
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.worker import Endpoint, Transports, Worker, explain
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.transport.base import Peer, Transport
+from holdfast.comms.transport.liveness import Liveness
+
+FEATURES = libucp.FEATURE_RMA | libucp.FEATURE_AMO32 | libucp.FEATURE_AMO64
+_CARD_BYTES = 4096
+_LOOK_SECONDS = 0.001
+_TURNS = 64
+"""Progress calls between two looks at clock and peers, with the lock held."""
+_YIELDS, _CROWDED_YIELDS = 220, 200
+"""Such rounds before a wait begins to sleep; it gives way after each."""
+_NAP_SECONDS = 0.0001
+
+
+Judge = Callable[[], Iterable[int]]
+"""Raises what ended the communicator; else the ranks whose connection is known to be broken."""
+
+
+class OneSidedWorker:
+    """The one-sided side of a communicator's rank."""
+
+    def __init__(
+        self, transport: Transport, peers: Sequence[Peer], over: Transports, judge: Judge, deadline: float
+    ) -> None:
+        self.rank, self.size, self.peers = transport.rank, transport.size, peers
+        self.local = over.local
+        self.lock = threading.RLock()
+        self._judge = judge
+        self._looking = threading.Lock()
+        self._look_at = 0.0
+        self._dead: frozenset[int] = frozenset()
+        self._kept: list[Callable[[bool], bool]] = []
+        self._crowded = transport.size > len(os.sched_getaffinity(0))
+        self._progress: ProgressThread | None = None
+        permit_peers()
+        self._broken: set[int] = set()
+        self.worker = self._make_worker(over)
+        self._liveness = Liveness(peers, transport.rank)
+        try:
+            self._connect(transport, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_worker(self, over: Transports) -> Worker:
+        return Worker(FEATURES, over)
+
+    def _connect(self, transport: Transport, deadline: float) -> None:
+        """Return once every rank is connected to every other, and helps where it has to."""
+        addresses = exchange(transport, self.worker.address, deadline)
+        self.endpoints: list[Endpoint] = []
+        for rank, address in enumerate(addresses):
+            try:
+                self.endpoints.append(self.worker.connect(address, rank))
+            except libucp.UcxError as error:
+                raise explain(error, rank, self.worker.over) from error
+        if not self.local:
+            self._progress = ProgressThread(self.worker, self.lock, eager=not self._crowded)
+            for rank in range(self.size):
+                self.flush(rank, deadline, "window")
+        transport.barrier(deadline)
+
+    # -- who is still there
+
+    def check(self, rank: int, now: bool = False) -> None:
+        """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most, or now)."""
+        if now or time.monotonic() >= self._look_at:
+            self.look()
+        if rank in self._dead:
+            raise gone(rank)
+
+    def look(self) -> frozenset[int]:
+        """The dead, as of now. Raises if the communicator has ended."""
+        broken = self._judge()
+        with self._looking:
+            self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+        return self._dead
+
+    # -- requests
+
+    def start(self, request: int, rank: int, op: str) -> int:
+        """`request` as an `_nbx` call returned it; raises if that is an error."""
+        if libucp.ERR_LAST <= request < 0:
+            self._explain(request, rank, op)
+        return request
+
+    def wait(self, request: int, rank: int, deadline: float, op: str, keep: object = None) -> None:
+        """Return when `request`, made with the lock held, is done.
+
+        Raises `RegionGone` if it failed or `rank` is gone, `OpTimeout`: it may still be carried out then, and `keep` is
+        kept for it.
+        """
+        if not request:
+            return
+        call, handle = self.worker.lib.call, self.worker.handle
+        self.start(request, rank, op)
+        with self.lock:
+            call.ucp_worker_progress(handle)
+            if call.ucp_request_check_status(request) == libucp.OK:
+                call.ucp_request_free(request)
+                return
+        try:
+            self.until(lambda: call.ucp_request_check_status(request) != libucp.IN_PROGRESS, rank, deadline, op)
+        except HoldfastError:
+            with self.lock:
+                self.worker.give_up(request, keep)
+            raise
+        with self.lock:
+            status = call.ucp_request_check_status(request)
+            call.ucp_request_free(request)
+        if status != libucp.OK:
+            self._explain(status, rank, op)
+
+    def until(self, done: Callable[[], bool], rank: int, deadline: float, op: str) -> None:
+        """Progress until `done()`, which is called with the lock held. Raises `RegionGone` if `rank` is gone,
+        `OpTimeout`.
+        """
+        progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
+        began, rounds = time.monotonic(), 0
+        yields = _CROWDED_YIELDS if self._crowded else _YIELDS
+        while True:
+            with self.lock:
+                for _ in range(_TURNS):
+                    if done():
+                        return
+                    progress(handle)
+            rounds += 1
+            self.check(rank)
+            if time.monotonic() > deadline:
+                raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
+            if rounds > yields:
+                time.sleep(_NAP_SECONDS)
+            else:
+                give_way()
+
+    def flush(self, rank: int, deadline: float, op: str) -> None:
+        """Return when all that was issued to `rank` has taken effect there."""
+        with self.lock:
+            request = self.worker.lib.call.ucp_ep_flush_nbx(self.endpoints[rank], self.worker.plain)
+        self.wait(request, rank, deadline, op)
+
+    def _explain(self, status: int, rank: int, op: str) -> None:
+        self.check(rank, now=True)
+        raise RegionGone(f"{op}: the memory of rank {rank} cannot be reached: {self.worker.lib.text(status)}")
+
+    # -- keys
+
+    def unpack(self, rank: int, key: bytes) -> Any:
+        """The key to a registered memory of `rank`."""
+        lib, ffi = self.worker.lib, self.worker.lib.ffi
+        made = ffi.new("ucp_rkey_h *")
+        lib.check(lib.call.ucp_ep_rkey_unpack(self.endpoints[rank], ffi.from_buffer(key), made), "unpacking a key")
+        return made[0]
+
+    # -- the end
+
+    def keep(self, release: Callable[[bool], bool]) -> None:
+        """Call `release(False)` now and then until it returns true; `release(True)` when nothing arrives any more."""
+        self._kept.append(release)
+
+    def sweep(self) -> None:
+        self._kept = [release for release in self._kept if not release(False)]
+
+    def _release(self) -> None:
+        for release in self._kept:
+            release(True)
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Let everything go; what is under way ends here. Windows are closed before."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        self.worker.close(self._release)
+        self._liveness.close()
+
+
+def gone(rank: int) -> RegionGone:
+    return RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
+
+
+def exchange(transport: Transport, card: bytes, deadline: float) -> list[bytes]:
+    """Every rank's card, in rank order; collective."""
+    if len(card) > _CARD_BYTES - 4:
+        raise HoldfastError(f"a card of {len(card)} bytes is too long")
+    padded = bytearray((len(card).to_bytes(4, "little") + card).ljust(_CARD_BYTES, b"\0"))
+    cards = [torch.zeros(_CARD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
+    transport.all_gather(cards, torch.frombuffer(padded, dtype=torch.uint8), deadline)
+    texts = [bytes(each.numpy()) for each in cards]
+    return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in texts]

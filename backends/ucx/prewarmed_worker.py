@@ -1,0 +1,77 @@
+"""A worker for messages that is made before it is needed: that takes 5 ms, which a rebuild that cannot go on with the
+worker that it has need not wait for.
+
+There is one while the process has communicators over UCX. It is made when the first of them stands, and anew whenever
+one of several is closed, as those of earlier epochs are once nobody waits for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.worker import Failed, Transports, Worker
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system import forks
+
+_lock = threading.Lock()
+_users = 0
+"""Communicators of this process."""
+_waiting: Worker | None = None
+
+
+def take(over: Transports, failed: Failed) -> Worker:
+    """A worker for one more communicator, which reports broken connections to `failed`."""
+    global _users
+    waiting = _take_waiting()
+    if waiting is not None and waiting.over != over:
+        waiting.close()
+        waiting = None
+    worker = waiting if waiting is not None else Worker(libucp.FEATURE_TAG, over, failed)
+    worker.failed = failed
+    with _lock:
+        _users += 1
+    return worker
+
+
+def _take_waiting() -> Worker | None:
+    global _waiting
+    with _lock:
+        waiting, _waiting = _waiting, None
+    return waiting
+
+
+def make(over: Transports) -> None:
+    """Have one ready. Whoever needs one and finds none makes it, and says then what is wrong."""
+    global _waiting
+    with _lock:
+        if _users and _waiting is None:
+            try:
+                _waiting = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
+            except HoldfastError:
+                return
+
+
+def rehearse() -> None:
+    """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
+    with contextlib.suppress(HoldfastError):  # connecting says what is wrong, if it is wrong then
+        Worker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
+
+
+def left(over: Transports) -> None:
+    """A communicator has closed its worker."""
+    global _users
+    with _lock:
+        _users -= 1
+    if _users:
+        make(over)
+    elif (idle := _take_waiting()) is not None:
+        idle.close()
+
+
+@forks.in_child
+def _begin_child() -> None:
+    global _lock, _users, _waiting
+    forks.keep(_waiting)
+    _lock, _users, _waiting = threading.Lock(), 0, None

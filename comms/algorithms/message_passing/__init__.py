@@ -1,0 +1,1 @@
+"""Collectives for transports that pass messages."""

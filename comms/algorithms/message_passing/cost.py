@@ -1,0 +1,121 @@
+"""Which algorithm is quickest: Hockney's model, in which b bytes take `latency` + b / `bandwidth`.
+
+R. Hockney, "The communication challenge for MPP" (1994); the costs of the algorithms are those of R. Thakur,
+R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), reductions left
+out: they add alike to each. The two constants are those that `holdfast tune` measured on this machine, else the
+defaults below. They must be alike on all ranks, or they would run different algorithms: rank 0's are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.comms.algorithms.message_passing import tuning
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.transport.base import Context
+
+log = logging.getLogger("holdfast.comms")
+
+PIPELINE_BYTES = 256 * 1024
+"""The segment of a pipelined broadcast."""
+
+_BROKEN = "error: "
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one message costs between two ranks: `latency` in seconds, `bandwidth` in bytes a second.
+
+    `name` says over what ("ucx/tcp"): measured constants are kept under it. A link without a name is not measured.
+    """
+
+    latency: float
+    bandwidth: float
+    name: str = ""
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+DEFAULTS = {
+    link.name: link for link in (Link(3e-6, 8e9, "ucx/shm"), Link(25e-6, 1.5e9, "ucx/tcp"), Link(2e-6, 8e9, "mpi"))
+}
+"""What our own links cost on a machine that nobody has measured: right to a factor of a few on most."""
+
+
+def agree(context: Context, link: Link) -> Link:
+    """Rank 0's constants, on every rank: measured ones, else `link`'s; collective.
+
+    `CorruptData`, on every rank, if what rank 0 has measured cannot be used.
+    """
+    if context.rank == 0:
+        try:
+            link = here(link)
+        except CorruptData as error:
+            context.store.set("link", f"{_BROKEN}{error}")
+            raise
+        context.store.set("link", f"{link.latency!r} {link.bandwidth!r}")
+        return link
+    told = fetch(context.store, "link", context.deadline).decode(errors="replace")
+    if told.startswith(_BROKEN):
+        raise CorruptData(f"on rank 0 {told.removeprefix(_BROKEN)}")
+    try:
+        latency, bandwidth = map(float, told.split())
+    except ValueError as error:
+        raise CorruptData(f"what rank 0 said of its links cannot be read: {told[:100]!r}") from error
+    return replace(link, latency=latency, bandwidth=bandwidth)
+
+
+def here(link: Link) -> Link:
+    """`link` with the constants that were measured on this machine, if they were; the log says which it is."""
+    found = tuning.load().links.get(link.name) if link.name else None
+    if found is None:
+        log.info("link %s: %s; defaults, since `holdfast tune` has not measured it here", link.name or "unnamed", link)
+        return link
+    log.info("link %s: measured here on %s", link.name, found.measured)
+    return replace(link, latency=found.latency, bandwidth=found.bandwidth)
+
+
+def choose(costs: Mapping[str, float]) -> str:
+    """The cheapest; the first of equals."""
+    return min(costs, key=lambda name: costs[name])
+
+
+def all_reduce(link: Link, ranks: int, nbytes: int) -> dict[str, float]:
+    """Seconds that each algorithm takes for a tensor of `nbytes`."""
+    rounds = ranks.bit_length() - 1
+    folded = 0 if ranks & (ranks - 1) == 0 else 2
+    share = (ranks - 1) / ranks * nbytes
+    return {
+        "doubling": link.seconds(rounds + folded, (rounds + folded) * nbytes),
+        "halving": link.seconds(2 * rounds + folded, 2 * share + folded * nbytes),
+        "ring": link.seconds(2 * (ranks - 1), 2 * share),
+    }
+
+
+def broadcast(link: Link, ranks: int, nbytes: int) -> dict[str, float]:
+    """Seconds that each algorithm takes for a tensor of `nbytes`."""
+    rounds = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    stages = ranks - 2 + math.ceil(nbytes / PIPELINE_BYTES)
+    return {
+        "binomial": link.seconds(rounds, rounds * nbytes),
+        "pipeline": link.seconds(stages, stages * min(nbytes, PIPELINE_BYTES)),
+    }
+
+
+def all_gather(link: Link, ranks: int, nbytes: int) -> dict[str, float]:
+    """Seconds that each algorithm takes when a rank gives `nbytes`."""
+    rounds = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    copies = 2 * ranks * nbytes
+    return {
+        "bruck": link.seconds(rounds, (ranks - 1) * nbytes + copies),
+        "ring": link.seconds(ranks - 1, (ranks - 1) * nbytes),
+    }
+
+
+OPS = {"all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather}
+"""The ops that have several algorithms, and what each of them costs."""

@@ -1,0 +1,145 @@
+"""Collectives for transports that only pass messages: a backend supplies three primitives, the rest is here.
+
+Which algorithm runs is decided by `cost`, from the size, the number of ranks and two measured constants that all ranks
+share. The algorithms are in files of their own: `ring`, `doubling`, `tree`, `bruck`, `pairwise`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.comms import arithmetic
+from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, pairwise, ring, tree
+from holdfast.comms.algorithms.message_passing.exchange import Exchange, Posted
+from holdfast.comms.execution.argument_checks import TAGS
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.transport.base import Context, Transport
+
+Tensor = torch.Tensor
+
+_OP_TAGS = 1 << 20
+"""How many tags collectives use, one an op, from `TAGS` on: those below are the user's."""
+
+
+class MessageTransport(Transport):
+    """A transport over tagged messages between pairs of ranks."""
+
+    def __init__(self, context: Context, link: cost.Link) -> None:
+        self.rank, self.size = context.rank, context.size
+        self._link = self._agree(context, link)
+        self._op = 0
+        self._rounds = 0
+        self._journal = context.journal
+
+    def _agree(self, context: Context, link: cost.Link) -> cost.Link:
+        """What a message costs, on every rank alike."""
+        return cost.agree(context, link)
+
+    @abstractmethod
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
+        """Begin to send a contiguous tensor; it is not changed until the message is complete."""
+
+    @abstractmethod
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        """Begin to receive into a contiguous tensor. Messages of one source and tag arrive in order.
+
+        A message of another size is a `Mismatch` when it completes.
+        """
+
+    @abstractmethod
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        """Return when all of them are complete; raise `OpTimeout`, `PeerFailed` or what `abort` was given.
+
+        Counts one more of `_rounds`, and tells `_journal` of a long wait.
+        """
+
+    def _exchange(self, op: str, deadline: float) -> Exchange:
+        """What an algorithm works with: the messages of the op that begins."""
+        self._op += 1
+        self._rounds = 0
+        tag = TAGS + self._op % _OP_TAGS
+        return Exchange(
+            self._post_send, self._post_recv, self._complete, self.rank, self.size, tag, op, self._op, deadline
+        )
+
+    # -- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        exchange = self._exchange("all_reduce", deadline)
+        scaled = arithmetic.before(tensor, op)
+        if scaled is not tensor:
+            tensor.copy_(scaled)
+        if tensor.numel() and self.size > 1:
+            algorithm = cost.choose(cost.all_reduce(self._link, self.size, tensor.nbytes))
+            run = {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce}
+            run[algorithm](exchange, tensor.view(-1), op)
+        arithmetic.after(tensor, op, self.size)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        exchange = self._exchange("reduce", deadline)
+        partial = arithmetic.before(tensor, op).view(-1)
+        if self.rank != dst and partial.data_ptr() == tensor.data_ptr():
+            partial = partial.clone()
+        if tensor.numel():
+            tree.reduce(exchange, partial, dst, op)
+        if self.rank == dst:
+            if partial.data_ptr() != tensor.data_ptr():
+                tensor.view(-1).copy_(partial)
+            arithmetic.after(tensor, op, self.size)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        exchange = self._exchange("reduce_scatter", deadline)
+        given = [arithmetic.before(tensor, op).view(-1) for tensor in inputs]
+        output.view(-1).copy_(pairwise.reduce_scatter(exchange, given, op))
+        arithmetic.after(output, op, self.size)
+
+    # -- moves
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        exchange = self._exchange("broadcast", deadline)
+        if tensor.numel() == 0:
+            return
+        algorithm = cost.choose(cost.broadcast(self._link, self.size, tensor.nbytes))
+        run = {"binomial": tree.broadcast, "pipeline": tree.pipelined_broadcast}
+        run[algorithm](exchange, tensor.view(-1), src)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        exchange = self._exchange("all_gather", deadline)
+        pairwise.keep_own(outputs[self.rank], tensor)
+        flats = [output.view(-1) for output in outputs]
+        largest = max(flat.nbytes for flat in flats)
+        algorithm = cost.choose(cost.all_gather(self._link, self.size, largest))
+        {"bruck": bruck.all_gather, "ring": ring.all_gather}[algorithm](exchange, flats)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        pairwise.all_to_all(self._exchange("all_to_all", deadline), outputs, inputs)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
+        pairwise.gather(self._exchange("gather", deadline), tensor, outputs, dst)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
+        pairwise.scatter(self._exchange("scatter", deadline), tensor, inputs, src)
+
+    def barrier(self, deadline: float) -> None:
+        bruck.barrier(self._exchange("barrier", deadline))
+
+    # -- point to point
+
+    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
+        self._complete([self._post_send(tensor, dst, tag)], deadline, "send", self._op)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
+        self._complete([self._post_recv(tensor, src, tag)], deadline, "recv", self._op)
+
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[Tensor, int, int]],
+        recvs: Sequence[tuple[Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        posted = [self._post_recv(tensor, src, tag) for tensor, src, tag in recvs]
+        posted += [self._post_send(tensor, dst, tag) for tensor, dst, tag in sends]
+        self._complete(posted, deadline, "batch_send_recv", self._op)

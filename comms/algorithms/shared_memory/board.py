@@ -1,0 +1,374 @@
+"""The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
+
+Each rank has a row that it alone writes (but for the bell and the TAKEN words of its channels), so aligned eight-byte
+loads and stores are enough for all but the bell, which is counted up. They are acquiring and releasing ones
+(`_native.Words`, and the same in `native/board.h`): a rank that reads a word sees what its writer wrote before.
+
+A row, in 8-byte words, hot words on cache lines of their own:
+
+    0   flag        the phase this rank has reached; only ever grows
+    1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
+    2   reduced     how many blocks of results it has staged
+    3   taken       how many blocks of the others' results it has taken
+    4   near        1 if what it last took lay near it (see distance.h)
+    5   wanted      a bit for each sort of large op whose inputs it would read where they are (see ways.h)
+    6   unstaged    1 + the blocks of all ops before, if it lets the others do that in this one
+    8   asleep      1 while this rank sleeps
+    16  bell        of the first row: the futex on which all sleep, changed (by all) to wake some of them
+    24  state       ALIVE, CLOSED, ABORTED or REPLACED
+    25  note        length of the text that says why, or what follows
+    26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
+    27  connect_payload    4 numbers that this rank has for the others, from the start
+    32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
+    128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what is read
+    256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
+    ..  places      where its input for each rank lies, if they are to read it there
+    ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
+
+Waiting goes in three stages, which are compiled and let go of the GIL: look, then give way to other processes, then
+sleep until the bell rings. Who has slept for 2 ms comes back to Python for a look at the deadline and the peers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from holdfast.comms import _native
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.journal import Journal
+
+LINE = 8
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, WANTED, UNSTAGED, ASLEEP, BELL = 0, 1, 2, 3, 4, 5, 6, 8, 16
+STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
+TABLE = 256
+GREETING_WORDS = 4
+ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
+NOTE_BYTES = 2048
+SLOT_BYTES = 128 * 1024
+STAGE_BLOCK_BYTES = 256 * 1024
+STAGE_DEPTH = 4
+"""How many blocks one rank may be ahead of another in a staged op."""
+
+CHANNEL_ENTRIES = 8
+INLINE_BYTES = 1024
+ENTRY_WORDS = 8 + INLINE_BYTES // 8
+SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
+
+_NOT_READY = 1
+_ALL_BITS = (1 << 64) - 1
+_DOZE_SECONDS = 0.002
+_SPINS, _CROWDED_SPINS = 10_000, 100
+"""Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
+_YIELDS, _CROWDED_YIELDS = 400, 40
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are on a board of `size` ranks; all in words unless the name says bytes."""
+
+    size: int
+
+    @cached_property
+    def table_words(self) -> int:
+        return _round_up(1 + 2 * self.size, LINE)
+
+    @cached_property
+    def places(self) -> int:
+        return TABLE + 2 * self.table_words
+
+    @cached_property
+    def note_text(self) -> int:
+        return self.places + _round_up(self.size, LINE)
+
+    @cached_property
+    def channels(self) -> int:
+        return self.note_text + NOTE_BYTES // 8
+
+    @cached_property
+    def slots(self) -> int:
+        return _round_up(self.channels + self.size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
+
+    @cached_property
+    def stage(self) -> int:
+        return self.slots + 2 * SLOT_BYTES // 8
+
+    @cached_property
+    def stage_block(self) -> int:
+        """Bytes of a block of the stage: smaller for more ranks, so that the stage stays in the shared cache."""
+        return max(STAGE_BLOCK_BYTES // max(1, self.size - 1) // 4096, 8) * 4096
+
+    @cached_property
+    def row_words(self) -> int:
+        return self.stage + STAGE_DEPTH * self.size * self.stage_block // 8
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.size * self.row_words * 8
+
+
+@cache
+def layout_of(size: int) -> Layout:
+    """The layout of every board of `size` ranks."""
+    return Layout(size)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return (value + unit - 1) // unit * unit
+
+
+class Board:
+    """One rank's hands on the board that lies in `memory` (a writable buffer of `layout_of(rows).nbytes` bytes; of its
+    rows `size` are used, by default all).
+
+    `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
+    long waits. `pids`, in rank order, are processes whose memory this one may read. `error` is what `fail` was given,
+    if anything.
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        rank: int,
+        size: int,
+        epoch: int,
+        dead: Callable[[], Sequence[int]],
+        journal: Journal | None = None,
+        rows: int | None = None,
+        pids: Sequence[int] = (),
+    ) -> None:
+        self.layout = layout = layout_of(size if rows is None else rows)
+        self._journal = journal
+        self.rank, self.size, self.epoch = rank, size, epoch
+        self.bytes = memoryview(memory).cast("B")
+        self.words, self.numbers = _native.Words(memory), self.bytes.cast("q")
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.rows = [r * layout.row_words for r in range(size)]
+        self._mine = self.rows[rank]
+        self._others = [r for r in range(size) if r != rank]
+        self._dead = dead
+        self.error: HoldfastError | None = None
+        crowded = size > (len(os.sched_getaffinity(0)) or 1)
+        self._yields = _CROWDED_YIELDS if crowded else _YIELDS
+        self.native = _native.Board(
+            memory,
+            rank,
+            size,
+            epoch,
+            row=8 * layout.row_words,
+            table=8 * layout.table_words,
+            places=8 * layout.places,
+            slots=8 * layout.slots,
+            slot=SLOT_BYTES,
+            stage=8 * layout.stage,
+            block=layout.stage_block,
+            depth=STAGE_DEPTH,
+            spins=_CROWDED_SPINS if crowded else _SPINS,
+            yields=self._yields,
+            pids=tuple(pids),
+        )
+
+    # -- what this rank says
+
+    def enter(self, flag: int, connect_payload: Sequence[int]) -> None:
+        """Make this rank's row ready, with its first flag at `flag`, and tell the others.
+
+        `connect_payload` is up to `GREETING_WORDS` whole numbers.
+        """
+        words, mine = self.words, self._mine
+        if words[mine + EPOCH]:
+            ready = words[mine + EPOCH]
+            self.bytes[8 * mine : 8 * (mine + self.layout.slots)] = bytes(8 * self.layout.slots)
+            words[mine + EPOCH] = ready
+        words[mine + FLAG] = flag
+        for place, number in enumerate(connect_payload, mine + GREETING):
+            self.numbers[place] = number
+        self.native.raise_flag(self.epoch + 1, EPOCH)
+
+    def withdraw(self) -> None:
+        """Take back `enter`: the others are on another board. Those who are here by mistake, too, do not mind."""
+        self.words[self._mine + EPOCH] = _NOT_READY
+
+    def wait_entered(self, deadline: float) -> None:
+        """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch.
+
+        Sleeps at once: to come, the others need the processor.
+        """
+        words, ready = self.words, self.epoch + 1
+        self._sleep_for(self._others, ready, deadline, "connect", 0, EPOCH)
+        for row in self.rows:
+            if words[row + EPOCH] != ready:
+                raise Revoked(self.epoch, "a later epoch has begun")
+
+    def connect_payload(self, rank: int) -> tuple[int, ...]:
+        """The numbers that `rank` had for the others; zeros after them."""
+        start = self.rows[rank] + GREETING
+        return tuple(self.numbers[start : start + GREETING_WORDS])
+
+    def leave(self, state: int, note: bytes) -> bool:
+        """Tell the others that this rank has closed or aborted, and why, or what follows this board. Only the first
+        time counts; whether this is it.
+        """
+        start = 8 * (self._mine + self.layout.note_text)
+        first = self.words[self._mine + STATE] == ALIVE and self.words[self._mine + EPOCH] == self.epoch + 1
+        if first:
+            text = note[:NOTE_BYTES]
+            self.bytes[start : start + len(text)] = text
+            self.words[self._mine + NOTE] = len(text)
+            self.native.raise_flag(state, STATE)
+        self.native.ring_all()
+        return first
+
+    def rest(self, phase: int | None = None) -> None:
+        """Sleep in waits for phases before `phase` (default: all, this one included) without giving way first.
+
+        Where others take the processor who are no ranks, as one that has died and whose memory is being freed, to give
+        way to them takes until the next tick of the clock: up to 4 ms. Who sleeps is woken at once. From any thread.
+        """
+        self.native.rest(_ALL_BITS if phase is None else phase)
+
+    def fail(self, error: HoldfastError) -> None:
+        """End this rank's wait, and all later ones, with `error`. From any thread."""
+        if self.error is None:
+            self.error = error
+        self.native.stop()
+        self.native.ring_all()
+
+    # -- what this rank waits for
+
+    def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
+        """Return once every rank has reached `phase`, for which this one has looked in vain."""
+        self._sleep_for(self._others, phase, deadline, op, seq, FLAG)
+
+    def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
+        """Return once `rank` has reached a phase, or a block (another flag). This one has looked for it in vain."""
+        self._sleep_for([rank], value, deadline, op, seq, flag)
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        deadline: float,
+        op: str,
+        seq: int,
+    ) -> None:
+        """Return once `ready()`; give way, then sleep. `missing` names the ranks that are waited for.
+
+        Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
+        """
+        for _ in range(self._yields):
+            if ready():
+                return
+            self.check()
+            self.native.give_way()
+        native = self.native
+
+        def doze() -> bool:
+            until = time.monotonic() + _DOZE_SECONDS
+            while True:
+                native.lie_down()
+                if not ready() and self.error is None and not native.is_over():
+                    native.nap()
+                native.get_up()
+                if ready():
+                    return True
+                if self.error is not None or native.is_over() or time.monotonic() >= until:
+                    return False
+
+        self._sleep_until(doze, missing, deadline, op, seq)
+
+    def _sleep_for(self, ranks: Sequence[int], value: int, deadline: float, op: str, seq: int, flag: int) -> None:
+        """Return once these ranks, one or all others, have raised a flag to `value`."""
+        words, rows = self.words, self.rows
+        whom = ranks[0] if len(ranks) == 1 else self.size
+        self._sleep_until(
+            lambda: self.native.doze(whom, value, flag),
+            lambda: [rank for rank in ranks if words[rows[rank] + flag] < value],
+            deadline,
+            op,
+            seq,
+        )
+
+    def _sleep_until(
+        self, doze: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
+    ) -> None:
+        """Return once `doze`, which sleeps for a while, says that all is there that is waited for."""
+        began = time.monotonic()
+        while not doze():
+            self.check()
+            self.check_peers(missing)
+            now = time.monotonic()
+            if now >= deadline:
+                raise OpTimeout(op, seq, now - began, missing())
+
+    def check(self) -> None:
+        """Raise what `fail` was given, if anything."""
+        if self.error is not None:
+            raise self.error.again()
+
+    def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if a rank that is waited for can never come, or if any rank aborted."""
+        announcer = self._announcer()
+        if announcer is not None:
+            raise Revoked(self.epoch, f"rank {announcer} has announced what follows")
+        if self._journal is not None:
+            self._journal.waits(missing())
+        left = [rank for rank in self._others if self._has_left(self.rows[rank])]
+        gone = tuple(rank for rank in self._dead() if rank not in left)
+        late = missing()
+        if not late:
+            return
+        if gone:
+            raise PeerFailed(gone, "the kernel says that the process is gone")
+        for rank in left:
+            state = self.words[self.rows[rank] + STATE]
+            if state == ABORTED or rank in late:
+                why = self._note(rank).decode(errors="replace")
+                if state == ABORTED:
+                    raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+                raise PeerFailed((rank,), f"it left the communicator: {why}")
+
+    def _has_left(self, row: int) -> bool:
+        """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""
+        return self.words[row + STATE] != ALIVE and self.words[row + EPOCH] == self.epoch + 1
+
+    def announced(self) -> bytes | None:
+        """What another rank said, as it left, takes the place of this board; None if none has."""
+        announcer = self._announcer()
+        return None if announcer is None else self._note(announcer)
+
+    def _announcer(self) -> int | None:
+        words, ready = self.words, self.epoch + 1
+        for rank in self._others:
+            row = self.rows[rank]
+            if words[row + STATE] == REPLACED and words[row + EPOCH] == ready:
+                return rank
+        return None
+
+    def _note(self, rank: int) -> bytes:
+        start = 8 * (self.rows[rank] + self.layout.note_text)
+        length = min(self.words[self.rows[rank] + NOTE], NOTE_BYTES)
+        return bytes(self.bytes[start : start + length])
+
+    # -- where things are
+
+    def table(self, rank: int, parity: int) -> int:
+        """Word index of a rank's table: the signature, then (place, nbytes) for each rank."""
+        return self.rows[rank] + TABLE + parity * self.layout.table_words
+
+    def entry(self, src: int, dst: int, number: int) -> int:
+        """Word index of entry `number` of the channel from `src` to `dst`."""
+        index = dst * CHANNEL_ENTRIES + number
+        return self.rows[src] + self.layout.channels + index * ENTRY_WORDS
+
+    def release(self) -> None:
+        """Let go of the memory. Nothing of this board may be used afterwards."""
+        self.native.release()
+        self.words.release()
+        self.numbers.release()
+        self.bytes.release()

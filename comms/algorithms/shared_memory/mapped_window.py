@@ -1,0 +1,143 @@
+"""A window whose every part this process has mapped: puts and gets are copies, signals are counters.
+
+The header of each rank is written by that rank alone: its state, and how often it has signalled each other rank. An
+atomic update holds the target's lock (`WindowLock`), whose holder writes its rank there.
+
+Headers are `Words`, whose order is what a window promises: a signal is written after all puts before it, and read
+before all gets after it; a window is looked at again after a get has read it, and is said to be closed before its
+owner writes to the memory again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comms._native import Words, copy
+from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.tensors.packing import span
+from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
+
+OPEN, CLOSED = 1, 2
+_SLEEP_SECONDS = 0.0002
+_YIELDS = 200
+_libc = ctypes.CDLL(None)
+
+
+def header_words(size: int) -> int:
+    """The state, the signals sent to each rank, and who holds the lock."""
+    return 2 + size
+
+
+def holder_word(size: int) -> int:
+    """Where a header says who holds its rank's lock: see `WindowLock`."""
+    return 1 + size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part: its header words, its memory, and its lock for atomic updates."""
+
+    header: Words
+    address: int
+    nbytes: int
+    lock: WindowLock
+
+
+class MappedWindow(WindowMemory):
+    """Windows of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
+
+    def __init__(
+        self,
+        rank: int,
+        parts: Sequence[Part],
+        dead: Callable[[], Sequence[int]],
+        check: Callable[[], None],
+        release: Callable[[], None],
+    ) -> None:
+        self.sizes = [part.nbytes for part in parts]
+        self._rank, self._parts = rank, list(parts)
+        self._dead, self._check, self._release = dead, check, release
+        self._waited = [0] * len(parts)
+        self._signalling = threading.Lock()
+        self._closed = False
+
+    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if source.nbytes:
+            copy(part.address + offset, *span(source))
+            self._live(rank)
+
+    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
+        part = self._live(rank)
+        if into.nbytes:
+            copy(into.data_ptr(), part.address + offset, into.nbytes)
+            self._live(rank)
+
+    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
+        return self.update(rank, offset, dtype, lambda old: old + value, deadline)
+
+    def compare_swap(
+        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
+    ) -> int:
+        return self.update(rank, offset, dtype, lambda old: desired if old == expected else old, deadline)
+
+    def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
+        """Replace an integer by `change(it)`, atomically; the old one."""
+        part = self._live(rank)
+        kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
+        with part.lock.held(deadline, lambda: self._live(rank)):
+            self._live(rank)
+            place = kind.from_address(part.address + offset)
+            old = place.value
+            place.value = change(old)
+        return old
+
+    def signal(self, rank: int, deadline: float) -> None:
+        self._live(rank)
+        with self._signalling:
+            self._parts[self._rank].header[1 + rank] += 1
+
+    def wait_signal(self, rank: int, deadline: float) -> None:
+        header, at = self._parts[rank].header, 1 + self._rank
+        began = time.monotonic()
+        looks = 0
+        while header[at] <= self._waited[rank]:
+            self._live(rank)
+            looks += 1
+            if looks < _YIELDS:
+                _libc.sched_yield()
+                continue
+            if time.monotonic() >= deadline:
+                raise OpTimeout("wait_signal", self._waited[rank] + 1, time.monotonic() - began, (rank,))
+            time.sleep(_SLEEP_SECONDS)
+        self._waited[rank] += 1
+
+    def flush(self, rank: int | None, deadline: float) -> None:
+        """Copies are complete when they return."""
+        for target in range(len(self._parts)) if rank is None else (rank,):
+            self._live(target)
+
+    def _live(self, rank: int) -> Part:
+        if self.leaving:
+            raise closed_here()
+        part = self._parts[rank]
+        if part.header[0] != OPEN:
+            raise closed_there(rank)
+        if rank != self._rank and rank in self._dead():
+            raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
+        self._check()
+        return part
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._parts[self._rank].header[0] = CLOSED
+            self._parts.clear()
+            self._release()

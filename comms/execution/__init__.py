@@ -1,0 +1,1 @@
+"""How ops are checked and run."""

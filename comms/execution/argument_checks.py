@@ -1,0 +1,188 @@
+"""Checks of what users pass to a communicator. All of them run before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, check_reducible, wider
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.spec import BackendInfo
+from holdfast.comms.quantities import integer
+from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.overlap import check_outputs
+from holdfast.comms.tensors.packing import names, plain
+
+Tensor = torch.Tensor
+
+TAGS = 1 << 30
+"""Tags of users are below. Above are those of collectives over messages, for which mpi has just enough room."""
+
+
+class Arguments:
+    """The checks of one communicator: its rank, size, device, and what its backend can do."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:
+        self._rank, self._size, self._device = rank, size, device
+        self._on_cpu = device.type == "cpu"
+        self._backend = info.name
+        self._reduces = info.capabilities.reduces.get(device.type, frozenset())
+        self._widens = info.capabilities.widens(device.type)
+        self._carried = frozenset(EIGHT_BIT_FLOATS if self._widens else ())
+        self._moves = info.capabilities.moves.get(device.type, frozenset())
+        self._movable: set[torch.dtype] = set()
+        self._carriers: dict[tuple[torch.dtype, str], torch.dtype] = {}
+
+    def operand(self, tensor: Any, what: str = "tensor") -> Tensor:
+        """`tensor`, or its memory as a plain tensor. TypeError, ValueError or `Unsupported`, naming it as `what`,
+        unless it is a dense tensor that has memory of its own on this communicator's device.
+        """
+        return plain_tensor(tensor, what, self._device)
+
+    def operands(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
+        """Each as `operand`."""
+        return [self.operand(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+
+    def output(self, tensor: Any, what: str = "tensor") -> Tensor:
+        """As `operand`; ValueError if elements of it share memory."""
+        given = self.operand(tensor, what)
+        if not given.is_contiguous():
+            check_outputs([given], [what])
+        return given
+
+    def outputs(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
+        """Each as `output`; ValueError if two share memory."""
+        given = self.operands(tensors, what)
+        check_outputs(given, [f"{what}[{i}]" for i in range(len(given))])
+        return given
+
+    def as_it_is(self, tensor: Tensor) -> bool:
+        """Whether `packed(tensor)` would be itself."""
+        return self._on_cpu and plain(tensor)
+
+    def movable(self, tensor: Tensor) -> bool:
+        """As `as_it_is`; `Unsupported` unless the backend moves its dtype."""
+        itself = self.as_it_is(tensor)
+        if tensor.dtype not in self._movable:
+            name = str(tensor.dtype).removeprefix("torch.")
+            if name not in self._moves:
+                raise Unsupported(f"moving {name} over {self._backend!r}", "view it as uint8")
+            self._movable.add(tensor.dtype)
+        return itself
+
+    def reducible(self, tensor: Tensor, op: Any) -> bool:
+        """Whether `carrier(packed(tensor))` would be itself; `Unsupported` unless the backend reduces its dtype by
+        `op`, itself or as float32.
+        """
+        itself = self.as_it_is(tensor)
+        if not isinstance(op, ReduceOp):
+            raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
+        carrier = self._carriers.get((tensor.dtype, op.name))
+        if carrier is None:
+            name = str(tensor.dtype).removeprefix("torch.")
+            if name not in self._reduces and name not in self._widens:
+                raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
+            check_reducible(tensor.dtype, op)
+            carrier = self._carriers[tensor.dtype, op.name] = self._carrier_of(tensor.dtype, op)
+        return itself and carrier == tensor.dtype
+
+    def _carrier_of(self, dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+        if dtype in self._carried:
+            return torch.float32
+        wide = wider(dtype, op) if self._on_cpu else None
+        return wide if wide is not None and names([wide]) <= self._reduces else dtype
+
+    def carrier(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """What is reduced in the place of `tensor`, which `reducible` has seen: itself, or a copy in a wider dtype."""
+        return tensor.to(self._carriers[tensor.dtype, op.name])
+
+    def carried(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+        """The reduction of carriers that is `op` of `dtype`: an average's inputs are divided before they are added."""
+        widened = op.name == "avg" and wider(dtype, op) == self._carriers[dtype, op.name] == torch.float32
+        return ReduceOp.premul_sum(1 / self._size) if widened else op
+
+    def rank(self, rank: Any, what: str) -> int:
+        """`rank` as an int; ValueError unless it is one of this communicator's."""
+        number = integer(rank, what)
+        if not 0 <= number < self._size:
+            raise ValueError(f"{what}={number} is out of range: ranks are 0 to {self._size - 1}")
+        return number
+
+    def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> tuple[int, int]:
+        """As `movable`; `peer` and `tag` as ints. ValueError unless `peer` is another rank, and `tag` one that every
+        backend can tell.
+        """
+        self.movable(tensor)
+        peer, tag = self.rank(peer, what), integer(tag, "tag")
+        if peer == self._rank:
+            raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")
+        if not 0 <= tag < TAGS:
+            raise ValueError(f"tag={tag} is out of range: tags are whole numbers from 0 to {TAGS - 1}")
+        return peer, tag
+
+    def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
+        """ValueError unless there is one tensor for each rank, all of `dtype`."""
+        if len(items) != self._size:
+            raise ValueError(f"{what} has {len(items)} tensors; it needs one for each of {self._size} ranks")
+        for item in items:
+            if item.dtype != dtype:
+                raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; they must be alike")
+
+    def of_root(self, items: Sequence[Tensor] | None, what: str, root: int, tensor: Tensor) -> None:
+        """ValueError unless the root, and it alone, gives one tensor for each rank."""
+        if self._rank != root:
+            if items:
+                raise ValueError(f"{what} belongs to rank {root} alone; pass None on rank {self._rank}")
+            return
+        if items is None:
+            raise ValueError(f"rank {root} must pass {what}, one tensor for each rank")
+        self.one_for_each(items, what, tensor.dtype)
+        self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
+
+    def like(self, tensor: Tensor, checked: Tensor) -> None:
+        """ValueError unless it has the dtype of one that has been checked already."""
+        if tensor.dtype != checked.dtype:
+            raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
+
+    def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
+        if tensor.numel() != count:
+            raise ValueError(f"{what} has {tensor.numel()} elements; it needs {count}: {meaning}")
+
+    def whole(self, tensor: Tensor, part: Tensor, what: str, whose: str) -> None:
+        """ValueError unless `tensor` has as many elements as all ranks' `part` together."""
+        count = part.numel() * self._size
+        if tensor.numel() != count:
+            self.same_count(tensor, count, what, f"size times {whose}")
+
+    def divided(self, tensor: Tensor, what: str) -> None:
+        """ValueError unless the rows of dimension 0 can be divided evenly over the ranks."""
+        shape = tensor.shape
+        total = shape[0] if shape else 1
+        if total % self._size:
+            raise ValueError(f"{what} has {total} rows, not a multiple of {self._size}; pass split sizes")
+
+    def split_rows(self, tensor: Tensor, counts: Sequence[int] | None, what: str) -> list[int]:
+        """The rows of dimension 0 for each rank: `counts`, or an even division."""
+        total = tensor.shape[0] if tensor.dim() else 1
+        if counts is None:
+            self.divided(tensor, what)
+            return [total // self._size] * self._size
+        counts = [integer(count, f"a split size of {what}") for count in counts]
+        if len(counts) != self._size or sum(counts) != total or min(counts) < 0:
+            raise ValueError(f"{what}: split sizes {counts} do not divide {total} rows over {self._size} ranks")
+        return counts
+
+    def own_part(self, output: Tensor, to_output: Sequence[int], tensor: Tensor, of_tensor: Sequence[int]) -> None:
+        """ValueError unless what this rank keeps of `tensor` fills its own part of `output`."""
+        kept, room = (
+            counts[self._rank] * (each.numel() // (sum(counts) or 1))
+            for each, counts in ((tensor, of_tensor), (output, to_output))
+        )
+        if kept != room:
+            raise ValueError(
+                f"rank {self._rank} keeps {kept} elements of tensor, where output has room for {room}: the split sizes "
+                "for itself must agree"
+            )

@@ -1,0 +1,439 @@
+"""How ops run: in the order issued, each by its deadline, here or on a worker thread; and how they all end.
+
+An `Executor` knows nothing of what an op does. It holds a communicator's order, its observers, and its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from holdfast.comms import _native
+from holdfast.comms.errors import (
+    HoldfastError,
+    Mismatch,
+    OpTimeout,
+    PeerFailed,
+    Revoked,
+    Unsupported,
+    UsedAfterFork,
+    describe,
+)
+from holdfast.comms.execution.agreement import Agreement
+from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.journal import About, Journal
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import OpEvent
+from holdfast.comms.quantities import seconds
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import local_cause
+from holdfast.comms.transport.base import Context, FastPath, Form, Transport
+from holdfast.comms.transport.liveness import stopped
+from holdfast.comms.work import DONE, Work
+
+Body = Callable[[float], None]
+"""One op: called with its deadline (`time.monotonic()` seconds)."""
+
+Prepare = Callable[[], Body]
+"""Makes the body of an op once its turn has come, and moves no byte: its errors leave the communicator as it was."""
+
+_CLOSE_SECONDS = 10.0
+_LOOK_SECONDS = 0.0005
+"""How often `close` looks whether the op that it has aborted is over."""
+
+
+_until_exit: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+class Executor:
+    """Runs the ops of one communicator over its transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        context: Context,
+        timeout: float,
+        check: bool,
+        on_close: Callable[[], None] | None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.timeout = seconds(timeout)
+        self._journal = journal
+        self._transport = transport
+        self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
+        self._peers = context.peers
+        self._agreement = Agreement(transport) if check and context.size > 1 else None
+        self._on_close = on_close
+        self._registry = registry()
+        self._order = _native.Order()
+        self._ending = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._last: Work = DONE
+        self._running: Work = DONE
+        self._over: HoldfastError | None = None
+        self._closed = False
+        self._parts: weakref.WeakSet[Executor] | None = None
+        if transport.ends_before_exit:
+            _until_exit.add(self)
+        self._pid = os.getpid()
+        forks.begin_anew(self)
+
+    def begin_in_child(self) -> None:
+        """A forked child has no thread that would run what is queued."""
+        error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
+        self._running.abandon(error)
+        with contextlib.suppress(queue.Empty):
+            while (item := self._queue.get_nowait()) is not None:
+                item[0].abandon(error)
+
+    def fast_path(self, check: Arguments) -> FastPath | None:
+        """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
+        if self._agreement is not None:
+            return None
+        own = self._transport.fast_path(self._order, self._registry, self._journal)
+        if own is not None:
+            return own
+        plan = partial(_plan, self._transport, check, self.timeout)
+        return _native.CallPath(
+            self._transport.rank,
+            self._transport.size,
+            self._order,
+            plan,
+            self._registry,
+            self._journal,
+            self.timeout,
+            self._failed,
+        )
+
+    @property
+    def over(self) -> HoldfastError | None:
+        """Why no more ops can run; None while they can."""
+        return self._over
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """How many ops of all ranks together were issued, and whether any op is running. From any thread."""
+        return self._order.joint, self._order.busy or not self._last.done()
+
+    def issue(
+        self,
+        name: str,
+        nbytes: int,
+        prepare: Prepare,
+        async_op: bool,
+        timeout: float | None,
+        agreed: Callable[[], str] | None,
+        about: About = None,
+        detail: Hashable = None,
+        peer: int = -1,
+    ) -> Work:
+        """Put an op in order and run it: here, or behind those that are still running.
+
+        `agreed()` says in words what all ranks must agree on; None for point-to-point ops. `about`, `detail` and
+        `peer` say the same to a journal.
+        """
+        order = self._order
+        if not order.enter():
+            if self._over is not None:
+                self._refuse()
+            raise Mismatch(
+                f"{name} was called while another thread is inside an op of communicator {self._name!r}: their "
+                "order could differ from rank to rank; use one thread, a lock, or a communicator each (split)"
+            )
+        try:
+            if self._over is not None:
+                if order.begun and self._journal is not None:
+                    self._journal.leave(self._over)
+                self._refuse()
+            deadline = time.monotonic() + (self.timeout if timeout is None else seconds(timeout))
+            order.seq += 1
+            joint = 0
+            if agreed is not None:
+                joint = order.joint = order.joint + 1
+            op = _Op(name, order.seq, joint, prepare, order.begun)
+            if self._agreement is not None and agreed is not None:
+                op.check = partial(self._agreement.check, f"{name}({agreed()}) as op {joint}")
+            body: Body = op.run
+            if self._registry.observed:
+                body = self._observed(body, name, op.seq, nbytes)
+            if self._journal is not None:
+                said = None if order.begun else (name, op.seq, nbytes, about, detail, peer)
+                body = partial(_recorded, self._journal, said, body)
+            if not async_op:
+                if order.queued:
+                    if self._last.done():
+                        order.queued = False
+                    else:
+                        body = partial(self._after, self._last, body)
+                self._run(op, body, deadline)
+                return DONE
+            if self._transport.streams:
+                return self._transport.launch(name, lambda: self._run(op, body, deadline))
+            return self._enqueue(op, body, deadline)
+        finally:
+            order.leave()
+
+    def _after(self, earlier: Work, body: Body, deadline: float) -> None:
+        """Run `body` once an earlier op is complete, which may have more time than this one."""
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            earlier.wait(max(deadline - began, 0.0))
+        if not earlier.done():
+            raise OpTimeout("an earlier op", 0, time.monotonic() - began)  # 0: this one was not begun
+        if self._over is not None:
+            self._refuse()
+        body(deadline)
+
+    def _run(self, op: _Op, body: Body, deadline: float) -> None:
+        try:
+            body(deadline)
+        except BaseException as error:
+            if op.refused and threading.current_thread() is not self._worker:
+                self._take_back(op.seq, op.joint)
+                raise
+            self._failed(op.name, op.seq, op.joint, error)
+
+    def _take_back(self, seq: int, joint: int) -> None:
+        """No byte of an op has moved: the next has its number, as on ranks where it was not refused.
+
+        Not on the worker: ops are issued meanwhile, and what it refuses all ranks refuse.
+        """
+        order = self._order
+        if order.seq == seq and threading.current_thread() is not self._worker:
+            order.seq -= 1
+            order.joint -= 1 if joint else 0
+
+    def _failed(self, name: str, seq: int, joint: int, error: BaseException) -> NoReturn:
+        """An op has failed, and with it the communicator, unless no byte has moved, as `Unsupported` says. Raises
+        `error`, or what it means here.
+        """
+        try:
+            if isinstance(error, Unsupported):
+                self._take_back(seq, joint)
+                raise error
+            if isinstance(error, OpTimeout):
+                error = self._named(error, name, seq, joint)
+            elif isinstance(error, PeerFailed):
+                error.communicator = self._name
+            elif (mine := _own(error, name)) is not None:
+                mine.__cause__ = error
+                error = mine
+            self._end(Revoked(self._epoch, f"an earlier op failed: {describe(error)}", type(error)))
+            raise error
+        finally:
+            del error  # this frame is in its traceback: together they would keep all that was tried alive
+
+    def _named(self, error: OpTimeout, name: str, seq: int, joint: int) -> OpTimeout:
+        """A transport's timeout as that of an op of this communicator. Ranks that are stopped are to blame first."""
+        missing = (stopped(self._peers) if joint else ()) or error.missing_ranks
+        named = OpTimeout(name, seq, error.waited, missing)
+        named.communicator, named.joint = self._name, joint if error.seq else 0
+        named.__suppress_context__ = True
+        return named
+
+    def _refuse(self) -> None:
+        over = self._over
+        raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
+
+    def _enqueue(self, op: _Op, body: Body, deadline: float) -> Work:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
+            self._worker.start()
+
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def task() -> None:
+            if self._over is not None:
+                self._refuse()
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):  # as in the caller's thread
+                self._run(op, body, deadline)
+
+        self._order.queued = True
+        self._last = work = Work(op.name)
+        self._queue.put((work, task))
+        return work
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._running, task = item
+            self._running.run(task)
+            del item, task  # or this thread would keep the communicator that they are of
+
+    def _observed(self, body: Body, name: str, seq: int, nbytes: int) -> Body:
+        def observed(deadline: float) -> None:
+            event = OpEvent(self._name, self._epoch, self._rank, seq, name, nbytes)
+            self._registry.before_op(event)
+            began = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                body(deadline)
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                seconds = time.perf_counter() - began
+                self._registry.after_op(replace(event, seconds=seconds, error=error))
+
+        return observed
+
+    def abort(self, reason: str | HoldfastError) -> None:
+        """End the op that is running, and all later ones. The first reason stays."""
+        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
+
+    def carry(self, part: Executor) -> None:
+        """End `part` when this ends, unless that is by being closed."""
+        with self._ending:
+            if self._over is None:
+                if self._parts is None:
+                    self._parts = weakref.WeakSet()
+                self._parts.add(part)
+                return
+        part.abort(self._end_of_whole(self._over))
+
+    def announce(self, word: bytes) -> bool:
+        """`Transport.announce`, while ops can run here."""
+        with self._ending:
+            return self._over is None and self._transport.announce(word)
+
+    def _end(self, error: HoldfastError) -> None:
+        with self._ending:
+            if self._over is not None:
+                return
+            self._over, self._order.over = error, True
+            self._transport.abort(error)
+            parts = list(self._parts or ())
+        for part in parts:
+            part.abort(self._end_of_whole(error))
+
+    def _end_of_whole(self, error: HoldfastError) -> Revoked:
+        return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
+
+    def close_when_done(self) -> None:
+        """Close once what was issued is done: nobody is left to issue more, but somebody may wait for that."""
+        with contextlib.suppress(Exception):
+            self._last.wait(self.timeout)
+        with contextlib.suppress(HoldfastError):
+            self.close()
+
+    def close(self) -> None:
+        """Abort what is pending and release the transport. Idempotent."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._last.done() and self._order.enter()
+            if self._over is None:
+                self._over, self._order.over = Revoked(self._epoch, "closed"), True
+                if not idle:
+                    self._transport.abort(self._over)
+        if not idle:
+            until = time.monotonic() + _CLOSE_SECONDS
+            while not (idle := self._order.enter()) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join(_CLOSE_SECONDS)
+        if not idle or (self._worker is not None and self._worker.is_alive()):
+            raise HoldfastError(
+                f"communicator {self._name!r} cannot be closed: its backend did not end a pending op within "
+                f"{_CLOSE_SECONDS:.0f} s of its abort; its resources are kept until the process ends"
+            )
+        self._transport.close()
+        if self._on_close is not None:
+            self._on_close()
+
+
+class _Op:
+    """One op from its issue to its end."""
+
+    __slots__ = ("begun", "check", "joint", "name", "prepare", "refused", "seq")
+
+    def __init__(self, name: str, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
+        self.name, self.seq, self.joint, self.prepare, self.begun = name, seq, joint, prepare, begun
+        self.check: Body | None = None
+        self.refused = False
+        """Whether it has failed before any byte moved."""
+
+    def run(self, deadline: float) -> None:
+        try:
+            body = self.prepare()
+        except BaseException:
+            self.refused = not self.begun
+            raise
+        if self.check is not None:
+            self.check(deadline)
+        body(deadline)
+
+
+def _own(error: BaseException, op: str) -> HoldfastError | None:
+    """What a failure of this process's own libraries or resources is told as; None if it tells all by itself."""
+    if isinstance(error, OSError | RuntimeError | MemoryError) and not isinstance(error, HoldfastError):
+        if (cause := local_cause(error, op)) is not None:
+            return cause
+        if type(error) is RuntimeError:
+            return HoldfastError(f"{op} failed in this process, by no peer's fault: {describe(error)}")
+    return None
+
+
+def _recorded(
+    journal: Journal, said: tuple[str, int, int, About, Hashable, int] | None, body: Body, deadline: float
+) -> None:
+    """Run an op between two words to a journal, of which the first may be `said` already (None)."""
+    if said is not None:
+        journal.enter(*said)
+    try:
+        body(deadline)
+    except BaseException as error:
+        journal.leave(error)
+        raise
+    journal.leave(None)
+
+
+def _plan(
+    transport: Transport,
+    check: Arguments,
+    timeout: float,
+    op: str,
+    tensor: torch.Tensor | None,
+    root: int,
+    reduction: Any,
+) -> Callable[..., None] | None:
+    """The transport's function for an op; None if tensors like this one must be checked or prepared each time."""
+    op = op.removesuffix("_single")
+    if tensor is None:
+        return transport.function(Form(op, None, 0, root, None, timeout))
+    try:
+        as_it_is = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
+    except (TypeError, ValueError, Unsupported):
+        return None
+    form = Form(op, tensor.dtype, tensor.nbytes, root, reduction, timeout)
+    return transport.function(form) if as_it_is else None
+
+
+@atexit.register
+def _close_before_exit() -> None:
+    """Threads that come out of C++ once the interpreter is ending would end the process with SIGABRT."""
+    for executor in list(_until_exit):
+        with contextlib.suppress(HoldfastError):
+            executor.abort("the process ends")
+            executor.close()
+
+
+forks.in_child(_until_exit.clear)

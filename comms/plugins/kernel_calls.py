@@ -1,0 +1,50 @@
+"""Whether this process may make a system call of Linux: found out by making it, on nobody but itself.
+
+A container profile (seccomp) can forbid a call that the kernel and Python have: then it fails, and that it exists says
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from holdfast.comms.plugins.spec import Unavailable
+
+
+def _memfd_create() -> None:
+    os.close(os.memfd_create("holdfast-probe", os.MFD_CLOEXEC))
+
+
+def _pidfd_open() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _pidfd_send_signal() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    finally:
+        os.close(pidfd)
+
+
+_CALLS: dict[str, tuple[Callable[[], None], str]] = {
+    "memfd_create": (_memfd_create, "Linux 3.17"),
+    "pidfd_open": (_pidfd_open, "Linux 5.3"),
+    "pidfd_send_signal": (_pidfd_send_signal, "Linux 5.1"),
+}
+
+
+def refused(*names: str) -> Unavailable | None:
+    """What is wrong with the first of these calls that fails here, and what to allow; None if all work."""
+    for name in names:
+        call, since = _CALLS[name]
+        try:
+            call()
+        except AttributeError:
+            return Unavailable(f"this Python has no {name}", f"it needs {since}")
+        except OSError as error:
+            hint = f"it needs {since} and, in a container, a seccomp profile that allows {name}"
+            return Unavailable(f"{name} fails: {error.strerror}", hint)
+    return None

@@ -1,0 +1,245 @@
+"""The plugins that are installed: loaded once through pluggy, checked at registration, looked up by name.
+
+A plugin that does not load, or offers something malformed, is kept out and its fault is kept for `holdfast backends`;
+it never breaks the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pluggy
+
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins.spec import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    DetectorInfo,
+    HoldfastSpec,
+    OpEvent,
+    Unavailable,
+)
+
+GROUP = "holdfast"
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_HINTS = {
+    "ucx": "pip install 'holdfast[ucx]'",
+    "mpi": "pip install 'holdfast[mpi]'",
+    "nixl": "pip install 'holdfast[nixl]'",
+    "nccl": "install a CUDA build of torch on a machine with an NVIDIA GPU",
+    "rccl": "install a ROCm build of torch on a machine with an AMD GPU",
+}
+
+
+class InvalidPlugin(ValueError):
+    """A plugin offers something that is not what the plugin API says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A backend and whether it can run here."""
+
+    info: BackendInfo
+    status: Available | Unavailable
+
+    @property
+    def available(self) -> bool:
+        return isinstance(self.status, Available)
+
+    @property
+    def missing(self) -> Unavailable | None:
+        """Why it can run neither here nor in processes that its launcher starts; None if it can."""
+        status = self.status
+        return status if isinstance(status, Unavailable) and not status.needs_launcher else None
+
+
+class Registry:
+    """All plugins of this process. `load()` brings in the installed ones; `register` adds one by hand."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager("holdfast")
+        self.manager.add_hookspecs(HoldfastSpec)
+        self._backends: dict[str, BackendInfo] = {}
+        self._owners: dict[str, object] = {}
+        self._detectors: dict[str, tuple[DetectorInfo, object]] = {}
+        self._probed: dict[str, Available | Unavailable] = {}
+        self._broken: dict[str, str] = {}
+        self.observed = False
+        """True while any plugin listens to ops."""
+
+    @property
+    def backends(self) -> Mapping[str, BackendInfo]:
+        """Every backend that registered, by name."""
+        return MappingProxyType(self._backends)
+
+    @property
+    def detectors(self) -> Mapping[str, DetectorInfo]:
+        """Every failure detector that registered, by name."""
+        return MappingProxyType({name: info for name, (info, _) in self._detectors.items()})
+
+    @property
+    def broken(self) -> Mapping[str, str]:
+        """Plugins that were kept out, by entry point, and why."""
+        return MappingProxyType(self._broken)
+
+    def load(self) -> None:
+        """Load every plugin installed under the entry-point group; note those that fail."""
+        for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
+            if self.manager.get_plugin(point.name) is not None:
+                continue
+            try:
+                self.register(point.load(), point.name)
+            except Exception as error:
+                self._broken[point.name] = f"{type(error).__name__}: {error}"
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Check a plugin and add it whole, or raise `InvalidPlugin` (or pluggy's error) and add nothing."""
+        self.manager.register(plugin, name)
+        try:
+            self.manager.check_pending()
+            offered = list(self._offered(plugin))
+            for position, info in enumerate(offered):
+                _check(info)
+                taken = {*self._backends, *(earlier.name for earlier in offered[:position])}
+                if info.name in taken:
+                    raise InvalidPlugin(f"a backend named {info.name!r} is registered already")
+            detectors = list(getattr(plugin, "holdfast_detectors", list)())
+            for position, detector in enumerate(detectors):
+                _check_detector(detector)
+                if detector.name in {*self._detectors, *(earlier.name for earlier in detectors[:position])}:
+                    raise InvalidPlugin(f"a detector named {detector.name!r} is registered already")
+        except Exception:
+            self.manager.unregister(plugin)
+            raise
+        for info in offered:
+            self._backends[info.name] = info
+            self._owners[info.name] = plugin
+        self._detectors.update({detector.name: (detector, plugin) for detector in detectors})
+        self._look_for_observers()
+
+    def unregister(self, plugin: object) -> None:
+        """Take a plugin and its backends out."""
+        self.manager.unregister(plugin)
+        for name in [name for name, owner in self._owners.items() if owner is plugin]:
+            del self._backends[name], self._owners[name]
+            self._probed.pop(name, None)
+        for name in [name for name, (_, owner) in self._detectors.items() if owner is plugin]:
+            del self._detectors[name]
+        self._look_for_observers()
+
+    def _offered(self, plugin: object) -> Iterator[BackendInfo]:
+        hook = getattr(plugin, "holdfast_backends", None)
+        if hook is not None:
+            yield from hook()
+
+    def _look_for_observers(self) -> None:
+        hooks = self.manager.hook
+        self.observed = bool(hooks.before_op.get_hookimpls() or hooks.after_op.get_hookimpls())
+
+    def before_op(self, event: OpEvent) -> None:
+        self.manager.hook.before_op(event=event)
+
+    def after_op(self, event: OpEvent) -> None:
+        self.manager.hook.after_op(event=event)
+
+    def backend(self, name: str) -> Backend:
+        """The backend called `name`, probed once. Raises `BackendUnavailable` for an unknown name."""
+        info = self._backends.get(name)
+        if info is None:
+            reason = f"unknown; known are {', '.join(sorted(self._backends))}"
+            if broken := self._broken.get(name):
+                reason = f"its plugin is broken: {broken}"
+            hint = _HINTS.get(name, "a plugin package adds a backend through the entry-point group 'holdfast'")
+            raise BackendUnavailable(name, reason, hint)
+        status = self._probed.get(name)
+        if status is None:
+            try:
+                status = info.probe()
+            except Exception as error:
+                status = Unavailable(f"its probe failed: {type(error).__name__}: {error}")
+            self._probed[name] = status
+        return Backend(info, status)
+
+
+def _check(info: Any) -> None:
+    if not isinstance(info, BackendInfo):
+        raise InvalidPlugin(f"holdfast_backends() must return BackendInfo objects, not {type(info).__name__}")
+    _check_name_and_version("backend", info.name, info.api)
+    if not isinstance(info.capabilities, Capabilities):
+        raise InvalidPlugin(f"backend {info.name!r}: capabilities must be a Capabilities object")
+    if not callable(info.probe):
+        raise InvalidPlugin(f"backend {info.name!r}: probe must be callable")
+    for part in ("connect", "memory", "prepare"):
+        if not (getattr(info, part) is None or callable(getattr(info, part))):
+            raise InvalidPlugin(f"backend {info.name!r}: {part} must be callable or None")
+    if info.connect is None and info.memory is None:
+        raise InvalidPlugin(f"backend {info.name!r} offers neither connect nor memory")
+
+
+def _check_detector(info: Any) -> None:
+    if not isinstance(info, DetectorInfo):
+        raise InvalidPlugin(f"holdfast_detectors() must return DetectorInfo objects, not {type(info).__name__}")
+    _check_name_and_version("detector", info.name, info.api)
+    if info.evidence not in ("proof", "suspicion"):
+        raise InvalidPlugin(f"detector {info.name!r}: evidence must be 'proof' or 'suspicion', not {info.evidence!r}")
+    for part in ("probe", "make"):
+        if not callable(getattr(info, part)):
+            raise InvalidPlugin(f"detector {info.name!r}: {part} must be callable")
+
+
+def _check_name_and_version(kind: str, name: Any, api: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidPlugin(f"{name!r} is no {kind} name: lower-case letters, digits, '-' and '_'")
+    major, minor = API_VERSION
+    if not isinstance(api, tuple) or len(api) != 2:
+        raise InvalidPlugin(f"{kind} {name!r}: api must be (major, minor), not {api!r}")
+    if api[0] < major:
+        raise InvalidPlugin(
+            f"{kind} {name!r} was built for plugin API {_version(api)}, too old for this holdfast "
+            f"({major}.0 to {major}.{minor}); install a newer release of the plugin"
+        )
+    if api > API_VERSION:
+        raise InvalidPlugin(
+            f"{kind} {name!r} was built for plugin API {_version(api)}, too new for this holdfast "
+            f"({major}.0 to {major}.{minor}); install a newer holdfast"
+        )
+
+
+def _version(api: tuple[int, int]) -> str:
+    return ".".join(map(str, api))
+
+
+@functools.cache
+def registry() -> Registry:
+    """The registry of this process, with every installed plugin loaded."""
+    found = Registry()
+    found.load()
+    return found
+
+
+def plugin_manager() -> pluggy.PluginManager:
+    """The pluggy manager behind the registry, for hooks other than backends."""
+    return registry().manager
+
+
+def backends() -> dict[str, Backend]:
+    """Every backend by name, with its capabilities and whether it can run here, or why not."""
+    return {name: registry().backend(name) for name in sorted(registry().backends)}
+
+
+def register(plugin: object) -> None:
+    """Add a plugin (a backend, an observer of ops ...) to this process by hand."""
+    registry().register(plugin)
+
+
+def unregister(plugin: object) -> None:
+    """Take out a plugin that `register` added."""
+    registry().unregister(plugin)

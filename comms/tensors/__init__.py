@@ -1,0 +1,1 @@
+"""Tensors as memory: what users pass, and what transports take."""

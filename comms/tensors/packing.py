@@ -1,0 +1,72 @@
+"""Between what users pass (any strides, views, gradients) and what transports take (contiguous memory)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from holdfast.comms import _native
+from holdfast.comms.tensors.memory import locate
+
+Tensor = torch.Tensor
+_torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+_storage_nbytes, _storage_offset = (
+    ctypes.cast(function, ctypes.c_void_p).value or 0
+    for function in (_torch.aoti_torch_get_storage_size, _torch.aoti_torch_get_storage_offset)
+)
+_native.know_tensors(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, locate)
+plain, span = _native.plain, _native.span
+
+DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+"""Every dtype of this torch, in an order that all ranks share."""
+DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
+    """Their names without "torch.", as capability tables have them."""
+    return frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
+    if plain(tensor):
+        return tensor
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
+    if flat.dim() and flat.stride(-1) != 1:  # one element, or none: contiguous, but not to `view` as bytes
+        return flat.as_strided((flat.numel(),), (1,)).view(flat.shape)
+    return flat
+
+
+def unpack(flat: Tensor, target: Tensor) -> None:
+    """Bring what came into `flat = packed(target)` back into `target`."""
+    if flat is not target and flat.data_ptr() != target.data_ptr():
+        target.detach().copy_(flat.view(target.shape))
+
+
+def unpack_all(flats: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for flat, target in zip(flats, targets, strict=True):
+        unpack(flat, target)
+
+
+def parts(flat: Tensor, count: int) -> list[Tensor]:
+    """Contiguous memory in `count` equal parts."""
+    line = flat.view(-1)
+    length = line.numel() // count
+    return [line[i * length : (i + 1) * length] for i in range(count)]
+
+
+def rows(flat: Tensor, like: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Contiguous memory shaped like `like`, divided along dimension 0 into `counts` rows each."""
+    line = flat.view(-1)
+    total = like.shape[0] if like.dim() else 1
+    width = line.numel() // total if total else 0
+    result, start = [], 0
+    for count in counts:
+        result.append(line[start : start + count * width])
+        start += count * width
+    return result

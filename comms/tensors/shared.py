@@ -1,0 +1,91 @@
+"""Tensors that share memory, and whether what is to be written into them agrees.
+
+Weights are tied, sliced from one buffer or laid out with `as_strided`. Writing them one after the other leaves what was
+written last, so all that is filled by name is checked here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.comms.errors import Mismatch
+from holdfast.comms.tensors.overlap import overlaps_itself, span
+
+Tensor = torch.Tensor
+
+
+def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Groups of names whose tensors may have bytes in common, with each other or within themselves.
+
+    Tensors that interleave without a common byte are a group too: `check_agreement` looks at bytes, this at extents.
+    """
+    extents = sorted((str(each.device), *span(each), name) for name, each in tensors.items() if each.numel())
+    groups: list[list[str]] = []
+    device, end = "", 0
+    for where, first, last, name in extents:
+        if groups and where == device and first < end:
+            groups[-1].append(name)
+            end = max(end, last)
+        else:
+            groups.append([name])
+            device, end = where, last
+    return [group for group in groups if len(group) > 1 or overlaps_itself(tensors[group[0]])]
+
+
+def aliases(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors with the same elements in the same places."""
+    return (
+        tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(),
+        tensor.is_neg(),
+    )  # fmt: skip
+
+
+def check_agreement(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], where: str) -> None:
+    """Raise `Mismatch` unless all targets hold their sources once each has been written.
+
+    The targets, on one device, are of the shapes and dtypes of the sources, which are on the CPU. `where` names the
+    targets in the error.
+    """
+    first = _disagreeing(targets, sources, list(targets))
+    if first is None:
+        return
+    for other in targets:
+        if other != first and _disagreeing(targets, sources, (first, other)) is not None:
+            one, two = sorted((first, other))
+            raise Mismatch(
+                f"{one!r} and {two!r} of {where} share memory, and are to be filled with different bytes; clone "
+                "one of them, or tie both sides alike"
+            )
+    raise Mismatch(
+        f"elements of {first!r} of {where} share memory, and are to be filled with different bytes; clone it"
+    )
+
+
+def _disagreeing(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
+    """Write these sources into a shadow of the targets' memory; the first target that does not hold its source then."""
+    extents = [span(targets[name]) for name in names]
+    begin, end = min(first for first, _ in extents), max(last for _, last in extents)
+    shadow = np.zeros(end - begin, np.uint8)
+    written = [(name, _window(shadow, targets[name], begin), _stored(sources[name], targets[name])) for name in names]
+    for _, window, stored in written:
+        window[...] = stored
+    return next((name for name, window, stored in written if not np.array_equal(window, stored)), None)
+
+
+def _window(shadow: npt.NDArray[np.uint8], target: Tensor, begin: int) -> npt.NDArray[np.uint8]:
+    width = target.itemsize
+    strides = (*(stride * width for stride in target.stride()), 1)
+    return np.lib.stride_tricks.as_strided(shadow[target.data_ptr() - begin :], (*target.shape, width), strides)
+
+
+def _stored(source: Tensor, target: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes that a target has in memory when it holds `source`."""
+    source = source.detach()
+    source = source.conj() if target.is_conj() else source
+    source = torch.neg(source) if target.is_neg() else source
+    plain = torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(source)
+    return plain.view(-1).view(torch.uint8).numpy().reshape(*target.shape, target.itemsize)

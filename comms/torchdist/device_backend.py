@@ -1,0 +1,112 @@
+"""torch 2.14's seam for backends in Python: what torch's own ProcessGroup calls for the tensors of one device.
+
+So a group can have another backend for each device ("cpu:holdfast_device,cuda:nccl"). A group that is ours as a whole
+stays a `HoldfastProcessGroup`: behind this seam torch (2.14 and 2.15) loses what a Work says beyond `wait` and
+`get_future` (is it complete, has it failed, who sent), and a group's ranks are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.works import TorchWork
+
+AVAILABLE = hasattr(c10d.Backend, "reconfigure")
+"""Whether the torch that is installed calls what Python overrides of its backends."""
+
+_FORWARDED = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "alltoall",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+    "recv_anysource",
+    "set_timeout",
+    "get_error",
+    "abort",
+    "shutdown",
+    "_set_sequence_number_for_group",
+    "_get_sequence_number_for_group",
+)
+
+
+class HoldfastBackend(c10d.Backend):
+    """One rank of a group, as torch's ProcessGroup calls it. `group` does the work."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_time_estimate = False
+    supports_window = False
+
+    def __init__(self, group: HoldfastProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def name(self) -> str:
+        return self.group.name()
+
+    getBackendName = name  # noqa: N815  # torch's name
+
+    @property
+    def options(self) -> Any:
+        return c10d.Backend.Options(self.group.name(), timedelta(seconds=self.group.timeout))
+
+    def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        return self.group.allreduce(tensors, opts)
+
+    def start_coalescing(self) -> None:
+        self.group._start_coalescing(self.group.communicator.device)
+
+    def end_coalescing(self) -> TorchWork:
+        return self.group._end_coalescing(self.group.communicator.device)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        self.group.monitored_barrier(getattr(opts, "timeout", opts), wait_all_ranks)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(self: HoldfastBackend, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.group, name)(*arguments, **named)
+
+    forward.__name__ = name
+    return forward
+
+
+for _name in _FORWARDED:
+    setattr(HoldfastBackend, _name, _forwarded(_name))
+
+
+def behind(group: object) -> HoldfastProcessGroup | None:
+    """What does the work of a torch process group that runs over holdfast; None for one of another kind, and for what
+    torch gives to ranks outside of a group.
+    """
+    if isinstance(group, HoldfastProcessGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, HoldfastBackend):
+                return backend.group
+    return None

@@ -1,0 +1,1 @@
+"""Point to point of the torch adapter: channels, and the matching of messages to receives."""

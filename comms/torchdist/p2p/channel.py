@@ -1,0 +1,253 @@
+"""One direction between two ranks of a group: a communicator of the two, and a thread at each end.
+
+A message is a header and then its bytes; all tags share the channel. The communicator is connected when both ends have
+first used it. The receiving end reads only while a receive is pending that it could serve.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.connect import connect_members
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
+from holdfast.comms.ops import Send
+from holdfast.comms.torchdist.p2p.message_matcher import HEADER_WORDS, Header, MessageMatcher
+from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+
+_HEADER, _PAYLOAD = 0, 1
+"""Tags."""
+_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+_CONNECT_SECONDS = 60.0
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What names a channel: group ranks of sender and receiver."""
+
+    src: int
+    dst: int
+
+    @property
+    def name(self) -> str:
+        return f"p2p-{self.src}-{self.dst}"
+
+    def used_by(self, end: int) -> str:
+        """The key that says that an end (0 sends, 1 receives) has come."""
+        return f"{self.name}/{end}"
+
+
+class Channel:
+    """One end of a channel. Its thread is started by the subclass."""
+
+    def __init__(self, line: Line, group: Communicator, store: dist.Store) -> None:
+        self._line = line
+        self._end = 0 if group.rank == line.src else 1
+        self.peer = line.dst if self._end == 0 else line.src
+        self._group = group
+        self._store = store
+        self._communicator: Communicator | None = None
+        self._announced = False
+        self._over: HoldfastError | None = None
+        self._lock = threading.Lock()
+        self._liveness = Liveness([group.peers[group.rank], group.peers[self.peer]], 0)
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-{line.name}", daemon=True)
+
+    def _serve(self) -> None:
+        """What the thread does."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._liveness.close()
+            if self._communicator is not None:
+                self._communicator.close()
+
+    @property
+    def _pause(self) -> float | None:
+        """How long to wait for work before another `_try_to_connect`, which the peer may wait for; None: for ever."""
+        return _LAST_LOOK if self._announced and self._communicator is None else None
+
+    def _connected(self, give_up: Callable[[], bool]) -> Communicator | None:
+        """The communicator, waited for until `give_up()`; None then. Raises what ends the wait."""
+        pause = _FIRST_LOOK
+        while (communicator := self._try_to_connect()) is None:
+            if self._over is not None:
+                raise self._over.again()
+            if (over := self._group.over) is not None:
+                raise over.again()
+            if self._liveness.dead():
+                raise PeerFailed((self.peer,), "its process ended before it came to this channel")
+            if give_up():
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+        return communicator
+
+    def _try_to_connect(self) -> Communicator | None:
+        """Connect if the peer has come to its end: only then is connecting sure to be quick."""
+        if self._communicator is not None:
+            return self._communicator
+        try:
+            if not self._announced:
+                self._store.set(self._line.used_by(self._end), "here")
+                self._announced = True
+            if not self._store.check([self._line.used_by(1 - self._end)]):
+                return None
+        except RuntimeError as error:
+            if self._liveness.dead():
+                return None
+            raise HoldfastError(f"the store of group {self._group.name!r} is gone: {error}") from error
+        communicator = connect_members(
+            self._group.backend,
+            rank=self._end,
+            size=2,
+            store=dist.PrefixStore(self._line.name, self._store),
+            peers=[self._group.peers[self._line.src], self._group.peers[self._line.dst]],
+            epoch=self._group.epoch,
+            name=f"{self._group.name}/{self._line.name}",
+            device=self._group.device,
+            timeout=_CONNECT_SECONDS,
+            over=lambda: self._over,
+        )
+        with self._lock:
+            self._communicator = communicator
+            if self._over is not None:
+                communicator.abort(self._over)
+        return communicator
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """`error` of a communicator of two, in ranks of the group."""
+        if isinstance(error, PeerFailed):
+            return PeerFailed((self.peer,), error.evidence)
+        if isinstance(error, OpTimeout):
+            return OpTimeout("recv" if self._end else "send", error.seq, error.waited, (self.peer,))
+        return error
+
+    # -- the end
+
+    def abort(self, error: HoldfastError) -> None:
+        """End what is pending, and all that comes later, with `error`. From any thread."""
+        with self._lock:
+            self._over = self._over or error
+            if self._communicator is not None:
+                self._communicator.abort(error)
+
+    def ended(self, seconds: float) -> bool:
+        """Whether the thread has ended, within `seconds` from now."""
+        self._thread.join(max(seconds, 0.0))
+        return not self._thread.is_alive()
+
+
+class SendChannel(Channel):
+    """The end that sends."""
+
+    def __init__(self, line: Line, group: Communicator, store: dist.Store) -> None:
+        super().__init__(line, group, store)
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread.start()
+
+    def send(self, tensor: Tensor, tag: int, timeout: float) -> Work:
+        """Send `tensor` behind what is queued."""
+        work = Work("send")
+        self._queue.put((work, partial(self._send, tensor, tag, timeout, time.monotonic() + timeout)))
+        return work
+
+    def finish(self) -> None:
+        """End the thread behind what is queued."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=self._pause)
+            except queue.Empty:
+                self._try_to_connect()
+                continue
+            if item is None:
+                return
+            work, body = item
+            work.run(body)
+
+    def _send(self, tensor: Tensor, tag: int, timeout: float, deadline: float) -> None:
+        if self._over is not None:
+            raise self._over.again()
+        try:
+            communicator = self._connected(lambda: time.monotonic() > deadline)
+            if communicator is None or (left := deadline - time.monotonic()) <= 0:
+                raise OpTimeout("send", 0, timeout, (self.peer,))
+            message = [Send(Header.of(tensor, tag).words(self._group.device), 1, _HEADER)]
+            if tensor.nbytes:
+                message.append(Send(tensor, 1, _PAYLOAD))
+            communicator.batch_send_recv(message, timeout=left)
+        except HoldfastError as error:
+            raise self._explained(error) from None
+
+
+class RecvChannel(Channel):
+    """The end that receives. A failure ends the receives that could be for this sender's messages."""
+
+    def __init__(self, line: Line, group: Communicator, store: dist.Store, matcher: MessageMatcher) -> None:
+        super().__init__(line, group, store)
+        self._matcher = matcher
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while self._matcher.wait_wanted(self.peer, self._pause):
+            try:
+                if not self._matcher.wanted(self.peer):
+                    self._try_to_connect()
+                    continue
+                communicator = self._connected(lambda: not self._matcher.wanted(self.peer))
+                if communicator is not None:
+                    self._receive(communicator)
+            except Exception as error:
+                explained = self._explained(error)
+                if not isinstance(explained, HoldfastError):
+                    explained = HoldfastError(f"receiving from rank {self.peer} failed: {error}")
+                self._matcher.fail(self.peer, explained)
+
+    def _receive(self, communicator: Communicator) -> None:
+        """Receive one message, into the tensor that it is for if that is known."""
+        words = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        communicator.recv(words, 0, _HEADER, timeout=_DAY)
+        header = Header.read(words)
+        expected = self._matcher.claim(self.peer, header)
+        if expected is None:
+            self._matcher.keep(self.peer, header, self._payload(communicator, header))
+            return
+        if (mismatch := header.mismatch(expected.tensor, self.peer)) is not None:
+            self._payload(communicator, header)
+            expected.fail(mismatch)
+            return
+        try:
+            if header.nbytes:
+                left = max(expected.deadline - time.monotonic(), 0.001)
+                communicator.recv(expected.tensor, 0, _PAYLOAD, timeout=left)
+        except BaseException as error:
+            expected.fail(self._explained(error))
+            raise
+        expected.source[:] = [self.peer]
+        expected.run(lambda: None)
+
+    def _payload(self, communicator: Communicator, header: Header) -> Tensor:
+        """The bytes of a message that has no tensor to go to."""
+        count = header.nbytes // header.dtype.itemsize
+        payload = torch.empty(count, dtype=header.dtype, device=self._group.device)
+        if header.nbytes:
+            communicator.recv(payload, 0, _PAYLOAD, timeout=_DAY)
+        return payload.view(torch.uint8)

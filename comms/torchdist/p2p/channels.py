@@ -1,0 +1,175 @@
+"""Point to point as torch has it: sends and receives that are issued run side by side, whatever their order.
+
+A communicator runs its ops one after the other, so two ranks that both send first and receive second would wait for
+each other. Here each ordered pair of ranks that talk has a channel of its own, for all tags.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
+from holdfast.comms.system import forks
+from holdfast.comms.torchdist.p2p.channel import Channel, Line, RecvChannel, SendChannel
+from holdfast.comms.torchdist.p2p.message_matcher import Expected, MessageMatcher
+from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+
+_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+_GRACE_SECONDS = 0.5
+"""How long what is under way may take to end by itself when a group is closed."""
+_JOIN_SECONDS = 10.0
+
+_open: weakref.WeakSet[P2PChannels] = weakref.WeakSet()
+
+
+class P2PChannels:
+    """All channels of one rank of a group, and the receives that wait for their messages."""
+
+    def __init__(self, group: Communicator, store: dist.Store) -> None:
+        self._group = group
+        self._store = store
+        self._matcher = MessageMatcher(group.size)
+        self._to: dict[int, SendChannel] = {}
+        self._from: dict[int, RecvChannel] = {}
+        self._lock = threading.Lock()
+        self._scout: threading.Thread | None = None
+        self._over: HoldfastError | None = None
+        _open.add(self)
+
+    def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Work:
+        """Send to rank `dst`. Raises what `Communicator.send` raises before any byte moves."""
+        self._check(tensor, dst, "dst")
+        with self._lock:
+            channel = self._to.get(dst)
+            if channel is None:
+                self._refuse()
+                line = Line(self._group.rank, dst)
+                channel = self._to[dst] = SendChannel(line, self._group, _own_client(self._store))
+        return channel.send(tensor, tag, timeout)
+
+    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Expected:
+        """Receive from rank `src`, or from whichever rank sends first under `tag` (None)."""
+        self._check(tensor, src, "src")
+        expected = self._matcher.expect(tensor, src, tag, timeout)
+        if src is None:
+            self._look_for_senders()
+        else:
+            self._receive_from(src)
+        return expected
+
+    def _check(self, tensor: Tensor, peer: int | None, what: str) -> None:
+        self._group.check_movable(tensor)
+        if peer is None:
+            return
+        if not 0 <= peer < self._group.size:
+            raise ValueError(f"{what}={peer} is out of range: group ranks are 0 to {self._group.size - 1}")
+        if peer == self._group.rank:
+            raise ValueError(f"rank {peer} cannot send to or receive from itself")
+
+    def _receive_from(self, src: int) -> None:
+        with self._lock:
+            if src not in self._from:
+                self._refuse()
+                line = Line(src, self._group.rank)
+                self._from[src] = RecvChannel(line, self._group, _own_client(self._store), self._matcher)
+
+    def _refuse(self) -> None:
+        if self._over is not None:
+            raise self._over.again()
+
+    # -- receives from any rank
+
+    def _look_for_senders(self) -> None:
+        """Have a thread look for ranks that have begun to send, while a receive from any rank is pending."""
+        with self._lock:
+            if self._scout is None or not self._scout.is_alive():
+                self._scout = threading.Thread(target=self._look, name="holdfast-p2p-scout", daemon=True)
+                self._scout.start()
+
+    def _look(self) -> None:
+        store = _own_client(self._store)
+        liveness = Liveness(self._group.peers, self._group.rank)
+        pause = _FIRST_LOOK
+        try:
+            while self._over is None and self._goes_on_looking():
+                for dead in liveness.dead():
+                    self._matcher.fail(dead, PeerFailed((dead,), "its process ended"))
+                for src in range(self._group.size):
+                    new = src != self._group.rank and src not in self._from
+                    if new and store.check([Line(src, self._group.rank).used_by(0)]):
+                        self._receive_from(src)
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_LOOK)
+        except RuntimeError as error:
+            failure = self._over or HoldfastError(f"the store of group {self._group.name!r} is gone: {error}")
+            for src in range(self._group.size):
+                if src not in self._from:
+                    self._matcher.fail(src, failure)
+        finally:
+            liveness.close()
+
+    def _goes_on_looking(self) -> bool:
+        with self._lock:
+            if self._matcher.wanted_from_any():
+                return True
+            self._scout = None
+            return False
+
+    # -- the end
+
+    def abort(self, error: HoldfastError) -> None:
+        """End all that is pending. From any thread."""
+        for channel in self._end(error):
+            channel.abort(error)
+
+    def close(self, grace: float = _GRACE_SECONDS, join: float = _JOIN_SECONDS) -> None:
+        """End all threads and connections. A send that does not end by itself within `grace` seconds is revoked."""
+        closed = Revoked(self._group.epoch, "closed")
+        channels = self._end(closed)
+        for to in self._to.values():
+            to.finish()
+        until = time.monotonic() + grace
+        for come in self._from.values():
+            come.abort(closed)
+        pending = [channel for channel in channels if not channel.ended(until - time.monotonic())]
+        for channel in pending:
+            channel.abort(closed)
+        for channel in pending:
+            channel.ended(join)
+        if (scout := self._scout) is not None:
+            scout.join(join)
+
+    def _end(self, error: HoldfastError) -> list[Channel]:
+        """Let nothing new begin and end all receives; the channels that there are."""
+        with self._lock:
+            self._over = self._over or error
+            channels = [*self._to.values(), *self._from.values()]
+        self._matcher.fail_all(error)
+        return channels
+
+
+def _own_client(store: dist.Store) -> dist.Store:
+    """Another client of the same store: a wait in a client of torch's TCPStore blocks all that share it."""
+    clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads inside a backend when the interpreter ends would end the process with SIGABRT."""
+    for channels in list(_open):
+        channels.close(0.0, 2.0)
+
+
+forks.in_child(_open.clear)

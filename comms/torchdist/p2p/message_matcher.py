@@ -1,0 +1,217 @@
+"""Which message goes to which receive: by sender and tag, in the order of both; messages of other tags are kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout
+from holdfast.comms.tensors.packing import DTYPES, packed, unpack
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+
+HEADER_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What comes before a message's bytes."""
+
+    tag: int
+    nbytes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, tag: int) -> Header:
+        return cls(tag, tensor.nbytes, tensor.dtype)
+
+    @classmethod
+    def read(cls, words: Tensor) -> Header:
+        tag, nbytes, dtype = words.tolist()
+        return cls(tag, nbytes, DTYPES[dtype])
+
+    def words(self, device: torch.device) -> Tensor:
+        return torch.tensor([self.tag, self.nbytes, DTYPES.index(self.dtype)], dtype=torch.int64, device=device)
+
+    def mismatch(self, tensor: Tensor, src: int) -> Mismatch | None:
+        """Why the message does not fit into `tensor`; None if it does."""
+        if (self.nbytes, self.dtype) == (tensor.nbytes, tensor.dtype):
+            return None
+        return Mismatch(
+            f"rank {src} sent {self.nbytes} bytes of {self.dtype} under tag {self.tag}, the receive is for "
+            f"{tensor.nbytes} bytes of {tensor.dtype}; both sides must pass the same size and dtype"
+        )
+
+
+class Expected(Work):
+    """A receive that waits for its message. Its deadline holds until a message is claimed for it.
+
+    `source` holds the sender once the message is here.
+    """
+
+    __slots__ = ("_expire", "claimed", "deadline", "source", "src", "tag", "tensor", "timeout")
+
+    def __init__(self, tensor: Tensor, src: int | None, tag: int, timeout: float, expire: Callable[[], None]) -> None:
+        super().__init__("recv")
+        self.tensor, self.src, self.tag, self.timeout = tensor, src, tag, timeout
+        self.deadline = time.monotonic() + timeout
+        self.claimed = False
+        self.source: list[int] = [] if src is None else [src]
+        self._expire = expire
+
+    def wait(self, timeout: float | None = None) -> None:
+        left = max(self.deadline - time.monotonic(), 0.0)
+        if not self._done.wait(left if timeout is None else min(left, timeout)):
+            self._expire()
+        super().wait(timeout)
+
+    def done(self) -> bool:
+        if not super().done():
+            self._expire()
+        return super().done()
+
+    def exception(self) -> BaseException | None:
+        self.done()
+        return super().exception()
+
+    def fail(self, error: BaseException) -> None:
+        self.run(partial(_raise, error))
+
+    def take(self, src: int, header: Header, payload: Tensor) -> None:
+        """Complete with a message that was kept."""
+        self.run(partial(self._take, src, header, payload))
+
+    def _take(self, src: int, header: Header, payload: Tensor) -> None:
+        if (mismatch := header.mismatch(self.tensor, src)) is not None:
+            raise mismatch
+        flat = packed(self.tensor)
+        flat.view(-1).view(torch.uint8).copy_(payload)
+        unpack(flat, self.tensor)
+        self.source[:] = [src]
+
+
+class MessageMatcher:
+    """The receives of one rank that are pending, and the messages that came before theirs was posted."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks = range(size)
+        self._changed = threading.Condition()
+        self._pending: deque[Expected] = deque()
+        self._kept: dict[tuple[int, int], deque[tuple[Header, Tensor]]] = {}
+        self._broken: dict[int, HoldfastError] = {}
+        self._over: HoldfastError | None = None
+
+    def expect(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Expected:
+        """Post a receive from `src`, or from any rank (None)."""
+        expected = Expected(tensor, src, tag, timeout, lambda: self._expire(expected))
+        with self._changed:
+            sources = self._ranks if src is None else (src,)
+            for each in sources:
+                if kept := self._kept.get((each, tag)):
+                    header, payload = kept.popleft()
+                    if not kept:
+                        del self._kept[each, tag]
+                    break
+            else:
+                error = self._over or next((self._broken[each] for each in sources if each in self._broken), None)
+                if error is not None:
+                    raise error.again()
+                self._pending.append(expected)
+                self._changed.notify_all()
+                return expected
+        expected.take(each, header, payload)
+        return expected
+
+    def claim(self, src: int, header: Header) -> Expected | None:
+        """The receive that a message from `src` is for; None if none is posted."""
+        with self._changed:
+            return self._claim(src, header.tag)
+
+    def keep(self, src: int, header: Header, payload: Tensor) -> None:
+        """Keep a message for which no receive was posted when it began to arrive."""
+        with self._changed:
+            expected = self._claim(src, header.tag)
+            if expected is None:
+                self._kept.setdefault((src, header.tag), deque()).append((header, payload))
+                return
+        expected.take(src, header, payload)
+
+    def _claim(self, src: int, tag: int) -> Expected | None:
+        now = time.monotonic()
+        for expected in self._pending:
+            if expected.tag == tag and expected.src in (src, None) and expected.deadline > now:
+                expected.claimed = True
+                self._pending.remove(expected)
+                return expected
+        return None
+
+    def _expire(self, expected: Expected) -> None:
+        """Fail a receive whose deadline is over and for which no message has begun to arrive."""
+        with self._changed:
+            if expected.claimed or expected.deadline > time.monotonic():
+                return
+            expected.claimed = True
+            if expected in self._pending:
+                self._pending.remove(expected)
+        missing = (expected.src,) if expected.src is not None else ()
+        expected.fail(OpTimeout("recv", 0, expected.timeout, missing))
+
+    # -- for the threads that receive
+
+    def wanted(self, src: int) -> bool:
+        """Whether a receive is pending that a message from `src` could be for."""
+        with self._changed:
+            return self._wanted(src)
+
+    def wanted_from_any(self) -> bool:
+        """Whether a receive from any rank is pending."""
+        with self._changed:
+            return self._wanted(None)
+
+    def _wanted(self, src: int | None) -> bool:
+        now = time.monotonic()
+        return any(each.src in (src, None) and each.deadline > now for each in self._pending)
+
+    def wait_wanted(self, src: int, seconds: float | None) -> bool:
+        """Wait until `wanted(src)`, or for `seconds`; False once all is over, or nothing can come from `src`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._wanted(src), seconds)
+            return self._over is None and src not in self._broken
+
+    # -- the end
+
+    def fail(self, src: int, error: HoldfastError) -> None:
+        """Nothing more can come from `src`: end the receives that could be for its messages, and those to come."""
+        with self._changed:
+            self._broken.setdefault(src, error)
+            failed = [each for each in self._pending if each.src in (src, None)]
+            self._end(failed)
+        for expected in failed:
+            expected.fail(error.again())
+
+    def fail_all(self, error: HoldfastError) -> None:
+        """End all receives, and those to come."""
+        with self._changed:
+            self._over = self._over or error
+            failed = list(self._pending)
+            self._end(failed)
+        for expected in failed:
+            expected.fail(error.again())
+
+    def _end(self, failed: list[Expected]) -> None:
+        for expected in failed:
+            expected.claimed = True
+            self._pending.remove(expected)
+        self._changed.notify_all()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -1,0 +1,490 @@
+# mypy: disable-error-code="override, assignment"
+"""`HoldfastProcessGroup`: torch's process group over a `Communicator`.
+
+Ops that torch waits for run in the calling thread; asynchronous ones on the communicator's worker. Threads (autograd's
+among them) take turns: the order of ops is that in which they entered.
+
+Types of overridden methods are looser than those in torch's stubs, which name one overload each: hence the first line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import distributed_c10d as c10d
+
+from holdfast.comms import arithmetic
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
+from holdfast.comms.torchdist import lists
+from holdfast.comms.torchdist.conversions import is_async, reduction, seconds
+from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
+from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
+from holdfast.comms.torchdist.p2p.channels import P2PChannels
+from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
+from holdfast.comms.torchdist.sparse import all_reduce_sparse
+from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
+from holdfast.comms.work import DONE, Work
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+Issue = Callable[[bool, float], Work]
+"""Issues one op on the communicator, given async_op and the timeout in seconds."""
+
+_RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
+"""From 2.15 on torch attaches a recorder to a new group that has devices, which takes a backend of torch's own kind."""
+
+_numbers = itertools.count()
+_ABORTED = "the process group was aborted"
+
+
+class HoldfastProcessGroup(dist.ProcessGroup):
+    """One rank of a group. Made by `init_process_group("holdfast")` and `new_group`, not by hand.
+
+    `communicator` is what it runs over. Ops take torch's arguments and raise holdfast's errors (all RuntimeErrors).
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_reconfigure = True
+    supports_time_estimate = False
+
+    def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]  # the form for subclasses
+        self.communicator = communicator
+        self.options = options
+        self._store = store
+        self._timeout = timeout
+        self._turn = threading.RLock()
+        self._together: list[TorchWork] | None = None
+        self._p2p = P2PChannels(communicator, dist.PrefixStore("point-to-point", store))
+        self._monitored = MonitoredBarrier(store, communicator.rank, communicator.size)
+        self._name, self._description = "", "undefined"
+        self._issued = 0
+        self._number = next(_numbers)
+        self._root = communicator.name
+        self._used: set[int] = set()
+
+    # -- who it is
+
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    def size(self) -> int:
+        return self.communicator.size
+
+    getRank, getSize = rank, size  # noqa: N815  # torch's names
+
+    def name(self) -> str:
+        return "holdfast"
+
+    getBackendName = _get_backend_name = name  # noqa: N815  # torch's names
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        if _RECORDS and self not in c10d._world.pg_map:
+            return []
+        return [torch.device(self.communicator.device.type)]
+
+    def _get_backend(self, device: torch.device) -> HoldfastProcessGroup:
+        """torch asks a group for the backend of a device: it is its own."""
+        if torch.device(device).type != self.communicator.device.type:
+            raise RuntimeError(f"this group takes tensors on {self.communicator.device}, not on {device}")
+        return self
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an op may take which does not bring a timeout."""
+        return self._timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ops are numbered from the start."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of ops that do not bring one."""
+        self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # -- reductions
+
+    @overloads(
+        dist.AllreduceOptions,
+        form("opts", tensors=LIST),
+        form("op", "timeout", tensors=LIST),
+        form("op", "timeout", tensor=TENSOR),
+    )
+    def allreduce(self, call: Call) -> TorchWork:
+        tensors, op = call.outputs, call.opts.reduceOp
+        lists.alike("allreduce", tensors)
+        if tensors[0].layout != torch.strided:
+            return self._complete(tensors, partial(all_reduce_sparse, self.communicator), op, call.opts)
+        if len(tensors) > 1:
+            self._combine(tensors, op)
+        places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
+        return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
+
+    @overloads(dist.AllreduceCoalescedOptions, form("opts", tensors=LIST))
+    def allreduce_coalesced(self, call: Call) -> TorchWork:
+        tensors, op = call.outputs, call.opts.reduceOp
+        lists.of_one_type("allreduce_coalesced", tensors)
+        if not lists.overlap(tensors):
+            return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, call.opts)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        work = self._complete(copies, self.communicator.all_reduce, op, call.opts)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.detach().copy_(copy)
+        return TorchWork(work.parts, tensors)
+
+    def _combine(self, tensors: Tensors, op: Any) -> None:
+        """Make each of several tensors of this rank their reduction."""
+        ours = reduction(op, tensors[0])
+        if ours.name in arithmetic.SCALED:
+            raise Unsupported(f"allreduce ({ours.name}) of several tensors of one rank", "pass one tensor")
+        total = tensors[0].detach().clone()
+        for tensor in tensors[1:]:
+            arithmetic.combine(total, tensor.detach(), ours)
+        for tensor in tensors:
+            tensor.detach().copy_(total)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
+        ours = reduction(op, tensor)
+        return lambda later, limit: self.communicator.all_reduce(tensor, ours, later, limit)
+
+    def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
+        """Reduce tensors that take more than an op each: they are complete when this returns."""
+        with self._turn:
+            limit = seconds(opts.timeout) or self._timeout
+            for tensor in tensors:
+                reduce(tensor, reduction(op, tensor), timeout=limit)
+        return TorchWork([DONE], tensors)
+
+    @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
+    def reduce(self, call: Call) -> TorchWork:
+        lists.one("reduce", call.outputs, "tensors")
+        lists.root_tensor("reduce", call.outputs, call.opts.rootTensor)
+        (tensor,), root = call.outputs, call.opts.rootRank
+        ours = reduction(call.opts.reduceOp, tensor)
+        return self._run(
+            [lambda later, limit: self.communicator.reduce(tensor, root, ours, later, limit)], call.outputs, call.opts
+        )
+
+    @overloads(
+        dist.ReduceScatterOptions,
+        form("opts", output_tensors=LIST, input_tensors=LISTS),
+        form("op", "timeout", output=TENSOR, input=LIST),
+    )
+    def reduce_scatter(self, call: Call) -> TorchWork:
+        lists.one("reduce_scatter", call.outputs, "output_tensors")
+        lists.one("reduce_scatter", call.inputs, "input_tensors")
+        (output,), (given,) = call.outputs, call.inputs
+        ours = reduction(call.opts.reduceOp, output)
+        return self._run(
+            [lambda later, limit: self.communicator.reduce_scatter(output, given, ours, later, limit)],
+            call.outputs,
+            call.opts,
+        )
+
+    @overloads(dist.ReduceScatterOptions, form("opts", outputTensor=TENSOR, inputTensor=TENSOR))
+    def reduce_scatter_single(self, call: Call) -> TorchWork:
+        return self._reduce_scatter_singles([call.outputs], [call.inputs], call.opts)
+
+    @overloads(dist.ReduceScatterOptions, form("opts", outputs=LIST, inputs=LIST))
+    def reduce_scatter_single_coalesced(self, call: Call) -> TorchWork:
+        lists.pairs("reduce_scatter_single_coalesced", call.outputs, call.inputs)
+        return self._reduce_scatter_singles(call.outputs, call.inputs, call.opts)
+
+    def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        def issue(output: Tensor, tensor: Tensor) -> Issue:
+            ours = reduction(opts.reduceOp, tensor)
+            return lambda later, limit: self.communicator.reduce_scatter_single(output, tensor, ours, later, limit)
+
+        return self._run([issue(o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- moves
+
+    @overloads(dist.BroadcastOptions, form("opts", tensors=LIST), form("root", "timeout", tensor=TENSOR))
+    def broadcast(self, call: Call) -> TorchWork:
+        tensors, root, source = call.outputs, call.opts.rootRank, call.opts.rootTensor
+        lists.alike("broadcast", tensors)
+        lists.root_tensor("broadcast", tensors, source)
+        for tensor in tensors:
+            if tensor is not tensors[source]:
+                tensor.detach().copy_(tensors[source])
+
+        def issue(tensor: Tensor) -> Issue:
+            return lambda later, limit: self.communicator.broadcast(tensor, root, later, limit)
+
+        return self._run([issue(tensor) for tensor in tensors], tensors, call.opts)
+
+    @overloads(
+        AllgatherOptions,
+        form("opts", output_tensors=LISTS, input_tensors=LIST),
+        form("timeout", output_tensors=LIST, input_tensor=TENSOR),
+    )
+    def allgather(self, call: Call) -> TorchWork:
+        outputs, inputs = call.outputs, call.inputs
+        lists.pairs("allgather", outputs, inputs)
+        taken = [tensor for outs in outputs for tensor in outs]
+        lists.of_one_size("allgather", [*inputs, *taken])
+        several = len(inputs)
+        issues = [self._all_gather(outs[i::several], tensor) for outs in outputs for i, tensor in enumerate(inputs)]
+        return self._run(issues, taken, call.opts)
+
+    @overloads(AllgatherOptions, form("opts", output_lists=LISTS, input_list=LIST))
+    def allgather_coalesced(self, call: Call) -> TorchWork:
+        """`outputs[rank][i]` takes that rank's `inputs[i]`."""
+        outputs, inputs = call.outputs, call.inputs
+        lists.some("allgather_coalesced", inputs)
+        for of_rank in outputs:
+            lists.pairs("allgather_coalesced", of_rank, inputs)
+        issues = [self._all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(inputs)]
+        return self._run(issues, [tensor for of_rank in outputs for tensor in of_rank], call.opts)
+
+    def _all_gather(self, outputs: Tensors, tensor: Tensor) -> Issue:
+        return lambda later, limit: self.communicator.all_gather(outputs, tensor, later, limit)
+
+    @overloads(AllgatherOptions, form("opts", output=TENSOR, input=TENSOR))
+    def all_gather_single(self, call: Call) -> TorchWork:
+        return self._all_gather_singles([call.outputs], [call.inputs], call.opts)
+
+    @overloads(AllgatherOptions, form("opts", outputs=LIST, inputs=LIST))
+    def all_gather_single_coalesced(self, call: Call) -> TorchWork:
+        lists.pairs("all_gather_single_coalesced", call.outputs, call.inputs)
+        return self._all_gather_singles(call.outputs, call.inputs, call.opts)
+
+    def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        def issue(output: Tensor, tensor: Tensor) -> Issue:
+            return lambda later, limit: self.communicator.all_gather_single(output, tensor, later, limit)
+
+        return self._run([issue(o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @overloads(
+        dist.GatherOptions,
+        form("opts", output_tensors=LISTS, input_tensors=LIST),
+        form("root", "timeout", output_tensors=LIST, input_tensor=TENSOR),
+    )
+    def gather(self, call: Call) -> TorchWork:
+        root = call.opts.rootRank
+        lists.one("gather", call.inputs, "input_tensors")
+        outputs = self._of_root("gather", call.outputs, "output_tensors", root)
+        tensor = call.inputs[0]
+        return self._run(
+            [lambda later, limit: self.communicator.gather(tensor, outputs, root, later, limit)],
+            outputs or [],
+            call.opts,
+        )
+
+    @overloads(
+        dist.ScatterOptions,
+        form("opts", output_tensors=LIST, input_tensors=LISTS),
+        form("root", "timeout", output_tensor=TENSOR, input_tensors=LIST),
+    )
+    def scatter(self, call: Call) -> TorchWork:
+        root = call.opts.rootRank
+        lists.one("scatter", call.outputs, "output_tensors")
+        inputs = self._of_root("scatter", call.inputs, "input_tensors", root)
+        tensor = call.outputs[0]
+        return self._run(
+            [lambda later, limit: self.communicator.scatter(tensor, inputs, root, later, limit)],
+            call.outputs,
+            call.opts,
+        )
+
+    def _of_root(self, op: str, items: Sequence[Tensors], what: str, root: int) -> Tensors | None:
+        """The one list of the root; None elsewhere."""
+        rank = self.communicator.rank
+        lists.of_root(op, items, what, rank, root)
+        return items[0] if rank == root else None
+
+    @overloads(dist.AllToAllOptions, form("opts", output_tensors=LIST, input_tensors=LIST))
+    def alltoall(self, call: Call) -> TorchWork:
+        outputs, inputs = call.outputs, call.inputs
+        return self._run(
+            [lambda later, limit: self.communicator.all_to_all(outputs, inputs, later, limit)], outputs, call.opts
+        )
+
+    @overloads(
+        dist.AllToAllOptions,
+        form("opts", output=TENSOR, input=TENSOR, output_split_sizes=SIZES, input_split_sizes=SIZES),
+        form("timeout", output=TENSOR, input=TENSOR, output_split_sizes=SIZES, input_split_sizes=SIZES),
+    )
+    def all_to_all_single(self, call: Call) -> TorchWork:
+        output, tensor = call.outputs, call.inputs
+        rows_out, rows_in = (sizes or None for sizes in call.splits)
+        return self._run(
+            [lambda later, limit: self.communicator.all_to_all_single(output, tensor, rows_out, rows_in, later, limit)],
+            [output],
+            call.opts,
+        )
+
+    alltoall_base = all_to_all_single
+
+    @overloads(dist.BarrierOptions, form("opts"), form("timeout"))
+    def barrier(self, call: Call) -> TorchWork:
+        return self._run([lambda later, limit: self.communicator.barrier(later, limit)], [], call.opts)
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Return once all ranks have come; else raise on all, naming those that did not. See `MonitoredBarrier`."""
+        with self._turn:
+            limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            self._monitored.pass_through(self._timeout if limit is None else limit, wait_all_ranks)
+
+    # -- point to point: beside the collectives, not in order with them
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
+        (tensor,) = tensors
+        return self._joined(TorchWork([self._p2p.send(tensor, dstRank, tag, self._timeout)], tensors))
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
+        (tensor,) = tensors
+        work = self._p2p.recv(tensor, srcRank, tag, self._timeout)
+        return self._joined(ReceivedFrom(work, tensors, work.source))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+        (tensor,) = tensors
+        work = self._p2p.recv(tensor, None, tag, self._timeout)
+        return self._joined(ReceivedFrom(work, tensors, work.source))
+
+    # -- several ops as one
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        with self._turn:
+            if self._together is not None:
+                raise HoldfastError("ops of this group are being coalesced already; end that first")
+            self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
+        with self._turn:
+            together, self._together = self._together or [], None
+        return TorchWork(
+            [part for work in together for part in work.parts], [t for work in together for t in work.result()]
+        )
+
+    def _joined(self, work: TorchWork) -> TorchWork:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _run(self, issues: Sequence[Issue], tensors: Tensors, opts: Any) -> TorchWork:
+        limit = seconds(opts.timeout) or self._timeout
+        with self._turn:
+            later = is_async(opts) or self._together is not None
+            self._issued += len(issues)
+            return self._joined(TorchWork([issue(later, limit) for issue in issues], tensors))
+
+    # -- other members, in the same object
+
+    def get_reconfigure_handle(self) -> str:
+        """The name of this member, for `reconfigure` on those that are to be in a group with it."""
+        return handle(self.options.backend, self.communicator.device, self._number)
+
+    def reconfigure(
+        self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
+    ) -> TorchWork:
+        """Go on as the group of the members in `handles`, in rank order; collective over these alone.
+
+        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. What is pending ends with `Revoked`, or
+        `PeerFailed` if another member left first; an op that others have still to finish, they finish. Rank and size
+        are new when this returns. Works after an abort, and after the death of members that are left out. Raises
+        ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; else what
+        `connect` raises, after which another `reconfigure` may follow.
+        """
+        change = asked_for(given, handles, timeout)
+        with self._turn:
+            if change.uuid in self._used:
+                raise HoldfastError(f"reconfigure: uuid {change.uuid} was already used; take a new one")
+            check(change, self.get_reconfigure_handle())
+            self._used.add(change.uuid)
+            device = self.communicator.device
+            self.shutdown()
+            mine = self.get_reconfigure_handle()
+            self.communicator = connect_changed(change, mine, self._store, self._root, device, self._timeout)
+            store = dist.PrefixStore(f"reconfigured/{change.uuid}", self._store)
+            self._p2p = P2PChannels(self.communicator, dist.PrefixStore("point-to-point", store))
+            self._monitored = MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
+        return TorchWork([DONE], [])
+
+    def get_error(self) -> Any:
+        """torch's `ErrorType`: what has ended the communicator, if anything did but an abort by this rank."""
+        from torch._C._distributed_c10d import ErrorType
+
+        over = self.communicator._executor.over
+        if over is None or (isinstance(over, Revoked) and over.reason in (_ABORTED, "closed")):
+            return ErrorType.SUCCESS
+        kind = (isinstance(over, Revoked) and over.failure) or type(over)
+        late = issubclass(kind, OpTimeout)
+        return ErrorType.TIMEOUT if late else ErrorType.COMM_ERROR
+
+    # -- parts
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> HoldfastProcessGroup | None:
+        """A group of `ranks` of this one, over its transport; None on the other ranks."""
+        if self.rank() not in ranks:
+            return None
+        seconds_each = self._timeout if timeout is None else timeout.total_seconds()
+        part = self.communicator.split(sorted(ranks), timeout=seconds_each)
+        group = HoldfastProcessGroup(dist.PrefixStore(part.name, self._store), part, self.options, seconds_each)
+        group.setGroupName(group_name or part.name)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
+    # -- the end
+
+    def abort(self) -> None:
+        """End all ops here, and those of the peers that wait for this rank, and release everything."""
+        over = Revoked(self.communicator.epoch, _ABORTED)
+        self.communicator.abort(over)
+        self._p2p.abort(over)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Release everything; what is pending ends with `Revoked`. Idempotent."""
+        self._p2p.close()
+        self.communicator.close()

@@ -1,0 +1,1 @@
+"""How ranks agree that a step is done."""

@@ -1,0 +1,140 @@
+"""The consoles of the `holdfast` command: text is shown as it is, whatever is in it, wherever it goes.
+
+rich reads `[words in brackets]` as markup unless told otherwise, cuts cells that do not fit, and fails on characters
+that the stream cannot encode. Consoles and tables from here do none of that; styles are given by `rich.text.Text`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
+
+from holdfast.ft.console.visible import replace_unencodable, visible
+
+PIPED_WIDTH = 140
+"""Columns of output that goes to no terminal."""
+
+
+class _PlainConsole(Console):
+    """A console to which a string is text, without markup, emoji codes or control characters."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for the guard of the commands; rich ends with 1, which is a verdict
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console on stdout or stderr. Characters that the stream cannot encode are replaced."""
+    stream = sys.stderr if stderr else sys.stdout
+    replace_unencodable(stream)
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+    return _PlainConsole(stderr=stderr, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_json(thing: Any) -> None:
+    """Print data as JSON in ASCII, which every stream can encode."""
+    plain = json.loads(msgspec.json.encode(thing))
+    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+
+
+def styled(text: object, style: str) -> Text:
+    """`text` in a style, whatever brackets it contains."""
+    return Text(visible(str(text)), style)
+
+
+def panel(text: str, *, title: str, style: str) -> Panel:
+    """A frame around text. A plain string as title would be read as markup."""
+    return Panel(Text(visible(text)), title=Text(visible(title)), style=style)
+
+
+@contextmanager
+def working(out: Console, text: str, *, every: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Show what a long command is doing: give what is called with each new text to show.
+
+    On a terminal it is one line that changes, elsewhere a line each, not more often than `every` seconds.
+    """
+    if out.is_terminal:
+        with out.status(styled(text, "")) as status:
+            yield lambda said: status.update(styled(said, ""))
+        return
+    shown = -every
+
+    def show(said: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= every:
+            shown = time.monotonic()
+            out.print(said, soft_wrap=True)
+
+    show(text)
+    yield show
+
+
+class FoldingTable(Table):
+    """A table that loses nothing on a narrow terminal.
+
+    Cells of text fold; numbers, which are on the right, stay with their units. Where not even the longest words fit
+    side by side, each row is shown as lines of `column: value`.
+    """
+
+    def add_column(self, *arguments: Any, **options: Any) -> None:
+        super().add_column(*arguments, **{**options, "overflow": "fold"})
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=10_000)
+        for column in self.columns:
+            column.overflow, column.no_wrap, column.width = "fold", False, None
+        words = [max(_needed(console, wide, column)) for column in self.columns]
+        lines = [max(_width(console, wide, cell).maximum for cell in (c.header, *c.cells)) for c in self.columns]
+        frame = Measurement.get(console, wide, self).maximum - sum(lines)
+        room = options.max_width - frame - sum(words)
+        if room < 0:
+            yield from self._records(console)
+            return
+        wanted = sum(lines) - sum(words)
+        if wanted > room:  # rich would narrow the widest columns first, below their longest words
+            for column, word, line in zip(self.columns, words, lines, strict=True):
+                column.width = word + room * (line - word) // wanted
+        yield from super().__rich_console__(console, options)
+
+    def _records(self, console: Console) -> Iterator[Text]:
+        if self.title:
+            yield _text_of(self.title, console)
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            for column, cell in zip(self.columns, row, strict=True):
+                name, value = _text_of(column.header, console), _text_of(cell, console)
+                if value.plain:
+                    yield Text.assemble(name, ": " if name.plain else "", value, overflow="fold")
+            yield Text()
+        if self.caption:
+            yield _text_of(self.caption, console)
+
+
+def _width(console: Console, options: ConsoleOptions, cell: object) -> Measurement:
+    """How wide the longest word of a cell is, and its longest line."""
+    return Measurement.get(console, options, _text_of(cell, console))
+
+
+def _text_of(cell: object, console: Console) -> Text:
+    return cell if isinstance(cell, Text) else console.render_str(str(cell))
+
+
+def _needed(console: Console, options: ConsoleOptions, column: Column) -> Iterator[int]:
+    """The width that each cell of a column needs: its longest word, or the whole of a number with its unit."""
+    yield _width(console, options, column.header).minimum
+    for cell in column.cells:
+        width = _width(console, options, cell)
+        yield width.maximum if column.justify == "right" else width.minimum

@@ -1,0 +1,98 @@
+"""What processes write to their output files: its lines, its end, the stacks in it, and an echo of it as it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from holdfast.ft.console.visible import visible
+
+LONGEST_LINE = 1 << 16
+"""Bytes after which a line that has no end is shown all the same."""
+
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+"""A carriage return ends a line too: progress bars write nothing else. One at the end may be half of CR LF."""
+
+
+class LineSplitter:
+    """Makes lines of the bytes that a process writes, as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are complete with `data`."""
+        *whole, self._rest = _LINE_END.split(self._rest + data)
+        while len(self._rest) > LONGEST_LINE:
+            whole.append(self._rest[:LONGEST_LINE])
+            self._rest = self._rest[LONGEST_LINE:]
+        return [line.decode(errors="replace") for line in whole]
+
+    def end(self) -> list[str]:
+        """The last line, if it has no end."""
+        rest, self._rest = self._rest.removesuffix(b"\r"), b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+def tail(output: Path, limit: int = 4000) -> str:
+    """The end of a process's output, `limit` bytes at most; empty if there is none."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def last_stack(output: Path) -> str:
+    """The last stack that a fault handler wrote there; without one, the end of the output."""
+    text = tail(output, 16000)
+    _, found, stack = text.rpartition("(most recent call first):\n")
+    return stack.partition("\n\nExtension modules")[0].strip() if found else text
+
+
+class Echo:
+    """Follows files and prints what is new in them to `sys.stdout`, if `enabled`."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._files: dict[Path, _Followed] = {}
+
+    def follow(self, name: str, path: Path) -> None:
+        """Show what is written to `path` from now on, as `[name] line`."""
+        if path not in self._files:
+            self._files[path] = _Followed(name, path.stat().st_size if path.exists() else 0)
+
+    def skip(self, path: Path) -> None:
+        """Leave out what `path` holds by now."""
+        if path in self._files:
+            self._files[path] = _Followed(self._files[path].name, path.stat().st_size)
+
+    def pump(self) -> None:
+        """Print the lines that are new and complete."""
+        if not self._enabled:
+            return
+        for path, followed in self._files.items():
+            if not path.exists() or path.stat().st_size <= followed.at:
+                continue
+            with path.open("rb") as file:
+                file.seek(followed.at)
+                data = file.read()
+            followed.at += len(data)
+            for line in followed.lines.feed(data):
+                _print(f"[{followed.name}] {visible(line)}")
+
+
+class _Followed:
+    """A file, how much of it was read, and the line that is not complete yet."""
+
+    def __init__(self, name: str, at: int) -> None:
+        self.name, self.at, self.lines = name, at, LineSplitter()
+
+
+def _print(line: str) -> None:
+    """Print to whatever `sys.stdout` is now: it may be unable to encode the line."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), file=sys.stdout)

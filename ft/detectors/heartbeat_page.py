@@ -1,0 +1,83 @@
+"""A heartbeat in shared memory: a page that its process writes to and the others of its host look at.
+
+The page is a memfd that the others open through /proc, so it has no name and goes with its process. It says when its
+process was last seen to run, and how far it is in its ops: all of it can be read though the process is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from pathlib import Path
+
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import started
+from holdfast.ft.detectors.stragglers import OpPosition
+
+_BYTES = mmap.PAGESIZE
+_PAGE = struct.Struct("<8sQdQQ?")  # magic, version, time of the beat, epoch, ops entered, inside
+_MAGIC = b"HFPULSE1"
+_VERSION = struct.Struct("<Q")
+_AT = 8
+_TRIES = 8
+_NAME = "holdfast-pulse"
+
+
+class Pulse:
+    """This process's page. `fd` is what others need to open it."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _BYTES)
+        self._page = mmap.mmap(self.fd, _BYTES)
+        self._version = 0
+
+    def beat(self, now: float, place: OpPosition) -> None:
+        """Say that this process runs. The version is odd while the rest is being written."""
+        self._version += 2
+        _VERSION.pack_into(self._page, _AT, self._version - 1)
+        _PAGE.pack_into(self._page, 0, _MAGIC, self._version - 1, now, place.epoch, place.entered, place.inside)
+        _VERSION.pack_into(self._page, _AT, self._version)
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.fd)
+
+
+class PulseReader:
+    """Another process's page."""
+
+    def __init__(self, peer: Peer, fd: int) -> None:
+        """Raises OSError if there is no such page, or this process may not look at it."""
+        path = f"/proc/{peer.pid}/fd/{fd}"
+        _check_name(path)  # to open what else the number may stand for could wait for ever: a FIFO that nobody writes
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            _check_name(f"/proc/self/fd/{opened}")
+            if started(peer.pid) != peer.started:
+                raise FileNotFoundError(path)
+            self._page = mmap.mmap(opened, _BYTES, prot=mmap.PROT_READ)
+        except (ValueError, ProcessLookupError) as error:
+            raise FileNotFoundError(path) from error
+        finally:
+            os.close(opened)
+
+    def read(self) -> tuple[float, OpPosition] | None:
+        """When the process last said that it runs, and how far it was; None if it never has."""
+        for _ in range(_TRIES):
+            magic, version, time, epoch, entered, inside = _PAGE.unpack_from(self._page, 0)
+            if magic == _MAGIC and version % 2 == 0 and _VERSION.unpack_from(self._page, _AT)[0] == version:
+                return time, OpPosition(epoch, entered, inside)
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):
+            self._page.close()
+
+
+def _check_name(path: str) -> None:
+    """Raises OSError for what is no page of a heartbeat."""
+    if str(Path(path).readlink()) != f"/memfd:{_NAME} (deleted)":
+        raise FileNotFoundError(path)

@@ -1,0 +1,202 @@
+"""What suspicions between hosts add up to, beyond what most of a member's observers decide.
+
+Each suspicion is an edge between an observer and a member that does not hear, or cannot reach, the other. Sans-I/O: it
+is told the time, what this process and the others say, and whom this process watches. It answers four questions:
+
+- Is this process cut off? Whoever hears less than half of the job stops at once, and leaves the next epoch to the
+  others; a cut-off side cannot be told from a side whose others have all died, so if nobody has taken over after a
+  while it tries itself, and the register decides. If the others are heard again before that, it resigns: it has
+  stopped, they have not, and so it must be replaced.
+- Who else has stopped? Whoever says that it does not hear so many has to go, before it tries itself.
+- Can some pairs not reach each other, though most observers have no complaint (a single link is cut)? After a while
+  the fewest members that are in all such pairs have to go: those with the most complaints, and of equals the last.
+- Has a transport reported a peer? Its communicator is over, so somebody has to go too, and sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.timeouts import Timeouts
+
+PATIENCE = 2.0
+"""For how many suspect times a side that is cut off leaves the next epoch to the others."""
+STALEMATE = 3.0
+"""For how many suspect times pairs that do not hear each other may stay in one epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """This process hears less than half of the job. It must stop."""
+
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resign:
+    """This process had stopped because it was cut off, and hears the others again. They must go on without it."""
+
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """A member that the job has to go on without, if the register agrees."""
+
+    member: str
+    evidence: str
+
+
+Verdict = CutOff | Resign | Condemned
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    since: float
+    evidence: str
+    reported: bool  # by a transport: it does not heal in this epoch
+
+
+class Observers:
+    """What one process makes of suspicions. `in_doubt`: `look` is wanted again soon."""
+
+    def __init__(self, me: Member, timeouts: Timeouts) -> None:
+        self._me, self._timeouts = me, timeouts
+        self._view: View | None = None
+        self._watched: frozenset[str] = frozenset()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._edges: dict[tuple[str, str], _Edge] = {}
+        self._condemned: set[str] = set()
+        self._cut_off_since: float | None = None
+        self._resigned = False
+
+    @property
+    def in_doubt(self) -> bool:
+        return bool(self._edges) or self._cut_off_since is not None
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether this process has stopped because it hears too few."""
+        return self._cut_off_since is not None
+
+    def follow(self, view: View | None, watched: Iterable[Member]) -> None:
+        """From now on it is about the members of `view`, of whom this process watches some."""
+        if view is None or self._view is None or view.epoch != self._view.epoch:
+            self._begin()
+        self._view = view
+        here = self._me.peer.host
+        ranks = view.ranks if view is not None else {}
+        self._watched = frozenset(m.id for m in watched if m.peer.host != here and m.id in ranks)
+
+    def suspect(self, observer: str, member: str, evidence: str, now: float) -> None:
+        """`observer` does not hear `member`."""
+        self._complain(observer, member, _Edge(now, evidence, False))
+
+    def report(self, observer: str, member: str, evidence: str, now: float) -> None:
+        """A transport of `observer` says that `member` failed: its communicator is over, whatever is heard later."""
+        self._complain(observer, member, _Edge(now, evidence, True))
+
+    def clear(self, observer: str, member: str) -> None:
+        """`observer` hears `member` again."""
+        edge = self._edges.get((observer, member))
+        if edge is not None and not edge.reported:
+            del self._edges[observer, member]
+
+    def _complain(self, observer: str, member: str, edge: _Edge) -> None:
+        view = self._view
+        if view is None or observer == member or view.rank_of(observer) is None or view.rank_of(member) is None:
+            return
+        known = self._edges.get((observer, member))
+        if known is None or (edge.reported and not known.reported):
+            self._edges[observer, member] = edge
+
+    def look(self, now: float) -> tuple[Verdict, ...]:
+        """What follows by now. To be called a few times a heartbeat while `in_doubt`."""
+        view = self._view
+        if view is None or view.rank_of(self._me.id) is None or self._resigned:
+            return ()
+        silent = sorted(m for m in self._watched if (edge := self._edges.get((self._me.id, m))) and not edge.reported)
+        if self._cut_off_since is not None:
+            return self._while_cut_off(silent, now)
+        if silent and self._in_minority(view, silent):
+            self._cut_off_since = now
+            return (CutOff(f"cut off: {len(silent)} of the {len(self._watched)} members watched elsewhere are silent"),)
+        return self._stalemate(view, now)
+
+    def _in_minority(self, view: View, silent: list[str]) -> bool:
+        """Whether this process's side is less than half of the job, as far as those it watches tell."""
+        return _outweighed(view, len(view.hosts[self._me.peer.host]) + len(self._watched), silent)
+
+    def _stopped(self, view: View) -> set[str]:
+        """Those who say that they do not hear so many that they must have stopped, as this process would."""
+        silent: dict[str, list[str]] = {}
+        for (observer, member), edge in self._edges.items():
+            if not edge.reported:
+                silent.setdefault(observer, []).append(member)
+        return {observer for observer, members in silent.items() if _outweighed(view, len(view.members), members)}
+
+    def _while_cut_off(self, silent: list[str], now: float) -> tuple[Verdict, ...]:
+        view, since = self._view, self._cut_off_since
+        assert view is not None and since is not None
+        if not silent or not self._in_minority(view, silent):
+            self._resigned = True
+            return (Resign(f"it was cut off for {now - since:.2f} s and had stopped"),)
+        if now - since < PATIENCE * self._timeouts.suspect:
+            return ()
+        new = [member for member in silent if member not in self._condemned]
+        self._condemned.update(new)
+        words = f"silent like most others, and nobody has taken over for {now - since:.2f} s"
+        return tuple(Condemned(member, words) for member in new)
+
+    def _stalemate(self, view: View, now: float) -> tuple[Verdict, ...]:
+        suspect, stopped = self._timeouts.suspect, self._stopped(view)
+        if not any(
+            now - edge.since >= (1.0 if edge.reported or observer in stopped else STALEMATE) * suspect
+            for (observer, _), edge in self._edges.items()
+        ):
+            return ()
+        verdicts = []
+        for member in self._cover(view, now):
+            if member != self._me.id and member not in self._condemned:
+                self._condemned.add(member)
+                verdicts.append(Condemned(member, self._words(member)))
+        return tuple(verdicts)
+
+    def _cover(self, view: View, now: float) -> list[str]:
+        """Members that between them are in every pair: those that have stopped, the one in the most pairs, and so on.
+
+        Of equals it is the one that more others complain of, and then the one of the highest rank.
+        """
+        edges = [pair for pair, edge in self._edges.items() if now - edge.since >= self._timeouts.heartbeat]
+        chosen: list[str] = []
+        stopped = self._stopped(view)
+        while edges:
+            pairs: dict[str, set[str]] = {}
+            complaints: dict[str, int] = {}
+            for observer, member in edges:
+                pairs.setdefault(observer, set()).add(member)
+                pairs.setdefault(member, set()).add(observer)
+                complaints[member] = complaints.get(member, 0) + 1
+            worst = max(pairs, key=lambda w: (w in stopped, len(pairs[w]), complaints.get(w, 0), view.ranks[w]))
+            chosen.append(worst)
+            edges = [pair for pair in edges if worst not in pair]
+        return chosen
+
+    def _words(self, member: str) -> str:
+        complaints = {observer: edge for (observer, whom), edge in self._edges.items() if whom == member}
+        if not complaints:
+            return "it complains of others that nobody else complains of"
+        first = complaints[min(complaints)]
+        return f"{len(complaints)} of the others cannot work with it: {first.evidence}"
+
+
+def _outweighed(view: View, seen: int, silent: list[str]) -> bool:
+    """Whether the `silent` are most of the `seen` members of `view`, or half of them and the first of all is one."""
+    heard = seen - len(silent)
+    if 2 * heard != seen:
+        return 2 * heard < seen
+    return view.members[0].id in silent

@@ -1,0 +1,241 @@
+"""Which processes of this host have ended, as the kernel tells the event loop; and how to end one for certain.
+
+The kernel tells of a process's end only once it has taken its memory apart: 5 to 50 ms for one that uses torch. The
+end of a single thread is told at once. So a few threads of each process are followed too, and when one of them ends
+while the process is exiting, that is proof enough: nothing stops an exit that has begun.
+
+Taking that memory apart keeps a processor busy just when the survivors need it, so a process that is found exiting is
+made to give way to all others for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.comms.transport.liveness import open_pidfd, stat, this_host
+from holdfast.ft.membership.events import Death
+from holdfast.ft.membership.view import Member
+
+OnDeaths = Callable[[tuple[Death, ...]], None]
+
+PIDFD_THREAD = os.O_EXCL
+"""The flag of pidfd_open that takes a thread's number; since Linux 6.9."""
+_EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
+_KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
+_GIVES_WAY_SECONDS = 0.05
+_SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A process and the descriptors that tell of it: `process` for all of it, `threads` for some of its threads."""
+
+    member: Member
+    process: int
+    threads: tuple[int, ...]
+
+
+class ProcessWatch:
+    """Follows the processes behind members, by pidfds whose start time was checked. Belongs to one event loop.
+
+    `on_deaths` is called in the loop, once for all processes that are found to have ended at a time. Members of other
+    hosts, and those that are threads of this process, are beyond it.
+    """
+
+    def __init__(self, on_deaths: OnDeaths) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_deaths = on_deaths
+        self._poll = select.poll()
+        self._followed: dict[str, _Followed] = {}
+        self._owners: dict[int, str] = {}
+        self._gone: set[str] = set()
+
+    def follow(self, members: Iterable[Member]) -> None:
+        """Follow exactly these from now on."""
+        wanted = {m.id: m for m in members if m.peer.host == this_host() and m.peer.pid != os.getpid()}
+        for member_id in self._followed.keys() - wanted.keys():
+            self._let_go(member_id)
+        self._gone &= wanted.keys()
+        gone = []
+        for member_id in wanted.keys() - self._followed.keys() - self._gone:
+            member = wanted[member_id]
+            fd = open_pidfd(member.peer)
+            if fd is None:
+                self._gone.add(member_id)
+                gone.append(_death(member))
+                continue
+            self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member.peer.pid, member.threads))
+            for each in (fd, *followed.threads):
+                self._listen(each, member_id)
+        if gone:
+            self._loop.call_soon(self._on_deaths, tuple(gone))
+
+    def fence(self, member: Member) -> bool:
+        """SIGKILL a followed process; False if it is not followed. Its death is told of as any other."""
+        followed = self._followed.get(member.id)
+        if followed is None:
+            return False
+        try:
+            signal.pidfd_send_signal(followed.process, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        return True
+
+    def close(self) -> None:
+        """Follow nobody any more."""
+        for member_id in list(self._followed):
+            self._let_go(member_id)
+
+    def _look(self) -> None:
+        """Some descriptor is ready: take in all that are, so that simultaneous deaths are told of together."""
+        ended: dict[str, Member] = {}
+        for fd, _ in self._poll.poll(0):
+            member_id = self._owners.get(fd)
+            if member_id is None or member_id in ended:
+                continue
+            followed = self._followed[member_id]
+            if fd == followed.process:
+                ended[member_id] = followed.member
+            elif is_exiting(followed.member.peer.pid):
+                self._hold_back(followed.member.peer.pid)
+                ended[member_id] = followed.member
+            else:
+                self._ignore(fd)
+                self._look_again(followed, _SECOND_LOOKS)
+        self._tell(ended)
+
+    def _look_again(self, followed: _Followed, delays: tuple[float, ...]) -> None:
+        """A thread has ended, its process not yet: it closes in good order, or is about to be seen exiting."""
+        if not delays:
+            return
+
+        def look() -> None:
+            if self._followed.get(followed.member.id) is not followed:
+                return
+            if is_exiting(followed.member.peer.pid):
+                self._tell({followed.member.id: followed.member})
+            else:
+                self._look_again(followed, delays[1:])
+
+        self._loop.call_later(delays[0], look)
+
+    def _hold_back(self, pid: int) -> None:
+        """Let an exiting process run only where nobody else would, for a while; unless another survivor has done so."""
+        with contextlib.suppress(OSError):
+            if os.sched_getscheduler(pid) == os.SCHED_IDLE:
+                return
+        threads = _threads(pid)
+        _reschedule(threads, os.SCHED_IDLE, 19)
+
+        def let_go() -> None:
+            if is_exiting(pid):
+                _reschedule(threads, os.SCHED_OTHER, 0)
+
+        self._loop.call_later(_GIVES_WAY_SECONDS, let_go)
+
+    def _tell(self, ended: dict[str, Member]) -> None:
+        self._gone |= ended.keys()
+        if ended:
+            self._on_deaths(tuple(_death(member) for member in ended.values()))
+        for member_id in ended.keys() & self._followed.keys():
+            self._let_go(member_id)
+
+    def _listen(self, fd: int, member_id: str) -> None:
+        self._owners[fd] = member_id
+        self._poll.register(fd, select.POLLIN)
+        self._loop.add_reader(fd, self._look)
+
+    def _ignore(self, fd: int) -> None:
+        if self._owners.pop(fd, None) is not None:
+            self._loop.remove_reader(fd)
+            self._poll.unregister(fd)
+
+    def _let_go(self, member_id: str) -> None:
+        followed = self._followed.pop(member_id)
+        for fd in (followed.process, *followed.threads):
+            self._ignore(fd)
+            os.close(fd)
+
+
+def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Descriptors for those threads of a process that still are; none where the kernel cannot."""
+    fds = []
+    for number in numbers:
+        try:
+            fd = os.pidfd_open(number, PIDFD_THREAD)
+        except OSError:
+            continue
+        if Path(f"/proc/{pid}/task/{number}").exists():
+            fds.append(fd)
+        else:
+            os.close(fd)
+    return tuple(fds)
+
+
+def cpu_ticks(pid: int) -> int:
+    """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
+    try:
+        fields = stat(pid)
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
+    try:
+        fields = stat(pid)
+    except OSError:  # of this process, and no proof of anything
+        return False
+    if not fields or fields[0] in (b"Z", b"X"):
+        return True
+    return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
+
+
+def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
+    """Descriptors of some threads of a process of several; each becomes readable when its thread ends.
+
+    None of a process that has only one: its memory is taken apart before that one is said to have ended.
+    """
+    numbers = _threads(pid)
+    return _open_threads(pid, numbers[:most]) if len(numbers) > 1 else ()
+
+
+def _threads(pid: int) -> list[int]:
+    """The kernel's numbers of a process's threads; none of one that is gone."""
+    try:
+        return sorted(int(entry.name) for entry in os.scandir(f"/proc/{pid}/task"))
+    except OSError:
+        return []
+
+
+def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
+    """Let the kernel run threads in another way, as far as they still are and this process may.
+
+    Niceness is what the kernel looks at, and not the policy, when it decides whether a thread must let go of its
+    processor at once, and not only at the next tick of the clock, after up to 4 ms.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def fatal_signal(pid: int) -> int:
+    """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
+    try:
+        fields = stat(pid)
+    except OSError:
+        return 0
+    return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0
+
+
+def _death(member: Member) -> Death:
+    return Death(member.id, f"its process (pid {member.peer.pid}) ended")

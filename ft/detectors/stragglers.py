@@ -1,0 +1,115 @@
+"""Who holds up the others: an op of a communicator that some ranks have entered and one has not.
+
+Ops of a communicator are numbered alike on all ranks. Sans-I/O: it is told the time, how far this process and the
+others are, and how to look at a process of this host. A rank that computes for long is late too, and is left alone
+until its time is up (`Timeouts.operation`); what it does meanwhile is looked at and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class OpPosition:
+    """How far a process is: how many ops it has entered in `epoch`, and whether it is inside of the last one."""
+
+    epoch: int
+    entered: int
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A member that has not entered an op in which this process waits; what a look at it showed, if it is here."""
+
+    member: str
+    op: int
+    evidence: str
+
+
+class Progress:
+    """Compares how far the members are. `cpu_ticks(pid)` is the processor time that a process of this host has used."""
+
+    def __init__(self, me: Member, timeouts: Timeouts, cpu_ticks: Callable[[int], int]) -> None:
+        self._me, self._timeouts, self._cpu_ticks = me, timeouts, cpu_ticks
+        self._view: View | None = None
+        self._mine = OpPosition(0, 0, False)
+        self._since = 0.0
+        self._places: dict[str, OpPosition] = {}
+        self._told: set[tuple[str, int]] = set()
+        self._ticks: dict[str, int] = {}
+
+    def follow(self, view: View | None) -> None:
+        """From now on it is about the members of `view`."""
+        if view is None or self._view is None or view.epoch != self._view.epoch:
+            self._places, self._told, self._ticks = {}, set(), {}
+        self._view = view
+
+    def here(self, place: OpPosition, now: float) -> None:
+        """How far this process is."""
+        if place != self._mine:
+            self._mine, self._since = place, now
+
+    @property
+    def mine(self) -> OpPosition:
+        """How far this process is, as it was told last."""
+        return self._mine
+
+    def waiting(self, now: float) -> bool:
+        """Whether this process has been inside of one op for the suspect time."""
+        view = self._view
+        in_it = self._mine.inside and view is not None and view.epoch == self._mine.epoch
+        return in_it and now - self._since >= self._timeouts.suspect
+
+    def there(self, member: str, place: OpPosition) -> None:
+        """How far another process is."""
+        self._places[member] = place
+
+    def behind(self, op: int) -> tuple[Member, ...]:
+        """The members that are known not to have entered op number `op`."""
+        view = self._view
+        if view is None:
+            return ()
+        return tuple(
+            member
+            for member in view.members
+            if member.id != self._me.id
+            and (place := self._places.get(member.id)) is not None
+            and place.epoch == view.epoch
+            and place.entered < op
+        )
+
+    def look(self, now: float) -> tuple[Late, ...]:
+        """Whom this process waits for; each is told of once an op, at its second look."""
+        if not self.waiting(now):
+            return ()
+        late = []
+        for member in self.behind(self._mine.entered):
+            key = (member.id, self._mine.entered)
+            if key in self._told:
+                continue
+            doing = self._doing(member)
+            if doing is not None:
+                self._told.add(key)
+                late.append(Late(member.id, self._mine.entered, f"{self.words(member.id, now)}; {doing}"))
+        return tuple(late)
+
+    def words(self, member: str, now: float) -> str:
+        """How far a member is behind."""
+        place, mine = self._places[member], self._mine
+        return f"it has entered {place.entered} ops, {mine.entered} are entered here since {now - self._since:.2f} s"
+
+    def _doing(self, member: Member) -> str | None:
+        """What a look at the process shows; None at the first look."""
+        if member.peer.host != self._me.peer.host:
+            return "it is on another host"
+        before, ticks = self._ticks.get(member.id), self._cpu_ticks(member.peer.pid)
+        self._ticks[member.id] = ticks
+        if before is None:
+            return None
+        return "it computes: its processor time moves" if ticks > before else "it waits: its processor time stands"

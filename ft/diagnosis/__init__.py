@@ -1,0 +1,1 @@
+"""What happened to a job: evidence from its recordings, and the rank to blame."""

@@ -1,0 +1,34 @@
+"""All that blame finds, the surest first.
+
+In each communicator the first thing that went wrong explains the rest: ranks that call different ops end up waiting for
+each other, and what waits is not slow. So a mismatch is asked for first, then who stopped the others, then who is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.ft.diagnosis.evidence import Evidence, Group
+from holdfast.ft.diagnosis.finding import Finding
+from holdfast.ft.diagnosis.mismatch import find_mismatch
+from holdfast.ft.diagnosis.slow import find_slow
+from holdfast.ft.diagnosis.stops import find_stops
+
+
+def analyse(evidence: Evidence) -> list[Finding]:
+    """Every suspect, by score; between equals the newest epoch first. A process is suspected of a thing once."""
+    found = [finding for group in evidence.groups for finding in _in_group(evidence, group)]
+    once: dict[tuple[object, ...], Finding] = {}
+    for finding in sorted(found, key=lambda finding: (-finding.score, -finding.epoch, finding.rank)):
+        who = finding.process or (finding.communicator, finding.epoch, finding.rank)
+        once.setdefault((finding.kind, who, finding.to), finding)
+    return list(once.values())
+
+
+def _in_group(evidence: Evidence, group: Group) -> Iterator[Finding]:
+    mismatches = list(find_mismatch(group))
+    if mismatches:
+        yield from mismatches
+        return
+    yield from find_stops(evidence, group)
+    yield from find_slow(group)

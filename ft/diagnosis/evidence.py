@@ -1,0 +1,149 @@
+"""What is known of a job: its recordings, sorted by communicator and rank, the processes behind them, the events."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import started, this_host
+from holdfast.ft.telemetry.flight import Op, Recording, State, Status
+
+
+class Life(enum.Enum):
+    """What the kernel says of a process now."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """It was on another host, or before this boot."""
+
+
+def life(process: Peer) -> Life:
+    """How a process is now."""
+    if process.host != this_host():
+        return Life.UNKNOWN
+    try:
+        if started(process.pid) != process.started:
+            return Life.GONE
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except (ProcessLookupError, OSError):
+        return Life.GONE
+    state = stat[stat.rindex(b")") + 2 :][:1]
+    return Life.STOPPED if state in b"Tt" else Life.GONE if state in b"ZX" else Life.RUNNING
+
+
+@dataclass(frozen=True)
+class Track:
+    """One rank's ops on one communicator, in order. `offset` is what to add to its times: those of the first host."""
+
+    rank: int
+    recording: Recording
+    life: Life
+    ops: tuple[Op, ...]
+    offset: float = 0.0
+
+    @cached_property
+    def collectives(self) -> Mapping[int, Op]:
+        """By ordinal."""
+        return {op.ordinal: op for op in self.ops if op.signature.collective}
+
+    @property
+    def last(self) -> Op:
+        return self.ops[-1]
+
+    @property
+    def was_killed(self) -> bool:
+        """Its process is gone, without having left the job, and this was the last that it did."""
+        return (
+            self.life is Life.GONE
+            and self.recording.state is State.OPEN
+            and self.recording.ops[-1].number == self.last.number
+        )
+
+    def entered(self, op: Op) -> float:
+        return op.entered + self.offset
+
+    def left(self, op: Op) -> float:
+        """When it left; infinite while it is inside."""
+        return float("inf") if op.left is None else op.left + self.offset
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one communicator in one epoch, as far as there are recordings of them."""
+
+    name: str
+    epoch: int
+    size: int
+    tracks: Mapping[int, Track]
+
+    @cached_property
+    def furthest(self) -> int:
+        """The highest ordinal of a collective that any rank has entered."""
+        return max((ordinal for track in self.tracks.values() for ordinal in track.collectives), default=0)
+
+    @cached_property
+    def blocked(self) -> Mapping[int, Op]:
+        """By rank, the op that it is inside of, or that failed, if it did nothing after it."""
+        return {r: t.last for r, t in self.tracks.items() if t.last.status is not Status.DONE}
+
+    @property
+    def where(self) -> str:
+        return f"{self.name!r} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All of a job. `now` is this host's time on the clock of the first; `bad` says which files could not be read."""
+
+    recordings: tuple[Recording, ...]
+    lives: Mapping[str, Life]
+    events: Sequence[Mapping[str, Any]]
+    now: float
+    bad: tuple[str, ...] = ()
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    """By host, what to add to its times."""
+
+    @cached_property
+    def last_known(self) -> float:
+        """The time of the last thing that is known of the job, on the clock of the first host."""
+        offset = {r.identity: self.offsets.get(r.process.host, 0.0) for r in self.recordings}
+        moments = [(r.identity, moment) for r in self.recordings for moment in (r.ended, r.opened, *_moments(r))]
+        moments += [(str(event["process"]), float(event["time"])) for event in self.events]
+        return max((moment + offset.get(identity, 0.0) for identity, moment in moments), default=self.now)
+
+    def left(self, track: Track, op: Op) -> float:
+        """When a rank left an op; while it is inside, now, or if its process is gone the end of what is known."""
+        if op.left is not None:
+            return max(track.left(op), track.entered(op))
+        lives = track.life in (Life.RUNNING, Life.STOPPED)
+        return max(self.now if lives else self.last_known, track.entered(op))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every communicator of every epoch, oldest epoch first."""
+        tracks: dict[tuple[str, int], dict[int, Track]] = {}
+        sizes: dict[tuple[str, int], int] = {}
+        for recording in self.recordings:
+            ops: dict[tuple[str, int, int], list[Op]] = {}
+            for op in recording.ops:
+                where = op.communicator
+                ops.setdefault((where.name, where.epoch, where.rank), []).append(op)
+                sizes[where.name, where.epoch] = where.size
+            for (name, epoch, rank), mine in ops.items():
+                offset = self.offsets.get(recording.process.host, 0.0)
+                track = Track(rank, recording, self.lives[recording.identity], tuple(mine), offset)
+                tracks.setdefault((name, epoch), {})[rank] = track
+        keys = sorted(tracks, key=lambda key: (key[1], key[0]))
+        return tuple(Group(*key, sizes[key], dict(sorted(tracks[key].items()))) for key in keys)
+
+
+def _moments(recording: Recording) -> Iterator[float]:
+    for op in recording.ops:
+        yield op.entered if op.left is None else op.left

@@ -1,0 +1,40 @@
+"""Gathers the evidence of a job from the files in its log folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.diagnosis.clocks import offsets
+from holdfast.ft.diagnosis.evidence import Evidence, Life, life
+from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.ft.telemetry.flight import BadRecording, Recording, find, read
+
+
+def gather(logs: Path, now: float) -> Evidence:
+    """What lies in a folder of recordings and event logs; `now` is this host's monotonic time."""
+    recordings, bad = [], []
+    for path in find(logs):
+        try:
+            recordings.append(read(path))
+        except BadRecording as error:
+            bad.append(str(error))
+    lives = {recording.identity: life(recording.process) for recording in recordings}
+    events = read_events(logs, bad.append)
+    return assemble(recordings, lives, events, now, bad)
+
+
+def assemble(
+    recordings: Iterable[Recording],
+    lives: Mapping[str, Life],
+    events: Sequence[Mapping[str, Any]],
+    now: float,
+    bad: Iterable[str] = (),
+) -> Evidence:
+    """Evidence from its parts, with the clocks of the hosts brought together."""
+    found = Evidence(tuple(recordings), lives, events, now, tuple(bad))
+    known = offsets(found.groups)
+    here = now + known.get(this_host(), 0.0)
+    return Evidence(found.recordings, lives, events, here, found.bad, known)

@@ -1,0 +1,250 @@
+"""How a job is: worked out from its register, flight recordings and event logs, which are only read."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.ft.diagnosis.evidence import Life, life
+from holdfast.ft.diagnosis.jobs import JobFiles
+from holdfast.ft.membership.view import View
+from holdfast.ft.telemetry.event_reader import EventTail
+from holdfast.ft.telemetry.flight import BadRecording, Op, Recording, State, Status, find, read
+
+WINDOW = 5.0
+"""Seconds over which steps are counted."""
+_LAST_OPS = 8
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One process. `rank` is None for one that has none; `op` what it is in, for `seconds`, or what it left last.
+
+    `waits_for` are ranks of the op's communicator.
+    """
+
+    rank: int | None
+    process: str
+    pid: int
+    state: str
+    step: int
+    steps_per_second: float
+    op: str
+    inside: bool
+    seconds: float
+    waits_for: tuple[int, ...] = ()
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """The last revocation: how long ago, why, and how many seconds it took to the next communicator and commit."""
+
+    ago: float
+    epoch: int
+    reason: str
+    recovery: float | None
+    resume: float | None
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """A job at one moment. `faults` counts the epochs that were revoked; `needed` how many members it waits for."""
+
+    name: str
+    phase: str
+    epoch: int
+    members: int
+    backend: str
+    step: int
+    steps_per_second: float
+    faults: int
+    last_fault: Fault | None
+    rows: tuple[Row, ...]
+    needed: int = 0
+
+
+class Watcher:
+    """Looks at one job, again and again."""
+
+    def __init__(self, files: JobFiles) -> None:
+        self._files = files
+        self._tail = EventTail(files.logs)
+        self._commits: dict[str, deque[float]] = {}
+        self._steps: dict[str, int] = {}
+        self._installed: Mapping[str, Any] | None = None
+        self._spares: set[str] = set()
+        self._pids: dict[str, int] = {}
+        self._revoked: dict[int, tuple[float, str]] = {}
+        self._rebuilt: dict[int, float] = {}
+        self._resumed: dict[int, float] = {}
+        self._finished = False
+
+    def look(self) -> JobState:
+        """The job as it is now."""
+        for event in self._tail.new():
+            self._hear(event)
+        view = self._files.view()
+        recordings = self._recordings()
+        now = time.monotonic()
+        finished = self._finished if view is None else view.phase == "finished"
+        faults = self._faults(finished)
+        members, needed = self._members(view), _needed(view)
+        others = sorted(set(recordings) | self._spares - set(members))
+        rows = [self._row(rank, member, recordings.get(member), now) for rank, member in enumerate(members)]
+        rows += [
+            self._row(None, each, recordings.get(each), now)
+            for each in others
+            if each not in members and each in recordings and self._is_left(recordings[each])
+        ]
+        if needed:
+            rows = [_waiting(row, needed) for row in rows]
+        return JobState(
+            name=view.job.name if view is not None else next((r.job for r in recordings.values()), ""),
+            phase=view.phase if view is not None else "finished" if finished else "unknown",
+            epoch=view.epoch if view is not None else int((self._installed or {}).get("epoch", 0)),
+            members=len(members),
+            backend=view.job.backend if view is not None else self._backend(recordings),
+            step=max(self._steps.values(), default=-1),
+            steps_per_second=max((row.steps_per_second for row in rows), default=0.0),
+            faults=len(faults),
+            last_fault=self._fault(max(faults), now) if faults else None,
+            rows=tuple(rows),
+            needed=needed,
+        )
+
+    # What the logs say --------------------------------------------------------------------------------------------
+
+    def _hear(self, event: Mapping[str, Any]) -> None:
+        process, at = str(event.get("process")), float(event["time"])
+        self._pids[process] = int(event.get("pid", 0))
+        match event["kind"]:
+            case "installed":
+                if self._installed is None or event["epoch"] >= self._installed["epoch"]:
+                    self._installed = event
+                self._spares.discard(process)
+            case "spare":
+                self._spares.add(process)
+            case "committed":
+                times = self._commits.setdefault(process, deque())
+                times.append(at)
+                while times and times[0] < at - WINDOW:
+                    times.popleft()
+                self._steps[process] = int(event["step"])
+                self._resumed.setdefault(int(event["epoch"]), at)
+            case "revoked":
+                self._revoked.setdefault(int(event["epoch"]), (at, str(event.get("reason", ""))))
+            case "rebuilt":
+                epoch = int(event["epoch"])
+                self._rebuilt[epoch] = max(at, self._rebuilt.get(epoch, 0.0))
+            case "finished":
+                self._finished = True
+
+    def _members(self, view: View | None) -> list[str]:
+        """The members' names in rank order."""
+        if view is not None and view.phase != "forming":
+            return [member.id for member in view.members]
+        return list((self._installed or {}).get("members", ()))
+
+    def _faults(self, finished: bool) -> list[int]:
+        """The epochs that were revoked, but for the last of a job that is finished: that was its end."""
+        last = max(self._rebuilt, default=0)
+        return [epoch for epoch in self._revoked if epoch < last or not finished]
+
+    def _fault(self, epoch: int, now: float) -> Fault:
+        at, reason = self._revoked[epoch]
+        rebuilt = [when for later, when in self._rebuilt.items() if later > epoch]
+        resumed = [when for later, when in self._resumed.items() if later > epoch]
+        return Fault(
+            ago=now - at,
+            epoch=epoch,
+            reason=reason,
+            recovery=min(rebuilt) - at if rebuilt else None,
+            resume=min(resumed) - at if resumed else None,
+        )
+
+    def _rate(self, process: str, now: float, running: bool) -> float:
+        """Steps a second over the last seconds; of a process that has ended, over its last ones."""
+        times = self._commits.get(process)
+        if not times:
+            return 0.0
+        recent = [at for at in times if at >= now - WINDOW] if running else list(times)
+        return (len(recent) - 1) / (recent[-1] - recent[0]) if len(recent) > 1 and recent[-1] > recent[0] else 0.0
+
+    # What the recordings say --------------------------------------------------------------------------------------
+
+    def _recordings(self) -> dict[str, Recording]:
+        found = {}
+        for path in find(self._files.logs):
+            try:
+                recording = read(path, last=_LAST_OPS)
+            except BadRecording:
+                continue
+            found[recording.identity] = recording
+        return found
+
+    @staticmethod
+    def _backend(recordings: Mapping[str, Recording]) -> str:
+        return next((op.communicator.backend for r in recordings.values() for op in r.ops), "")
+
+    @staticmethod
+    def _is_left(recording: Recording) -> bool:
+        """Whether a process without a rank is still there, as a spare."""
+        return recording.state is State.OPEN and life(recording.process) in (Life.RUNNING, Life.STOPPED)
+
+    def _row(self, rank: int | None, process: str, recording: Recording | None, now: float) -> Row:
+        if recording is None:
+            step = self._steps.get(process, -1)
+            return Row(rank, process, self._pids.get(process, 0), "no recording", step, 0.0, "", False, 0.0)
+        alive = life(recording.process)
+        running = alive in (Life.RUNNING, Life.STOPPED)
+        op = recording.ops[-1] if recording.ops else None
+        return Row(
+            rank=rank,
+            process=process,
+            pid=recording.process.pid,
+            state=_state(recording, alive, rank),
+            step=max(recording.step, self._steps.get(process, -1)),
+            steps_per_second=self._rate(process, now, running),
+            op="" if op is None else str(op.signature),
+            inside=op is not None and op.status is Status.INSIDE,
+            seconds=_since(op, recording, now if running else None),
+            waits_for=() if op is None or op.waiting is None or op.left is not None else op.waiting.takes,
+        )
+
+
+def _needed(view: View | None) -> int:
+    """For how many members a job waits: to begin, or to go on."""
+    if view is None or view.phase not in ("forming", "running"):
+        return 0
+    alive = sum(life(member.peer) is not Life.GONE for member in view.members)
+    return max(0, (view.job.size if view.phase == "forming" else view.job.min_size) - alive)
+
+
+def _waiting(row: Row, needed: int) -> Row:
+    """The row of a process of a job that waits for members."""
+    if row.state not in ("running", "spare"):
+        return row
+    return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")
+
+
+def _state(recording: Recording, alive: Life, rank: int | None) -> str:
+    match recording.state, alive:
+        case State.CLOSED, _:
+            return "done"
+        case State.FAILED, _:
+            return f"failed: {recording.note}"
+        case _, Life.GONE:
+            return "killed"
+        case _, Life.STOPPED:
+            return "stopped"
+        case _, Life.UNKNOWN:
+            return "elsewhere"
+    return "running" if rank is not None else "spare"
+
+
+def _since(op: Op | None, recording: Recording, now: float | None) -> float:
+    """Seconds since the op was entered, or left."""
+    if op is None or now is None:
+        return 0.0
+    return max(0.0, now - (op.entered if op.left is None else op.left))

@@ -1,0 +1,100 @@
+"""The straggler: who spends more time outside of ops than the others, who spend that time waiting inside.
+
+Between two ops that all ranks have in their recordings each rank's time divides in two: inside of ops and outside. All
+take equally long in all, so whoever has more outside keeps the others waiting. That needs no common clock, and holds
+for ops in which only some ranks wait for some. A rank with clearly more than all others, and by a fair part of the
+time, is slow. Where all have the same, one may still be late where all must meet, by what happens inside of ops.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from holdfast.ft.diagnosis.clocks import MEETINGS
+from holdfast.ft.diagnosis.evidence import Group, Track
+from holdfast.ft.diagnosis.finding import Finding
+
+FRACTION = 0.05
+"""Of all time, what a rank must have cost."""
+CLEARLY = 2.0
+"""How many times the excess of the next rank it must have."""
+FEWEST = 4
+"""Ops that all ranks must have in common."""
+
+
+def find_slow(group: Group) -> Iterator[Finding]:
+    """The straggler, if there is one."""
+    if len(group.tracks) < 2 or len(group.tracks) < group.size:
+        return
+    met = sorted(set.intersection(*(set(track.collectives) for track in group.tracks.values())))
+    if len(met) < FEWEST or group.tracks[min(group.tracks)].collectives[met[0]].left is None:
+        return
+    outside = {rank: _outside(track, met[0], met[-1]) for rank, track in group.tracks.items()}
+    span = max(_span(track, met[0], met[-1]) for track in group.tracks.values())
+    rank = max(outside, key=lambda r: outside[r])
+    usual = statistics.median(seconds for r, seconds in outside.items() if r != rank)
+    excess = outside[rank] - usual
+    others = max((seconds - usual for r, seconds in outside.items() if r != rank), default=0.0)
+    if span <= 0 or excess < FRACTION * span or excess < CLEARLY * others:
+        return
+    track = group.tracks[rank]
+    times, meetings, worst, where = _arrivals(group, rank, met)
+    words = (
+        f"rank {rank} spent {_time(outside[rank])} of {_time(span)} outside of the ops of {group.where}, the others "
+        f"{_time(usual)}; it was the last in {times} of {meetings} meetings"
+    )
+    if worst > 0.5 * excess:
+        words += f", once by {_time(worst)} ({where})"
+    yield Finding(
+        "slow",
+        rank,
+        round(0.3 + 0.5 * min(1.0, excess / span / 0.2), 3),
+        words,
+        group.name,
+        group.epoch,
+        track.recording.identity,
+        track.recording.process.pid,
+        seconds=excess,
+    )
+
+
+def _span(track: Track, first: int, last: int) -> float:
+    """From the end of collective `first` to the beginning of `last`."""
+    left = track.collectives[first].left
+    return 0.0 if left is None else track.collectives[last].entered - left
+
+
+def _outside(track: Track, first: int, last: int) -> float:
+    """How much of that the rank was in no op, of this communicator or another."""
+    began, ended = track.collectives[first].left or 0.0, track.collectives[last].entered
+    outside, at = 0.0, began
+    for op in track.recording.ops:
+        if op.entered >= began and op.left is not None and op.left <= ended:
+            outside += max(0.0, op.entered - at)
+            at = max(at, op.left)
+    return outside + max(0.0, ended - at)
+
+
+def _arrivals(group: Group, rank: int, met: list[int]) -> tuple[int, int, float, str]:
+    """How often `rank` was the last in a meeting, of how many, by how much at the most, and in which."""
+    times = meetings = 0
+    worst, where = 0.0, ""
+    for ordinal in met[1:]:
+        calls = {r: track.collectives[ordinal] for r, track in group.tracks.items()}
+        if calls[rank].signature.op not in MEETINGS:
+            continue
+        meetings += 1
+        next_to_last = max(track.entered(calls[r]) for r, track in group.tracks.items() if r != rank)
+        cost = group.tracks[rank].entered(calls[rank]) - next_to_last
+        if cost > 0:
+            times += 1
+        if cost > worst:
+            worst, where = cost, f"{calls[rank].signature.op}, collective {ordinal}"
+    return times, meetings, worst, where
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

@@ -1,0 +1,190 @@
+"""Who stopped a communicator: the rank that died, hangs or was cut off, where ops failed or do not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.ft.diagnosis.evidence import Evidence, Group, Life, Track
+from holdfast.ft.diagnosis.finding import Finding, Kind
+from holdfast.ft.diagnosis.waits import End, Why, edges, ends
+from holdfast.ft.telemetry.flight import Op, Status
+
+PATIENCE = 1.0
+"""Seconds that an op may take before one that has not ended counts as blocked, in a job that runs."""
+
+
+def find_stops(evidence: Evidence, group: Group) -> Iterator[Finding]:
+    """The suspects for a communicator in which some op failed, or has not ended for a while."""
+    found = list(_dead(evidence, group))
+    stopped = _stopped(evidence, group)
+    if stopped:
+        found += [*_by_waiting(evidence, group), *_left_inside(group)]
+    named: dict[int, Finding] = {}
+    for finding in found:
+        if finding.rank not in named or finding.score > named[finding.rank].score:
+            named[finding.rank] = finding
+    yield from named.values()
+    if stopped and not named:
+        yield from _nobody(group)
+
+
+def _stopped(evidence: Evidence, group: Group) -> bool:
+    blocked = group.blocked.items()
+    failed = any(op.status is not Status.INSIDE for _, op in blocked)
+    return failed or any(
+        group.tracks[r].life in (Life.GONE, Life.UNKNOWN)
+        or evidence.left(group.tracks[r], op) - group.tracks[r].entered(op) > PATIENCE
+        for r, op in blocked
+    )
+
+
+# By what the kernel and the members said -----------------------------------------------------------------------------
+
+
+def _dead(evidence: Evidence, group: Group) -> Iterator[Finding]:
+    killed = [track for track in group.tracks.values() if track.was_killed]
+    outlived = any(r.ops and r.ops[-1].communicator.epoch > group.epoch for r in evidence.recordings)
+    everybody = len(killed) * 2 > group.size and not outlived  # then it was the end of the job, and says nothing
+    for track in group.tracks.values():
+        fenced, said = _said(evidence.events, group, track)
+        if fenced:
+            yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {said}")
+        elif track in killed and not everybody:
+            words = said or f"then its process (pid {track.recording.process.pid}) was gone"
+            yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
+        elif said:
+            stopped = "stopped" in said or track.life is Life.STOPPED
+            yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {said}")
+        elif track.life is Life.STOPPED:
+            words = f"its process (pid {track.recording.process.pid}) is stopped; {_last(track)}"
+            yield _finding("hang", group, track, 0.97, words)
+
+
+def _said(events: Sequence[Mapping[str, Any]], group: Group, track: Track) -> tuple[bool, str]:
+    """Whether the members ended this one, and by what evidence they found it dead or stopped; "" if they did not.
+
+    Only of the communicator in which it did its last op.
+    """
+    me = track.recording.identity
+    if track.recording.ops[-1].number != track.last.number:
+        return False, ""
+    for event in events:
+        if event.get("kind") == "fenced" and event.get("member") == me:
+            return True, str(event.get("reason", ""))
+    for event in events:
+        if event.get("kind") == "detected" and me in event.get("members", ()):
+            return False, str(event.get("evidence", ""))
+    return False, ""
+
+
+# By who waits for whom ------------------------------------------------------------------------------------------------
+
+
+def _by_waiting(evidence: Evidence, group: Group) -> Iterator[Finding]:
+    for place, end in enumerate(ends(list(edges(group)))):
+        track = group.tracks.get(end.rank)
+        score = 0.9 - 0.1 * min(place, 5)
+        if end.lost:
+            certain = end.edge.why is Why.LOST and place == 0
+            yield _link(group, end, 0.99 if certain else score)
+        elif track is None:
+            words = f"{_ranks(end.waiters)} {_wait(end)} for it in {_op(end.edge.op)}, and it left no recording"
+            yield Finding("hang", end.rank, score - 0.2, words, group.name, group.epoch)
+        else:
+            waited = max(_waited(evidence, group, waiter) for waiter in end.waiters)
+            words = f"{_ranks(end.waiters)} waited for it in {_op(end.edge.op)} for {waited:.3g} s; {_last(track)}"
+            named = any(op.status is Status.PEER_FAILED for op in group.blocked.values())
+            yield _finding("crash" if named else "hang", group, track, score, words, waited)
+
+
+def _link(group: Group, end: End, score: float) -> Finding:
+    edge = end.edge
+    theirs = group.tracks[edge.awaited].collectives.get(edge.op.ordinal) if edge.op.signature.collective else None
+    if theirs is None:
+        done = "has sent it"
+    elif theirs.status is Status.DONE:
+        done = "has left that op"
+    else:
+        done = f"is as far ({theirs.waiting.rounds if theirs.waiting else 0} rounds)"
+    words = (
+        f"rank {edge.waiter} waits in {_op(edge.op)}, round {edge.rounds}, for a message of rank {edge.awaited}, "
+        f"which {done}: the link from rank {edge.awaited} to rank {edge.waiter} loses what is sent"
+    )
+    track = group.tracks[edge.awaited]
+    return Finding(
+        "cut",
+        edge.awaited,
+        score,
+        words,
+        group.name,
+        group.epoch,
+        track.recording.identity,
+        track.recording.process.pid,
+        to=edge.waiter,
+    )
+
+
+def _waited(evidence: Evidence, group: Group, waiter: int) -> float:
+    track, op = group.tracks[waiter], group.blocked[waiter]
+    return evidence.left(track, op) - track.entered(op)
+
+
+# By who is left inside ------------------------------------------------------------------------------------------------
+
+
+def _left_inside(group: Group) -> Iterator[Finding]:
+    """Those few that never came out of an op that all others have left."""
+    inside = {r: op for r, op in group.blocked.items() if op.status is Status.INSIDE}
+    others = [track for r, track in group.tracks.items() if r not in inside]
+    if not inside or len(inside) * 2 > len(group.tracks):
+        return
+    for rank, op in inside.items():
+        if not op.signature.collective:
+            continue
+        out = [t for t in others if (same := t.collectives.get(op.ordinal)) is not None and same.left is not None]
+        if out and len(out) == len(others):
+            failed = any(t.collectives[op.ordinal].status is not Status.DONE for t in out)
+            words = f"it never left {_op(op)}, which all others have left" + " by an error" * failed
+            yield _finding("hang", group, group.tracks[rank], 0.8, words)
+
+
+def _nobody(group: Group) -> Iterator[Finding]:
+    first = min(group.blocked.items(), key=lambda item: item[1].entered)
+    words = (
+        f"all ranks have arrived at {_op(first[1])} and it does not end; the backend "
+        f"({first[1].communicator.backend}) does not say who waits for whom"
+    )
+    yield _finding("stuck", group, group.tracks[first[0]], 0.1, words)
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def _finding(kind: Kind, group: Group, track: Track, score: float, words: str, seconds: float = 0.0) -> Finding:
+    who = track.recording
+    return Finding(
+        kind, track.rank, score, words, group.name, group.epoch, who.identity, who.process.pid, seconds=seconds
+    )
+
+
+def _last(track: Track) -> str:
+    op = track.last
+    step = f" in step {op.step}" if op.step >= 0 else ""
+    if op.status is Status.DONE:
+        return f"the last that rank {track.rank} did was to leave {_op(op)}{step}"
+    verb = "is inside of" if op.status is Status.INSIDE else "failed in"
+    return f"rank {track.rank} {verb} {_op(op)}{step}"
+
+
+def _op(op: Op) -> str:
+    number = f"collective {op.ordinal}" if op.signature.collective else f"message {op.ordinal}"
+    return f"{op.signature} ({number}, op {op.seq})"
+
+
+def _wait(end: End) -> str:
+    return "waits" if len(end.waiters) == 1 else "wait"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,138 @@
+"""Who waits for whom in a communicator that stopped, and where each chain of waiting ends.
+
+An edge leads from a rank to one that it waits for: what its transport told the recorder, and else those that have not
+arrived. A chain ends at a rank that waits for nobody: it died, was stopped, or computes. Or it ends at a message: the
+rank that is waited for has sent it, as is known because it has left the op or is further in it, and it did not arrive.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.ft.diagnosis.evidence import Group
+from holdfast.ft.telemetry.flight import Op, Status
+
+
+class Why(enum.Enum):
+    """How it is with a rank that is waited for."""
+
+    ABSENT = "has not arrived"
+    LOST = "has sent, and it did not arrive"
+    BEHIND = "is inside, and less far"
+    LEVEL = "is inside, and as far"
+    SILENT = "is inside, and waits for nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Rank `waiter` waits for `awaited` in `op`; `rounds` is how far it is in it."""
+
+    waiter: int
+    awaited: int
+    op: Op
+    why: Why
+    rounds: int
+
+
+def edges(group: Group) -> Iterator[Edge]:
+    """Every wait of the ranks that are blocked."""
+    for rank, op in group.blocked.items():
+        rounds = op.waiting.rounds if op.waiting is not None else 0
+        for awaited, gives in _awaited(group, rank, op):
+            if awaited != rank:
+                yield Edge(rank, awaited, op, _why(group, rank, awaited, op, gives), rounds)
+
+
+def _awaited(group: Group, rank: int, op: Op) -> list[tuple[int, bool]]:
+    """Whom a rank waits for in an op; True for those that have yet to take what it sends."""
+    if not op.signature.collective and op.signature.peer >= 0:
+        return [(op.signature.peer, op.signature.op == "send")]
+    if op.waiting is not None and (op.waiting.takes or op.waiting.gives):
+        takes, gives = op.waiting.takes, op.waiting.gives
+        return [*((r, False) for r in takes), *((r, True) for r in gives if r not in takes)]
+    if op.failed_ranks:
+        return [(r, False) for r in op.failed_ranks]
+    if not op.signature.collective:
+        return []
+    return [(r, False) for r in range(group.size) if r != rank and not _arrived(group, r, op)]
+
+
+def _arrived(group: Group, rank: int, op: Op) -> bool:
+    """Whether `rank` has entered a collective."""
+    track = group.tracks.get(rank)
+    return track is not None and max(track.collectives, default=0) >= op.ordinal
+
+
+def _why(group: Group, waiter: int, awaited: int, op: Op, gives: bool) -> Why:
+    track = group.tracks.get(awaited)
+    if track is None:
+        return Why.ABSENT
+    if not op.signature.collective:
+        return _why_message(group, waiter, awaited, op)
+    theirs = track.collectives.get(op.ordinal)
+    if theirs is None:
+        return Why.LOST if _arrived(group, awaited, op) else Why.ABSENT
+    if theirs.status is Status.DONE:
+        return Why.LOST
+    if theirs.waiting is None:
+        return Why.SILENT
+    mine, rounds = op.waiting.rounds if op.waiting is not None else 0, theirs.waiting.rounds
+    if gives or rounds < mine:
+        return Why.BEHIND
+    return Why.LOST if rounds > mine else Why.LEVEL
+
+
+def _why_message(group: Group, waiter: int, awaited: int, op: Op) -> Why:
+    """How it is with the other end of a message, or of some of a batch."""
+    track = group.tracks[awaited]
+    if op.signature.peer < 0:
+        theirs = track.last
+        if theirs.signature.op != op.signature.op or theirs.ordinal < op.ordinal:
+            return Why.ABSENT
+        if theirs.ordinal > op.ordinal or theirs.status is Status.DONE:
+            return Why.LOST
+        return Why.LEVEL if theirs.waiting is not None else Why.SILENT
+    other = "send" if op.signature.op == "recv" else "recv"
+    matching = [
+        each
+        for each in track.ops
+        if each.signature.op == other and each.signature.peer == waiter and each.ordinal >= op.ordinal
+    ]
+    return Why.LOST if matching else Why.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where chains of waiting end: at a rank, or (`edge.why` is LOST) at what it sent. `waiters` wait directly."""
+
+    rank: int
+    edge: Edge
+    waiters: tuple[int, ...]
+    lost: bool
+
+
+def ends(found: list[Edge]) -> list[End]:
+    """The ends of all chains, those that hold up most ranks first."""
+    lost = [edge for edge in found if edge.why is Why.LOST]
+    waits = {edge.waiter for edge in found}
+    sinks: dict[int, list[Edge]] = {}
+    for edge in found:
+        if edge.why in (Why.ABSENT, Why.SILENT) and edge.awaited not in waits:
+            sinks.setdefault(edge.awaited, []).append(edge)
+    at_ranks = [
+        End(rank, edges_[0], tuple(sorted({edge.waiter for edge in edges_})), False) for rank, edges_ in sinks.items()
+    ]
+    if at_ranks:
+        return sorted(at_ranks, key=lambda end: (-len(end.waiters), end.rank))
+    links = [End(edge.awaited, edge, (edge.waiter,), True) for edge in sorted(lost, key=_least_far)]
+    if links:
+        return links
+    level = [edge for edge in found if edge.why is Why.LEVEL]
+    return [End(edge.awaited, edge, (edge.waiter,), True) for edge in sorted(level, key=_least_far)]
+
+
+def _least_far(edge: Edge) -> tuple[int, int, int]:
+    """The first loss is the cause: of the op that is furthest back, and the round that is furthest back in it."""
+    return edge.op.ordinal, edge.rounds, edge.awaited

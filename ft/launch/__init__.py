@@ -1,0 +1,1 @@
+"""`holdfast run`: starts the processes of a job on this machine."""

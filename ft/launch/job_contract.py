@@ -1,0 +1,83 @@
+"""What a process needs to join a job: the environment contract, and the files behind it for a job on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.system.keys import create_key
+from holdfast.comms.system.paths import url_of
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.telemetry.event_reader import read_events
+
+
+@dataclass(frozen=True, slots=True)
+class LocalContract:
+    """A job of this machine. Everything of it lies in `directory`: key, register, event logs."""
+
+    name: str
+    directory: Path
+    backend: str
+    size: int
+    register_elsewhere: str | None = None
+    min_size: int | None = None
+    shards: int | None = None
+
+    @staticmethod
+    def create(
+        name: str,
+        directory: Path,
+        backend: str,
+        size: int,
+        register: str | None = None,
+        *,
+        min_size: int | None = None,
+        shards: int | None = None,
+        logs: Path | None = None,
+    ) -> LocalContract:
+        """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`.
+
+        `register` is the URL of the job's register if that is not to be a file in `directory`; `logs` an existing
+        folder for event logs and flight recordings, if they are to outlive `directory`.
+        """
+        contract = LocalContract(name, directory.absolute(), backend, size, register, min_size, shards)
+        create_key(contract.key_file)
+        if logs is None:
+            contract.events_directory.mkdir(mode=0o700)
+        else:
+            contract.events_directory.symlink_to(logs.absolute(), target_is_directory=True)
+        return contract
+
+    @property
+    def key_file(self) -> Path:
+        return self.directory / "key"
+
+    @property
+    def register_url(self) -> str:
+        return self.register_elsewhere or url_of("sqlite", self.directory / "register.sqlite")
+
+    @property
+    def events_directory(self) -> Path:
+        return self.directory / "events"
+
+    def environ(self) -> dict[str, str]:
+        """What to add to the environment of each process of the job."""
+        given = {"HOLDFAST_MIN_SIZE": self.min_size, "HOLDFAST_SHARDS": self.shards}
+        return {
+            "HOLDFAST_JOB": self.name,
+            "HOLDFAST_REGISTER": self.register_url,
+            "HOLDFAST_KEY_FILE": str(self.key_file),
+            "HOLDFAST_BACKEND": self.backend,
+            "HOLDFAST_SIZE": str(self.size),
+            "HOLDFAST_LOG_DIR": str(self.events_directory.resolve()),
+            **{variable: str(value) for variable, value in given.items() if value is not None},
+        }
+
+    def register(self) -> Register:
+        """The job's register; close it after use."""
+        return Register.open(self.register_url)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What all processes have written to their event logs so far, by time."""
+        return read_events(self.events_directory)

@@ -1,0 +1,144 @@
+"""Ranks of an MPI job that are forked from the zygote all the same.
+
+mpirun starts a proxy for each rank (`mpirun_proxy`). A proxy hands over the environment by which a process finds its
+place in the MPI job; the rank is forked with that environment, and the proxy dies with it. So ranks start in
+milliseconds, with this process's channel, and end with the zygote; and mpirun sees what it is used to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from holdfast.comms.system.paths import bind_unix
+from holdfast.ft.console.words import counted
+from holdfast.ft.launch import mpirun_proxy
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.ft.launch.launcher import Launch, StartFailed
+
+_START_SECONDS = 60.0
+_END_SECONDS = 5.0
+_RANK = "PMIX_RANK"
+_MOST = 1 << 20
+_OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
+"""What a rank has from this process and not from its proxy."""
+
+
+def mpirun_path() -> str | None:
+    """Where Open MPI's `mpirun` is: beside this Python, else on the path."""
+    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def memory_in(folder: Path) -> list[str]:
+    """The words for `mpirun` that put the ranks' shared memory there: the killed leave their files behind."""
+    return ["--mca", "btl_sm_backing_directory", str(folder)]
+
+
+class MpiJob(Launch):
+    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not come up."""
+
+    def __init__(self, size: int) -> None:
+        program = mpirun_path()
+        if program is None:
+            raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
+        self._folder = HeldFolder("holdfast-mpi-")
+        self._shared = HeldFolder("holdfast-mpi-", SHARED_MEMORY)
+        self._output = self._folder.path / "mpirun.log"
+        self._proxies: dict[int, socket.socket] = {}
+        self.environ = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                path = self._folder.path / "socket"
+                bind_unix(listener, path)
+                listener.listen(size)
+                self._process = self._start(program, size, path)
+                self._gather(listener, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, program: str, size: int, path: Path) -> subprocess.Popen[bytes]:
+        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
+        options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
+        options += memory_in(self._shared.path)
+        with private_file(self._output, "wb") as output:
+            return subprocess.Popen(
+                [program, *as_root, *options, *proxy],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "TMPDIR": str(self._folder.path)},
+                start_new_session=True,
+            )
+
+    def _gather(self, listener: socket.socket, size: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        listener.settimeout(0.1)
+        while len(self._proxies) < size:
+            if self._process is None or self._process.poll() is not None:
+                raise StartFailed(f"mpirun ended while starting: {self._said()}")
+            if time.monotonic() > deadline:
+                raise StartFailed(f"mpirun did not start {counted(size, 'process')} in time: {self._said()}")
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                continue
+            line.settimeout(5.0)
+            environ = _hear(line)
+            rank = int(environ[_RANK])
+            self._proxies[rank] = line
+            new = {name: value for name, value in environ.items() if os.environ.get(name) != value}
+            self.environ[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
+
+    def attach(self, rank: int, pidfd: int) -> None:
+        """Tie a proxy's life to the process that is its rank now."""
+        socket.send_fds(self._proxies[rank], [b"!"], [pidfd])
+
+    def close(self) -> None:
+        """End the proxies, and so mpirun, which removes what the ranks shared. Idempotent."""
+        for line in self._proxies.values():
+            line.close()
+        self._proxies.clear()
+        process, self._process = self._process, None
+        if process is not None:
+            for number in (None, signal.SIGTERM, signal.SIGKILL):
+                if number is not None:
+                    process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+                    break
+        self._folder.close()
+        self._shared.close()
+
+    def _said(self) -> str:
+        return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"
+
+
+def _hear(line: socket.socket) -> dict[str, str]:
+    """The environment that a proxy sends."""
+    size = int.from_bytes(_exactly(line, 8), "little")
+    if size > _MOST:
+        raise StartFailed(f"a proxy of mpirun sends {size} bytes of environment")
+    environ: dict[str, str] = json.loads(_exactly(line, size))
+    return environ
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := line.recv(size - len(data))):
+            raise StartFailed("a proxy of mpirun ended while starting")
+        data += more
+    return data

@@ -1,0 +1,1 @@
+"""The membership core: pure functions and a state machine without I/O."""

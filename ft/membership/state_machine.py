@@ -1,0 +1,478 @@
+"""Who is in the job: every decision about it, as a pure state machine.
+
+`Membership.on(event, now)` gives the next state and what is to be done about it. There is no clock, network,
+thread or chance in here, so the same class runs under the real runtime, a simulator and an exhaustive
+explorer.
+
+How it decides. The register holds one view an epoch, replaced only by compare-and-set, so two views of one
+epoch cannot exist. Whoever sees that the view should change works out the next one; the lowest alive member
+proposes it at once, each further member one heartbeat later if nothing has come of it. After every event the
+whole situation is looked at again, so a lost message, a lost race or another death on the way needs no case
+of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.membership.admission import refusal, too_far
+from holdfast.ft.membership.events import (
+    AnnounceSelf,
+    Ask,
+    Broken,
+    CasFailed,
+    CasLost,
+    CasWon,
+    Changed,
+    Cleared,
+    Death,
+    Effect,
+    Event,
+    Evicted,
+    Fence,
+    Heard,
+    Install,
+    LocalFailed,
+    LocalFinished,
+    Proof,
+    Propose,
+    Refused,
+    Revoke,
+    SpareAnnounced,
+    SpareGone,
+    Stalled,
+    Started,
+    Suspicion,
+    Tick,
+    ViewRead,
+)
+from holdfast.ft.membership.evidence import Evidence
+from holdfast.ft.membership.evidence_reporting import addressed, news, standing, urgent
+from holdfast.ft.membership.next_view import formed, next_size, runnable, successors
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
+from holdfast.ft.membership.view import Job, Member, Phase, View
+from holdfast.ft.membership.view_delta import ViewDelta, applied
+from holdfast.ft.membership.view_dissemination import answered, passed_on, proclaimed
+from holdfast.ft.timeouts import Timeouts
+
+Ended = Literal["", "finished", "failed", "evicted", "refused"]
+Step = tuple["Membership", tuple[Effect, ...]]
+Wanted = tuple[str | int, ...]
+
+DOUBLINGS = 4
+"""How often the time between two tellings of the same evidence doubles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A view that should come to be, which `make` works out: not before `after`, and then `turn` seconds later on this
+    process. `why` changes when the reasons do.
+    """
+
+    why: Wanted
+    make: Callable[[], View]
+    turn: float
+    after: float = 0.0
+
+
+class Membership(Struct, frozen=True):
+    """What one process knows of the job, and what it makes of it. Immutable.
+
+    `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it
+    can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
+    the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
+    `revoked` is the newest epoch that was revoked here because somebody was lost, or because an op failed as `broken`
+    says: it cannot go on, whatever is heard later. `finished`: all steps are committed here, or all members have
+    stopped, and this process has said so in the epoch of `view`. `failed`: the user's code raised here, and the job is
+    to end with that. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none
+    is.
+    """
+
+    me: Member
+    job: Job
+    timeouts: Timeouts
+    one_host: frozenset[str] = frozenset()
+    shape: Shape = Shape()
+    view: View | None = None
+    ended: Ended = ""
+    evidence: Evidence = Evidence()
+    spares: tuple[Member, ...] = ()
+    fenced: frozenset[str] = frozenset()
+    finished: LocalFinished | None = None
+    failed: LocalFailed | None = None
+    started_at: float | None = None
+    in_flight: View | None = None
+    wanted: Wanted = ()
+    wanted_since: float = 0.0
+    short_since: float | None = None
+    revoked: int = 0
+    broken: str = ""
+    retry_at: float = 0.0
+    told: int = 0
+    tell_at: float | None = None
+    wake_at: float | None = None
+
+    def on(self, event: Event, now: float) -> Step:
+        """The state after `event` at time `now` (seconds, never going back), and what is to be done."""
+        if self.ended:
+            return self, ()
+        state, effects = self._absorb(event, now)
+        if state is self and not isinstance(event, Tick):
+            return self, effects
+        if state.ended:
+            return replace(state, wake_at=None), effects
+        state, revoked = state._revoking(self)
+        state, told = state._tell(self, event, now)
+        state, more = state._decide(now)
+        return state._sleep(now), effects + revoked + told + more
+
+    def rank(self) -> int | None:
+        """This process's rank in a running view; None outside of one."""
+        if self.view is None or self.view.phase != "running":
+            return None
+        return self.view.rank_of(self.me.id)
+
+    def watched(self) -> tuple[Member, ...]:
+        """The processes that this one watches: everybody in a small job. In a large one those on its own host and
+        its neighbours elsewhere; a head watches the spares, a spare the heads.
+        """
+        view = self.view
+        if view is None or self.ended:
+            members: tuple[Member, ...] = ()
+        elif self.shape.is_mesh(view):
+            members = view.members
+        elif view.rank_of(self.me.id) is None:
+            members = (*heads(view, self.evidence.lost, self.shape), *host_mates(view, self.me))
+        else:
+            members = (*host_mates(view, self.me), *observers(view, self.me, self.shape))
+        return tuple({m.id: m for m in (*members, *self.spares) if m.id != self.me.id}.values())
+
+    def lost(self) -> dict[str, str]:
+        """The dead and those condemned by most of their observers: id -> evidence."""
+        return dict(self.evidence.lost)
+
+    # What an event changes ----------------------------------------------------------------------------------
+
+    def _absorb(self, event: Event, now: float) -> Step:
+        match event:
+            case Started():
+                return replace(self, started_at=now), ()
+            case ViewRead(view, teller):
+                return self._adopt(view, teller)
+            case Changed(change, teller):
+                return self._follow(change, teller)
+            case Heard(member, epoch):
+                return self, answered(self.view, member, epoch, self.shape)
+            case CasWon(view):
+                state, effects = replace(self, in_flight=None)._adopt(view)
+                return state, (*effects, *proclaimed(view, self.me, state.spares, self.shape))
+            case CasLost(view):
+                lost = replace(self, in_flight=None)
+                if view is None or (self.view is not None and view.epoch <= self.view.epoch):
+                    return replace(lost, retry_at=now + self.timeouts.heartbeat), ()
+                return lost._adopt(view)
+            case CasFailed():
+                return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
+            case Proof(deaths):
+                return self._bury(deaths), ()
+            case SpareGone(member, evidence):
+                return self._bury((Death(member, evidence),)), ()
+            case Broken(epoch, reason):
+                if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
+                    return self, ()
+                return replace(self, revoked=epoch, broken=reason), (Revoke(epoch, (), reason),)
+            case Stalled(member, evidence):
+                return self._fence(member, evidence)
+            case Suspicion():
+                if event.member == self.me.id:
+                    return self, ()
+                return self._knowing(self.evidence.suspecting(event, self.view, self.shape)), ()
+            case Cleared():
+                return self._knowing(self.evidence.cleared(event, self.view, self.shape)), ()
+            case SpareAnnounced(member):
+                return self._welcome(member), ()
+            case LocalFinished(epoch):
+                is_now = self.view is not None and self.view.epoch == epoch
+                return (replace(self, finished=event) if is_now else self), ()
+            case LocalFailed():
+                return replace(self, failed=event), ()
+            case Tick():
+                return self, ()
+
+    def _knowing(self, evidence: Evidence) -> Membership:
+        return self if evidence is self.evidence else replace(self, evidence=evidence)
+
+    def _follow(self, change: ViewDelta, teller: str) -> Step:
+        """Take over the view that comes out of a change. Whoever has missed the one before asks the register."""
+        view = self.view
+        if view is not None and change.epoch <= view.epoch:
+            return self, ()
+        if view is None or change.epoch != view.epoch + 1:
+            return self, (Ask(change.epoch),)
+        try:
+            return self._adopt(applied(view, change), teller)
+        except CorruptData:
+            return self, (Ask(change.epoch),)
+
+    def _adopt(self, view: View | None, teller: str = "") -> Step:
+        """Take over a newer view. Older ones, and ones already known, change nothing: epochs never go back."""
+        old = self.view
+        if view is None or (old is not None and view.epoch <= old.epoch):
+            return self, ()
+        is_in = view.rank_of(self.me.id) is not None
+        was_in = old is not None and old.rank_of(self.me.id) is not None
+        departed = view.left_since(old) if old is not None else ()
+        effects: tuple[Effect, ...] = ()
+        if old is not None and was_in and old.phase == "running":
+            left = self.evidence.deaths_of(departed, view)
+            effects = (Revoke(old.epoch, left, f"epoch {view.epoch} replaces it: {view.reason}"),)
+        state = replace(
+            self,
+            view=view,
+            evidence=self.evidence.after(view, departed, self.shape),
+            spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
+            finished=None,
+            broken="",
+            wanted=(),
+            short_since=None,
+            told=0,
+            tell_at=None,
+        )
+        if not is_in and was_in:
+            return replace(state, ended="evicted"), (*effects, Evicted(view, view.reason))
+        spread = passed_on(view, old, teller, self.me, state.spares, self.shape)
+        if view.phase in ("finished", "failed"):
+            effects = (*effects, Install(view), *spread)
+            return replace(state, ended="finished" if view.phase == "finished" else "failed"), effects
+        if view.phase == "running":
+            if is_in:
+                effects = (*effects, Install(view))
+            else:
+                to = view.members if self.shape.is_mesh(view) else heads(view, (), self.shape)
+                effects = (*effects, AnnounceSelf(view, to))
+        return state, (*effects, *spread)
+
+    def _bury(self, deaths: tuple[Death, ...]) -> Membership:
+        others = tuple(death for death in deaths if death.id != self.me.id)
+        evidence = self.evidence.buried(others, self.view, self.shape)
+        if evidence is self.evidence:
+            return self
+        spares = self.spares
+        if any(spare.id in evidence.dead for spare in spares):
+            spares = tuple(spare for spare in spares if spare.id not in evidence.dead)
+        return replace(self, evidence=evidence, spares=spares)
+
+    def _fence(self, member_id: str, evidence: str) -> Step:
+        target = next((m for m in self.watched() if m.id == member_id), None)
+        if target is None or member_id in self.fenced or target.peer.host != self.me.peer.host:
+            return self, ()
+        return replace(self, fenced=self.fenced | {member_id}), (Fence(target, evidence),)
+
+    def _welcome(self, spare: Member) -> Membership:
+        known = spare.id == self.me.id or spare.id in self.evidence.dead or any(m.id == spare.id for m in self.spares)
+        if known:
+            return self
+        view = self.view
+        if view is not None and (spare.id in view.ranks or too_far(spare.peer.host, self.one_host, view) is not None):
+            return self
+        return replace(self, spares=(*self.spares, spare))
+
+    def _revoking(self, before: Membership) -> Step:
+        """The revocation that a loss causes: at once, before anything is agreed."""
+        view, lost = self.view, self.evidence.lost
+        if self.rank() is None or view is None or not lost:
+            return self, ()
+        had = before.evidence.lost if view is before.view else {}
+        if lost is had:
+            return self, ()
+        ids = sorted((who for who in lost if who not in had and who in view.ranks), key=view.ranks.__getitem__)
+        if not ids:
+            return self, ()
+        new = tuple(Death(who, lost[who]) for who in ids)
+        ranks = ", ".join(f"rank {view.ranks[death.id]}: {death.evidence}" for death in new)
+        return replace(self, revoked=view.epoch), (Revoke(view.epoch, new, ranks),)
+
+    # Telling others what was seen here ----------------------------------------------------------------------
+
+    def _tell(self, before: Membership, event: Event, now: float) -> Step:
+        """Tell others what this process has seen itself: at once, and again for as long as nothing has come of it."""
+        view = self.view
+        if self.evidence is before.evidence and view is before.view:
+            if self.tell_at is None or now < self.tell_at:
+                return self, ()
+        elif not self.evidence.dead and not self.evidence.words and self.tell_at is None:
+            return self, ()
+        if self.rank() is None or view is None:
+            return self, ()
+        if view is before.view and self.evidence is not before.evidence:
+            turn, words = 0, news(event, self.me, view, self.evidence, before.evidence)
+            if not words.deaths and not words.seen:
+                return self, ()
+        else:
+            turn, words = self.told, standing(self.me, view, self.evidence)
+            if not urgent(words) and (not words.seen or turn > DOUBLINGS):
+                return replace(self, tell_at=None), ()
+        effects = addressed(words, self.me, view, self.spares, self.evidence, self.shape, turn)
+        if not effects and self.shape.is_mesh(view):
+            return replace(self, tell_at=None), ()
+        wait = self.timeouts.heartbeat * 2 ** min(turn, DOUBLINGS)
+        return replace(self, told=turn + 1, tell_at=now + wait), effects
+
+    # What follows from the situation ------------------------------------------------------------------------
+
+    def _sleep(self, now: float) -> Membership:
+        """With a `Tick` wanted no later than something has to be told again."""
+        if self.ended or self.tell_at is None or (self.wake_at is not None and self.wake_at <= self.tell_at):
+            return self
+        return replace(self, wake_at=self.tell_at)
+
+    def _decide(self, now: float) -> Step:
+        """Propose the view that should come next if this process's turn has come; else say when to look
+        again.
+        """
+        if self.started_at is None or self.in_flight is not None:
+            return self._waking(None), ()
+        why = refusal(self.me, self.job, self.one_host, self.view)
+        if why is not None:
+            return replace(self, ended="refused", wake_at=None), (Refused(why),)
+        state = self._measure_shortage(now)
+        need = state._need()
+        if need is None:
+            return (replace(state, wanted=()) if state.wanted else state)._waking(None), ()
+        since = state.wanted_since if state.wanted == need.why else now
+        due = max(max(since, need.after) + need.turn, state.retry_at)
+        if now < due:
+            return replace(state, wanted=need.why, wanted_since=since, wake_at=due), ()
+        view = need.make()
+        expected = 0 if state.view is None else state.view.epoch
+        state = replace(state, wanted=need.why, wanted_since=since, in_flight=view, wake_at=None)
+        return state, (Propose(expected, view),)
+
+    def _waking(self, at: float | None) -> Membership:
+        return self if self.wake_at == at else replace(self, wake_at=at)
+
+    def _need(self) -> Need | None:
+        if self.view is None:
+            return Need(("found",), lambda: self._forming((self.me,), f"{self.me.id} founds the job"), 0.0)
+        if self.view.phase == "forming":
+            return self._need_while_forming(self.view)
+        if self.view.rank_of(self.me.id) is None:
+            return self._need_as_spare(self.view)
+        return self._need_while_running(self.view)
+
+    def _need_while_forming(self, view: View) -> Need | None:
+        alive, lost = self._alive(view), self.evidence.lost
+        if view.rank_of(self.me.id) is None:
+            words = f"{self.me.id} joins as one of {view.job.size}"
+            return Need(("join", view.epoch), lambda: self._forming((*alive, self.me), words), 0.0)
+        turn = self._turn(view)
+        if len(alive) < len(view.members):
+            words = "; ".join(f"{m.id} is gone: {lost[m.id]}" for m in view.members if m.id in lost)
+            return Need(("lost", *(m.id for m in alive)), lambda: self._forming(alive, words), turn)
+        assert self.started_at is not None
+        deadline = self.started_at + self.timeouts.join
+        words = f"{len(alive)} of {view.job.size} members came within {self.timeouts.join:g} s"
+        if len(alive) >= view.job.min_size:
+            return Need(
+                ("enough", *(m.id for m in alive)),
+                lambda: self._next("running", alive, words, formed(view.job)),
+                turn,
+                deadline,
+            )
+        short = f"{words}, {view.job.min_size} are needed"
+        return Need(("few", *(m.id for m in alive)), lambda: self._next("failed", alive, short), turn, deadline)
+
+    def _need_as_spare(self, view: View) -> Need | None:
+        lost = self.evidence.lost
+        if len(lost) < len(view.members) or any(m.id not in lost for m in view.members):
+            return None
+        words = "every member died, and the state of the job with them"
+        return Need(("all lost",), lambda: self._next("failed", (), words), 0.0)
+
+    def _need_while_running(self, view: View) -> Need | None:
+        turn = self._turn(view)
+        if self.failed is not None:
+            failed = self.failed
+            return Need(("raised",), lambda: self._ended(view, "failed", failed.reason, error=failed.error), 0.0)
+        if self.finished is not None:
+            done = self.finished
+            return Need(("finished",), lambda: self._ended(view, "finished", done.reason, stopped=done.stopped), turn)
+        lost, waiting = self._lost_members(view), self._waiting()
+        if not lost and not (waiting and len(view.members) < view.job.size):
+            if self.revoked == view.epoch:
+                words = "nobody is lost after all: who was taken for it is heard again"
+                if self.broken:
+                    words = f"nobody is lost, but an op has failed: {self.broken}"
+                return Need(("again",), lambda: self._next("running", view.members, words), turn)
+            return None
+        if next_size(view, lost, waiting) < view.job.min_size:
+            assert self.short_since is not None
+            deadline = self.short_since + self.timeouts.join
+            return Need(("short", lost, waiting), lambda: self._too_few(view), turn, deadline)
+        if not lost or self.evidence.in_doubt(view):
+            turn += self.timeouts.heartbeat
+        return Need(("running", lost, waiting), lambda: self._succeeding(view), turn)
+
+    def _ended(
+        self, view: View, phase: Phase, reason: str, *, stopped: bool = False, error: StepError | None = None
+    ) -> View:
+        return replace(self._next(phase, self._alive(view), reason), stopped=stopped, error=error)
+
+    def _succeeding(self, view: View) -> View:
+        next_up = successors(view, self.evidence.lost, self.spares)
+        return self._next("running", next_up.members, next_up.reason)
+
+    def _too_few(self, view: View) -> View:
+        next_up = successors(view, self.evidence.lost, self.spares)
+        words = (
+            f"{next_up.reason}; {len(next_up.members)} are left of the {view.job.min_size} needed, "
+            f"and nobody came within {self.timeouts.join:g} s"
+        )
+        return self._next("failed", self._alive(view), words)
+
+    def _alive(self, view: View) -> tuple[Member, ...]:
+        return tuple(m for m in view.members if m.id not in self.evidence.lost)
+
+    def _lost_members(self, view: View) -> int:
+        return sum(map(view.ranks.__contains__, self.evidence.lost))
+
+    def _waiting(self) -> int:
+        """How many spares can be taken."""
+        return sum(spare.id not in self.evidence.lost for spare in self.spares)
+
+    def _measure_shortage(self, now: float) -> Membership:
+        view = self.view
+        if view is None or view.phase != "running" or view.rank_of(self.me.id) is None:
+            return self
+        short = next_size(view, self._lost_members(view), self._waiting()) < view.job.min_size
+        if short == (self.short_since is not None):
+            return self
+        return replace(self, short_since=now if short else None)
+
+    def _forming(self, members: tuple[Member, ...], reason: str) -> View:
+        job = self.job if self.view is None else self.view.job
+        job = replace(job, backends=runnable(job.backends, self.job.backends, self.one_host, members))
+        if len(members) < job.size or not job.backends:
+            return self._next("forming", members, reason, job)
+        return self._next("running", members, f"all {job.size} members are here", formed(job))
+
+    def _next(self, phase: Phase, members: tuple[Member, ...], reason: str, job: Job | None = None) -> View:
+        if self.view is None:
+            return View(1, phase, members, job or self.job, reason)
+        return View(self.view.epoch + 1, phase, members, job or self.view.job, reason)
+
+    def _turn(self, view: View) -> float:
+        """How long this process leaves it to the members before it: a heartbeat for each of the first, and then ever
+        less, so that in a job of any size somebody's turn comes soon.
+        """
+        before, first = view.before(self.me.id, self.evidence.lost.keys()), self.shape.heads
+        beats = before if before <= first else first + math.log2(before / first)
+        return beats * self.timeouts.heartbeat

@@ -1,0 +1,161 @@
+"""The view: who is in the job, in rank order, at one epoch. What processes agree on through the register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import fields
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.timeouts import Timeouts
+
+T = TypeVar("T")
+
+Phase = Literal["forming", "running", "finished", "failed"]
+
+MESH = 64
+"""Up to how many members everybody knows everybody, unless HOLDFAST_MESH says otherwise."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A process that takes part. `id` is its own for ever: a process that comes back has another one.
+
+    `address` is its control endpoint, "host:port". `threads` are the kernel's numbers of threads that live as long as
+    it takes part: their end is the first sign of its own.
+    """
+
+    id: str
+    address: str
+    peer: Peer
+    threads: tuple[int, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What all members of a job have in common; it does not change from the first running epoch on.
+
+    `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of
+    shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
+    order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` tells a
+    wrong key apart from the right one and is of no other use. By `timeouts` and `mesh` (see `Shape`) the members judge
+    each other: who had others would be taken for dead, or watched by nobody.
+    """
+
+    name: str
+    size: int
+    min_size: int
+    shards: int
+    backends: tuple[str, ...]
+    backend: str = ""
+    key_check: str = ""
+    asked: str = "auto"
+    timeouts: Timeouts = Timeouts()
+    mesh: int = MESH
+
+    def conflict(self, there: Job) -> str | None:
+        """Why a process that wants this job cannot be in the job that is `there`; None if it can."""
+        if self.name != there.name:
+            return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
+        if self.key_check != there.key_check:
+            return f"job {self.name!r} has another key"
+        terms = [(what, getattr(self, what), getattr(there, what)) for what in ("size", "min_size", "shards", "mesh")]
+        times = [field.name for field in fields(Timeouts)]
+        terms += [(what, getattr(self.timeouts, what), getattr(there.timeouts, what)) for what in times]
+        for what, mine, theirs in terms:
+            if mine != theirs:
+                return (
+                    f"job {self.name!r} is in use with {what}={theirs}, not {mine}; use another name or the same {what}"
+                )
+        if self.asked not in ("auto", there.asked, there.backend):
+            return f"job {self.name!r} is in use with backend={there.asked!r}, not {self.asked!r}"
+        return None
+
+
+class View(msgspec.Struct, frozen=True, dict=True):
+    """One epoch. Rank equals position in `members`; `reason` says in words why this view came to be.
+
+    A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed, or all
+    members `stopped` before the last one) or `failed` (it cannot go on, and `reason` says why; `error` is the user's
+    exception if that is it).
+
+    What is derived from a view is worked out once and kept with it (`remember`), so that a question about one member
+    takes no time that grows with their number.
+    """
+
+    epoch: int
+    phase: Phase
+    members: tuple[Member, ...]
+    job: Job
+    reason: str
+    stopped: bool = False
+    error: StepError | None = None
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1:
+            raise ValueError(f"epoch {self.epoch} of a view is not positive")
+        if len(self.ranks) != len(self.members):
+            raise ValueError("a member is twice in the view")
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """The rank of each member, by its id."""
+        return MappingProxyType({member.id: rank for rank, member in enumerate(self.members)})
+
+    @cached_property
+    def hosts(self) -> Mapping[str, tuple[int, ...]]:
+        """The ranks on each host, ascending; hosts in the order of their first ranks."""
+        hosts: dict[str, list[int]] = {}
+        for rank, member in enumerate(self.members):
+            hosts.setdefault(member.peer.host, []).append(rank)
+        return MappingProxyType({host: tuple(ranks) for host, ranks in hosts.items()})
+
+    def rank_of(self, member_id: str) -> int | None:
+        """The rank of a member; None for one that is not in this view."""
+        return self.ranks.get(member_id)
+
+    def before(self, member_id: str, gone: Set[str]) -> int:
+        """How many members come before this one, which is in the view, when those in `gone` do not count."""
+        rank = self.ranks[member_id]
+        return rank - sum(self.ranks.get(who, rank) < rank for who in gone)
+
+    def left_since(self, old: View) -> tuple[Member, ...]:
+        """The members of `old` that are not in this view, in rank order."""
+
+        def work_out() -> tuple[Member, ...]:
+            return tuple(m for m in old.members if m.id not in self.ranks)
+
+        return self.remember("left since", old.members, work_out)
+
+    def remember(self, name: str, of: object, work_out: Callable[[], T]) -> T:
+        """What `work_out` gives, kept with this view as `name`; worked out anew if what is kept is not of `of`.
+
+        Any thread may ask. What is kept is replaced as one, with what it is of, and never changed.
+        """
+        kept: tuple[object, T] | None = self.__dict__.get(name)
+        if kept is None or (kept[0] is not of and kept[0] != of):
+            kept = self.__dict__[name] = (of, work_out())
+        return kept[1]
+
+    def recall(self, name: str) -> object:
+        """What is kept with this view as `name`; None if nothing is."""
+        kept: tuple[object, object] | None = self.__dict__.get(name)
+        return None if kept is None else kept[1]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> View:
+        """Raises `CorruptData` for anything that is not an encoded view."""
+        try:
+            return _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not a view: {error}") from error
+
+
+_decoder = msgspec.msgpack.Decoder(View)

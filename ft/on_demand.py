@@ -1,0 +1,18 @@
+"""Imports the public names of a package on demand: the `holdfast` command must not wait for torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def on_demand(homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose public names are at `homes` (name -> module)."""
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"no public name {name!r}: there are {', '.join(homes)}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return get

@@ -1,0 +1,43 @@
+"""How long a rank that stays waits for its next committed step while others die or join."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Any
+
+from holdfast.ft.membership.view import View
+
+_USUAL = 64
+
+
+class RecoveryTimes:
+    """Told of every commit of one process."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._view: View | None = None
+        self._longest = 0.0
+        self._usual: deque[float] = deque(maxlen=_USUAL)
+
+    def commit(self, now: float, view: View, normal: bool) -> dict[str, Any] | None:
+        """Note a commit at `now` (seconds) in `view`, `normal` or found out by a rebuild.
+
+        With the first normal one of a view, if others came in an earlier view: the longest time between two commits
+        since then, how long a step usually takes, and how many members joined and left.
+        """
+        last, before = self._last, self._view
+        self._last = now
+        if last is None or before is None:
+            self._view = view
+            return None
+        if before.epoch == view.epoch:
+            self._usual.append(now - last)
+            return None
+        self._longest = max(self._longest, now - last)
+        if not normal:
+            return None
+        seconds, self._longest, self._view = self._longest, 0.0, view
+        joined = sum(before.rank_of(member.id) is None for member in view.members)
+        usual = median(self._usual) if self._usual else None
+        return {"seconds": seconds, "usual": usual, "joined": joined, "left": len(view.left_since(before))}

@@ -1,0 +1,457 @@
+"""The membership core in an event loop: what is heard goes into it, what it asks for is done.
+
+What it hears: processes that end (pidfds), silence, the other members, the register, time. What it does: revoke and
+install in the `EpochGuard` that the session works by, compare-and-set the register, tell the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+
+from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft import faultpoints
+from holdfast.ft.control import kv
+from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.error_history import StepFailed
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.evidence_reporting import left_to_another
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.topology import Shape
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.runtime import messages as notices
+from holdfast.ft.runtime.connections import MemberConnections
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.runtime.register_client import Answer, RegisterClient
+from holdfast.ft.runtime.rendezvous_table import SharedTable
+from holdfast.ft.settings import Settings, one_host_backends
+from holdfast.ft.telemetry.event_log import EventLog
+
+FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
+"""How long after a new view to look whom to watch: later if nobody is new."""
+DEFER_SECONDS = 0.005
+"""How long a death is left to the member of this host that will propose what follows, if there is one."""
+ANNOUNCED_SECONDS = 0.003
+"""How long after a view was announced in their ops the others are written to: processors are few while all recover."""
+
+WON_SECONDS = 0.001
+"""How long after all members of a view have been told of it in their ops this process's core hears of it."""
+
+_log = logging.getLogger("holdfast.ft")
+
+
+class Reactor:
+    """One process's membership. Made and used in one event loop.
+
+    `step` is what fault points are told. `was_spare` is True once this process has waited outside of a running view.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        settings: Settings,
+        tenure: EpochGuard,
+        events: EventLog,
+        register: Register,
+        pool: Executor,
+    ) -> None:
+        self.step = -1
+        self.was_spare = False
+        self.table = SharedTable(self._share_soon)
+        self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
+        self._loop = asyncio.get_running_loop()
+        hears = notices.Listener(
+            core=self.feed,
+            beat=self._hear_beat,
+            deaths=self._buried,
+            share=self._hear_share,
+            testimony=self._hear_testimony,
+            detectors=self._hear_detectors,
+        )
+        self.links = MemberConnections(
+            identity,
+            key=settings.key,
+            job=settings.name,
+            handlers={**kv.handlers(self.table), **notices.handlers(hears)},
+            on_link=self._linked,
+            on_refused=self._refused,
+        )
+        self._detectors: Detectors | None = None
+        self._core: Membership | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pulse: asyncio.TimerHandle | None = None
+        self._depth = 0
+        self._following = False
+        self._asking = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
+        self._introduced_to: dict[str, Member] = {}
+        self._deferred: tuple[v.Death, ...] = ()
+        self._announced: tuple[int, frozenset[str]] = (0, frozenset())
+        self._won: v.CasWon | None = None
+
+    async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
+        """Listen on `host` and take part in `job`, of which the register shows `view`.
+
+        `threads` are the kernel's numbers of threads of this process that end no sooner than this reactor.
+        """
+        address = await self.links.start(host)
+        me = Member(self._identity, address, this_process(), threads)
+        self._detectors = Detectors(
+            DetectorContext(
+                me=me,
+                timeouts=self._settings.timeouts,
+                loop=self._loop,
+                tell=self._tell_core,
+                stop=self._stop,
+                resign=self._resign,
+                note=self._events.emit,
+                place=self._tenure.place,
+                lost=self._is_lost,
+            ),
+            list(registry().detectors.values()),
+            self._send_detectors,
+        )
+        shape = Shape(mesh=self._settings.mesh)
+        self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends), shape)
+        self._events.emit("joined", address=address)
+        self.feed(v.ViewRead(view))
+        self.feed(v.Started())
+        self._beat()
+
+    @property
+    def missed_heartbeats(self) -> int:
+        """How many heartbeats of others did not come, so far. From any thread."""
+        return 0 if self._detectors is None else self._detectors.missed
+
+    def ahead(self, place: OpPosition) -> bool:
+        """Whether another member of this host is seen to have entered an op after those of `place`. From any thread."""
+        places = () if self._detectors is None else tuple(self._detectors.places.values())
+        return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
+
+    async def end(self) -> None:
+        """Let go of everything. Nothing is heard from here on."""
+        self._core = None
+        self._asking.end()
+        for timer in (self._timer, self._pulse):
+            if timer is not None:
+                timer.cancel()
+        if self._detectors is not None:
+            self._detectors.close()
+            self._detectors = None
+        await self.links.close()
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this process is gone for the job, as if it had died."""
+        self.links.notify_all(*notices.leave(reason))
+
+    def feed(self, event: v.Event) -> None:
+        """One event through the core, its effects into the world."""
+        self._feed_won()
+        before = self._core
+        if before is None:
+            return
+        self._core, effects = before.on(event, time.monotonic())
+        self._depth += 1
+        try:
+            for effect in effects:
+                self._perform(effect)
+        except Exception as error:
+            _log.exception("an effect of %r failed", event)
+            self._tenure.end(HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0:  # what others wait for comes before what wakes up this process's own threads
+                self._tenure.end_ops()
+        if self._core.spares is not before.spares:
+            for spare in self._core.spares:
+                if spare not in before.spares:
+                    self._events.emit("welcomed", spare=spare.id)
+        if self._core.view is not before.view or self._core.spares is not before.spares:
+            self._follow_soon(before)
+        self._set_timer(self._core.wake_at)
+
+    def _follow_soon(self, before: Membership) -> None:
+        """Whom to watch may have changed: look a moment later, when what is urgent is done."""
+        if not self._following:
+            assert self._core is not None
+            known = {member.id for member in before.watched()} | {self._identity}
+            view = self._core.view
+            is_known = view is not None and self._core.shape.is_mesh(view)
+            is_known = is_known and all(member.id in known for member in self._core.watched())
+            self._following = True
+            self._loop.call_later(FOLLOW_FEWER_SECONDS if is_known else FOLLOW_SECONDS, self._follow)
+
+    def _follow(self) -> None:
+        self._following = False
+        core = self._core
+        if core is None or self._detectors is None:
+            return
+        watched = core.watched()
+        view, mine = core.view, None
+        self._detectors.follow(view, watched)
+        if view is not None:
+            mine = view.rank_of(self._identity)
+        earlier = {m.id for m in view.members[:mine]} if view is not None else set[str]()
+        linked = {m.id: m for m in watched}
+        if view is not None and view.members:  # the first member serves the table by which all meet
+            first = view.members[0]
+            meeting = view.members[1:] if first.id == self._identity else (first,)
+            linked.update({m.id: m for m in meeting})
+        self.links.follow(
+            [m for m in linked.values() if m.id in earlier],
+            [m for m in linked.values() if m.id not in earlier],
+        )
+
+    def _set_timer(self, at: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            delay = max(0.0, at - time.monotonic())
+            self._timer = self._loop.call_later(delay, self.feed, v.Tick())
+
+    def _perform(self, effect: v.Effect) -> None:
+        match effect:
+            case v.Revoke():
+                self._revoke(effect)
+            case v.Propose(expected, view):
+                self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
+                self._propose(expected, view)
+            case v.Announce(view, to, None):
+                self._spread(view, to, notices.install(view))
+            case v.Announce(view, to, change):
+                assert change is not None
+                self._spread(view, to, notices.change(change))
+            case v.Ask():
+                self._asking.read()
+            case v.Report(deaths, to):
+                self._tell(to, notices.deaths(deaths))
+            case v.Testify(seen, to):
+                for word in seen:
+                    self._tell(to, notices.testimony(word))
+            case v.AnnounceSelf(view, to):
+                if not self.was_spare:
+                    self.was_spare = True
+                    self._events.emit("spare", epoch=view.epoch, to=[member.id for member in to])
+                self._introduced_to = {member.id: member for member in to}
+                for member in to:
+                    self._introduce(member)
+            case v.Install(view):
+                self._install(view)
+            case v.Evicted(view, reason):
+                self._events.emit("evicted", epoch=view.epoch, reason=reason)
+                self._tenure.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
+            case v.Refused(reason):
+                self._tenure.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
+            case v.Fence(member, reason):
+                self._events.emit("fenced", member=member.id, reason=reason)
+                if self._detectors is not None:
+                    self._detectors.fence(member)
+
+    def _revoke(self, effect: v.Revoke) -> None:
+        view = self._tenure.view
+        error: HoldfastError
+        if effect.dead and view is not None and view.epoch == effect.epoch:
+            ranks = [rank for death in effect.dead if (rank := view.rank_of(death.id)) is not None]
+            error = PeerFailed(ranks, "; ".join(death.evidence for death in effect.dead))
+        else:
+            error = Revoked(effect.epoch, effect.reason)
+        if self._tenure.revoke(effect.epoch, error, effect.reason):
+            self.table.drop_before(effect.epoch + 1, effect.reason)
+
+    def _install(self, view: View) -> None:
+        self._introduced_to = {}
+        self.table.drop_before(view.epoch)
+        if view.phase == "failed":
+            name = view.job.name
+            self._tenure.end(
+                HoldfastError(f"job {name!r} has ended: {view.reason}")
+                if view.error is None
+                else StepFailed(name, view.reason, view.error)
+            )
+        self._tenure.install(view)
+        if items := self.table.items(view.epoch):  # the session was told before, and has set them
+            self._share(view.epoch, items)
+
+    def _spread(self, view: View, to: tuple[Member, ...], notice: notices.Notice) -> None:
+        """Tell of a view; those who were left word of it where they wait, a moment later."""
+        epoch, announced_to = self._announced
+        if epoch == view.epoch:
+            later = tuple(m for m in to if m.id in announced_to)
+            to = tuple(m for m in to if m.id not in announced_to)
+            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, notice)
+        self._tell(to, notice)
+
+    def _tell(self, to: tuple[Member, ...], notice: notices.Notice) -> None:
+        for member in to:
+            self.links.deliver(member, *notice)
+
+    def _propose(self, expected: int, view: View) -> None:
+        self._reach("rebuild.before_propose")
+        self._asking.propose(expected, view)
+
+    def _answered(self, answer: Answer) -> None:
+        if isinstance(answer, v.CasFailed):
+            self._events.emit("register_away", reason=answer.reason)
+            if self._tenure.view is None and self._asking.away >= self._settings.timeouts.rebuild:
+                why = f"nobody runs the job, and nothing can be agreed for {self._asking.away:.3g} s: {answer.reason}"
+                self._tenure.end(RegisterAway(self._settings.register, why))
+        if isinstance(answer, v.CasWon):
+            self._reach("rebuild.after_propose")
+            if self._announce(answer.view):
+                self._won = answer
+                self._loop.call_later(WON_SECONDS, self._feed_won)
+                return
+        self.feed(answer)
+
+    def _feed_won(self) -> None:
+        won, self._won = self._won, None
+        if won is not None:
+            self.feed(won)
+
+    def _announce(self, view: View) -> bool:
+        """Tell of a view that the register has taken where the others wait, if it is one to go on in. Whether nobody
+        else has to be told soon.
+        """
+        before = self._tenure.view
+        if before is None or view.phase != "running" or not self._tenure.announce(view):
+            return False
+        self._announced = (view.epoch, frozenset(before.ranks))
+        return view.ranks.keys() <= before.ranks.keys()
+
+    def _reach(self, point: str) -> None:
+        if faultpoints.armed():
+            view = self._tenure.view
+            rank = view.rank_of(self._identity) if view is not None else None
+            faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
+
+    def _share_soon(self, epoch: int, keys: tuple[str, ...]) -> None:
+        """From any thread: push to the others of the view what was set in the table, if this process is its first."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
+            self._loop.call_soon_threadsafe(self._share_keys, epoch, keys)
+
+    def _share_keys(self, epoch: int, keys: tuple[str, ...]) -> None:
+        with contextlib.suppress(Revoked):
+            self._share(epoch, self.table.values(epoch, keys))
+
+    def _share(self, epoch: int, items: Mapping[str, bytes], only: str | None = None) -> None:
+        view = self._core.view if self._core is not None else None
+        if view is None or view.epoch != epoch or not view.members or view.members[0].id != self._identity:
+            return
+        notice = notices.share(epoch, items)
+        for member in view.members[1:]:
+            if only in (None, member.id):
+                self.links.notify(member.id, *notice)
+
+    # What is heard --------------------------------------------------------------------------------------------
+
+    def _buried(self, deaths: tuple[v.Death, ...]) -> None:
+        deaths, self._deferred = (*self._deferred, *deaths), ()
+        if not deaths:
+            return
+        silent = None if self._detectors is None else [self._detectors.silent_for(death.id) for death in deaths]
+        self._events.emit(
+            "detected",
+            members=[death.id for death in deaths],
+            evidence="; ".join(death.evidence for death in deaths),
+            silent=silent or (),
+        )
+        self.feed(v.Proof(deaths))
+
+    def failed(self, failure: HoldfastError) -> None:
+        """An op of this process's communicator has failed."""
+        if self._detectors is not None and self._core is not None and self._core.view is not None:
+            self._detectors.failed(self._core.view, failure)
+
+    def _linked(self, member_id: str) -> None:
+        if self._detectors is not None:
+            self._detectors.linked(member_id)
+        view = self._tenure.view
+        if view is not None and view.phase == "running" and not self._tenure.is_over(view.epoch):
+            items = self.table.items(view.epoch)
+            if items:
+                self._share(view.epoch, items, only=member_id)
+        if member_id in self._introduced_to:
+            self._introduce(self._introduced_to[member_id])
+
+    def _introduce(self, member: Member) -> None:
+        assert self._core is not None
+        self.links.deliver(member, *notices.spare(self._core.me))
+
+    def _beat(self) -> None:
+        """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
+        self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
+        self.links.notify_all(*notices.beat(self._core.view if self._core is not None else None))
+        if self._detectors is not None:
+            self._detectors.beat()
+
+    def _tell_core(self, event: v.Event) -> None:
+        """What a detector says."""
+        if not isinstance(event, v.Proof):
+            self.feed(event)
+            return
+        view = self._tenure.view
+        if view is not None and any(death.id in view.ranks for death in event.deaths):
+            self._tenure.rest()
+        self._deferred += event.deaths
+        gone = {death.id for death in self._deferred}
+        if self._core is not None and left_to_another(self._core.view, self._core.me, gone | self._core.lost().keys()):
+            self._loop.call_later(DEFER_SECONDS, self._buried, ())
+        else:
+            self._buried(())
+
+    def _stop(self, reason: str) -> None:
+        """End the epoch here without agreement: this process must do nothing more in it."""
+        view = self._tenure.view
+        if view is not None and self._tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
+            self.table.drop_before(view.epoch + 1, reason)
+            self._tenure.end_ops()
+
+    def _resign(self, reason: str) -> None:
+        """End this process's part in the job. The others replace it."""
+        self.leave(reason)
+        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+
+    def _refused(self, member_id: str) -> None:
+        if self._detectors is not None:
+            self._detectors.refused(member_id)
+
+    def _is_lost(self, member_id: str) -> bool:
+        return self._core is not None and member_id in self._core.lost()
+
+    def _send_detectors(self, member_id: str | None, body: bytes) -> None:
+        if member_id is None:
+            self.links.notify_all(*notices.detect(body))
+        else:
+            self.links.notify(member_id, *notices.detect(body))
+
+    def _hear_beat(self, peer: str, epoch: int) -> None:
+        if self._detectors is None:
+            return
+        self._detectors.heard(peer)
+        view = self._core.view if self._core is not None else None
+        rank = view.rank_of(peer) if view is not None else None
+        if view is not None and rank is not None and epoch not in (0, view.epoch):
+            self.feed(v.Heard(view.members[rank], epoch))
+
+    def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
+        with contextlib.suppress(Revoked):  # it is about an epoch that is over here
+            self.table.receive(epoch, items)
+
+    def _hear_testimony(self, peer: str, member: str, evidence: str | None) -> None:
+        if self._detectors is not None:
+            self._detectors.testified(peer, member, evidence)
+
+    def _hear_detectors(self, peer: str, body: bytes) -> None:
+        if self._detectors is not None:
+            self._detectors.received(peer, body)

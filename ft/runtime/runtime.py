@@ -1,0 +1,212 @@
+"""A process's membership at work in a thread of its own, and what a session may ask of it.
+
+Three threads: the event loop of the `Reactor`, one that asks the register, one that watches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoch
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.control import kv
+from holdfast.ft.control.errors import ConnectionLost
+from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.runtime.reactor import Reactor
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.runtime.rendezvous_table import Replica
+from holdfast.ft.settings import Settings, candidate_job
+from holdfast.ft.telemetry.event_log import EventLog
+
+START_SECONDS = 30.0
+WATCH_SECONDS = 1.0
+AWAY_SECONDS = 0.2
+LOOKS = 2
+"""How often the register is looked at within the suspect time, in case others could not tell of a new view.
+
+A look takes 0.4 ms of code that has left the caches: at each heartbeat that was a third of what a session costs while
+nothing fails.
+"""
+
+
+class Runtime:
+    """One process in a job, from construction to `close`."""
+
+    def __init__(self, settings: Settings, tenure: EpochGuard, events: EventLog, identity: str, host: str) -> None:
+        """Listen on `host`, and join the job or be a spare of it. Raises what `candidate_job` raises."""
+        self._identity, self._settings, self._tenure = identity, settings, tenure
+        self._calls: dict[Future[bytes], int] = {}
+        self._calls_lock = threading.Lock()
+        self._begun, self._closing = threading.Event(), threading.Event()
+        with contextlib.ExitStack() as undo:
+            self._register = undo.enter_context(Register.open(settings.register))
+            view = self._register.read()
+            job = candidate_job(settings, view)
+            self._pool = ThreadPoolExecutor(1, f"holdfast-register-{identity}")
+            undo.callback(self._pool.shutdown)
+            self._thread = LoopThread(f"holdfast-ft-{identity}")
+            undo.callback(self._thread.close)
+            self._reactor = self._thread.run(self._make_reactor(events), START_SECONDS)
+            undo.callback(self._end_reactor)
+            watched = undo.enter_context(Register.open(settings.register))
+            self._watcher = threading.Thread(
+                target=self._watch, args=(watched,), name=f"holdfast-watch-{identity}", daemon=True
+            )
+            self._watcher.start()
+            undo.callback(self._watcher.join)
+            undo.callback(watched.close)
+            undo.callback(self._begun.set)
+            undo.callback(self._closing.set)
+            threads = (os.getpid(), self._thread.native_id, self._watcher.native_id)
+            live_long = tuple(number for number in threads if number is not None)
+            self._thread.run(self._reactor.begin(host, job, view, live_long), START_SECONDS)
+            self._begun.set()
+            tenure.on_over(self._end_calls)
+            self._undo = undo.pop_all()
+
+    @property
+    def was_spare(self) -> bool:
+        """Whether this process has waited outside of a running view."""
+        return self._reactor.was_spare
+
+    @property
+    def missed_heartbeats(self) -> int:
+        """How many heartbeats of others did not come, so far."""
+        return self._reactor.missed_heartbeats
+
+    def at_step(self, step: int) -> None:
+        """Fault points are to be told that the session is at `step`."""
+        self._reactor.step = step
+
+    def failed(self, failure: HoldfastError) -> None:
+        """An op of this process's communicator has failed: what that says of others is evidence."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._reactor.failed, failure)
+
+    def broken(self, epoch: int, failure: HoldfastError) -> None:
+        """An op of `epoch` has failed, and nobody was found to be to blame: the members need another epoch."""
+        self._feed_soon(v.Broken(epoch, str(failure)))
+
+    def finish(self, epoch: int) -> None:
+        """All steps are committed on this rank, which works in `epoch`."""
+        self._feed_soon(v.LocalFinished(epoch))
+
+    def stop(self, epoch: int, reason: str) -> None:
+        """All members of `epoch` have left the steps before the last one: the job is finished."""
+        self._feed_soon(v.LocalFinished(epoch, reason, stopped=True))
+
+    def fail(self, error: StepError, reason: str) -> None:
+        """The user's code raised `error` here, and the job is to end with it."""
+        self._feed_soon(v.LocalFailed(error, reason))
+
+    def others_go_on(self) -> bool:
+        """Whether another member of this host is seen to have entered more ops of the epoch than this process."""
+        return self._reactor.ahead(self._tenure.place())
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this process is gone for the job, as if it had died."""
+        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason)
+
+    def store(self, view: View) -> dist.Store:
+        """Where the members of `view` meet to build its communicator: served by its first member."""
+        first, table, timeouts = view.members[0], self._reactor.table, self._settings.timeouts
+        timeout = max(timeouts.rebuild, timeouts.operation)
+        if first.id == self._identity:
+            return kv.ControlStore(table, view.epoch, timeout)
+        call = functools.partial(self._call, first, view.epoch)
+        return kv.ControlStore(Replica(table, kv.RemoteTable(call, timeout)), view.epoch, timeout)
+
+    def close(self) -> None:
+        """End every thread, connection and descriptor. Idempotent."""
+        self._undo.close()
+
+    async def _make_reactor(self, events: EventLog) -> Reactor:
+        return Reactor(self._identity, self._settings, self._tenure, events, self._register, self._pool)
+
+    def _end_reactor(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._thread.run(self._reactor.end(), START_SECONDS)
+
+    def _feed_soon(self, event: v.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+            self._thread.loop.call_soon_threadsafe(self._reactor.feed, event)
+
+    # Remote calls of the session's thread, which end when their epoch does ----------------------------------------
+
+    def _call(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
+        """What can be asked again is, over the next connection, if one ends though its epoch holds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._call_once(member, epoch, method, body, max(deadline - time.monotonic(), 0.0))
+            except ConnectionLost:
+                if method not in kv.REPEATABLE or self._tenure.is_over(epoch) or time.monotonic() >= deadline:
+                    raise
+
+    def _call_once(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
+        links = self._reactor.links
+        answer = asyncio.run_coroutine_threadsafe(links.call(member, method, body, timeout), self._thread.loop)
+        with self._calls_lock:
+            self._calls[answer] = epoch
+        try:
+            if self._tenure.is_over(epoch):
+                answer.cancel()
+            return answer.result(timeout + 1.0)
+        except CancelledError:
+            raise Revoked(epoch, "it was revoked while its communicator was being built") from None
+        finally:
+            with self._calls_lock:
+                del self._calls[answer]
+
+    def _end_calls(self, epoch: int) -> None:
+        """No epoch up to `epoch` holds any more."""
+        with self._calls_lock:
+            ended = [answer for answer, of in self._calls.items() if of <= epoch]
+        for answer in ended:
+            answer.cancel()
+
+    # The thread that watches the register -------------------------------------------------------------------------
+
+    def _watch(self, register: Register) -> None:
+        """Tell the reactor of new views, at once while the job is being formed.
+
+        Later its members tell each other, and the register is looked at now and then in case they could not: a thread
+        that woke at each change would compete with a rebuild for the processor. Not so where looking means asking
+        another machine and waiting does not.
+        """
+        self._begun.wait()
+        view: View | None = None
+        while not self._closing.is_set():
+            try:
+                if view is None or view.phase == "forming" or register.pushes:
+                    newest = register.watch(view.epoch if view is not None else 0, WATCH_SECONDS)
+                else:
+                    self._closing.wait(self._settings.timeouts.suspect / LOOKS)
+                    newest = register.read()
+            except (RegisterAway, CorruptData):
+                self._closing.wait(AWAY_SECONDS)
+                continue
+            if newest is not None and newest != view:
+                view = newest
+                self._feed_soon(v.ViewRead(view))
+
+
+def new_identity() -> str:
+    """A name for this process that no other process of any time has."""
+    return f"p{this_process().pid}-{secrets.token_hex(3)}"

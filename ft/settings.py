@@ -1,0 +1,194 @@
+"""What a process brings to a job: settings from arguments and environment, checked before anything is changed."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.comms.connect import checks_are_on, runnable_backends
+from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.quantities import integer_in
+from holdfast.comms.system.keys import load_key
+from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.membership.admission import too_far
+from holdfast.ft.membership.view import MESH, Job, View
+from holdfast.ft.timeouts import Timeouts
+
+MAX_NAME = 100
+MAX_MEMBERS = 1 << 16
+MAX_SHARDS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One process's part of the contract, complete and checked. 0 for `size` or `shards`: whatever the job has. `mesh`:
+    up to how many members everybody knows everybody; HOLDFAST_MESH says otherwise, for all processes of a job alike.
+    """
+
+    name: str
+    register: str
+    key: bytes
+    backend: str
+    size: int
+    min_size: int
+    shards: int
+    timeouts: Timeouts
+    device: torch.device
+    mesh: int = MESH
+
+
+def settle(
+    *,
+    backend: str | None,
+    size: int | None,
+    min_size: int | None,
+    job: str | None,
+    register: str | None,
+    key_file: str | os.PathLike[str] | None,
+    shards: int | None,
+    timeouts: Timeouts,
+    device: str | torch.device | None,
+) -> Settings:
+    """Fill what is None from the environment and check it. Raises ValueError, TypeError, `KeyRefused`."""
+    if size is None and "HOLDFAST_SIZE" in os.environ:
+        size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
+    if min_size is None:
+        min_size = _number("HOLDFAST_MIN_SIZE", os.environ.get("HOLDFAST_MIN_SIZE", "1"))
+    if shards is None and "HOLDFAST_SHARDS" in os.environ:
+        shards = _number("HOLDFAST_SHARDS", os.environ["HOLDFAST_SHARDS"])
+    min_size = integer_in(min_size, "min_size", 1, MAX_MEMBERS)
+    if size is not None:
+        size = integer_in(size, "size", 1, MAX_MEMBERS)
+        if min_size > size:
+            raise ValueError(f"min_size={min_size} is above size={size}: the job could never run")
+    if shards is not None:
+        shards = integer_in(shards, "shards", 1, MAX_SHARDS)
+    if not isinstance(timeouts, Timeouts):
+        raise TypeError(f"timeouts must be a Timeouts, not {type(timeouts).__name__}")
+    name = _given("job", job, "HOLDFAST_JOB", "the name of the job")
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise ValueError(f"job {name[:MAX_NAME]!r}: a job's name has at most {MAX_NAME} printable characters")
+    url = _given("register", register, "HOLDFAST_REGISTER", "such as sqlite:///path/job.sqlite")
+    key_path = None if key_file is None else os.fspath(key_file)
+    key_path = _given("key_file", key_path, "HOLDFAST_KEY_FILE", "the file with the job's key")
+    asked = backend or os.environ.get("HOLDFAST_BACKEND") or "auto"
+    where = torch.device("cpu" if device is None else device)
+    mesh = _number("HOLDFAST_MESH", os.environ.get("HOLDFAST_MESH", str(MESH)))
+    integer_in(mesh, "HOLDFAST_MESH", 1, MAX_MEMBERS)
+    checks_are_on()
+    key = load_key(Path(key_path))
+    return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
+
+
+def candidate_job(settings: Settings, view: View | None) -> Job:
+    """The job as this process would found it, or as it finds it in the register.
+
+    Raises `WrongKey`, `Mismatch` if `view` is of another job or of this one in another configuration,
+    `BackendUnavailable` if this process cannot run what is asked for, or is not on the one host that the job needs.
+    """
+    names, unavailable = runnable_backends(settings.backend, settings.device)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+    if not names:
+        raise BackendUnavailable(settings.backend, reasons or "nothing to choose from")
+    there = view.job if view is not None else None
+    size = settings.size or (there.size if there else max(settings.min_size, 1))
+    shards = settings.shards or (there.shards if there else size)
+    mine = Job(
+        settings.name,
+        size,
+        settings.min_size,
+        shards,
+        tuple(names),
+        key_check=key_check(settings.key, settings.name),
+        asked=settings.backend,
+        timeouts=settings.timeouts,
+        mesh=settings.mesh,
+    )
+    if view is None or there is None:
+        if mine.min_size > mine.size:
+            raise ValueError(f"min_size={mine.min_size} is above size={mine.size}: the job could never run")
+        return mine
+    if there.name == mine.name and not hmac.compare_digest(there.key_check, mine.key_check):
+        raise WrongKey(f"the register {settings.register} belongs to job {there.name!r} with another key than this one")
+    difference = mine.conflict(there)
+    if difference is not None:
+        raise Mismatch(f"register {settings.register}: {difference}")
+    if view.phase == "failed":
+        raise HoldfastError(f"job {there.name!r} has ended: {view.reason}; start it under another name or register")
+    if there.backend and there.backend not in names:
+        raise BackendUnavailable(
+            there.backend, f"the job runs on it, this process cannot: {reasons or 'not asked for'}"
+        )
+    distance = too_far(this_host(), one_host_backends(mine.backends), view)
+    if distance is not None:
+        raise BackendUnavailable(there.backend, distance)
+    return mine
+
+
+class AlreadyJoined(HoldfastError):
+    """This process has another session of the same job open."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        super().__init__(
+            f"this process has a session of job {job!r} open already; leave that one first, or start another process"
+        )
+
+
+_open_sessions: set[tuple[int, str, str]] = set()
+_open_lock = threading.Lock()
+
+
+def check_single(settings: Settings) -> None:
+    """Raise `AlreadyJoined` if this process has a session of the job open."""
+    if _session_key(settings) in _open_sessions:
+        raise AlreadyJoined(settings.name)
+
+
+def open_single(settings: Settings) -> None:
+    """Note that a session of the job is open here, until `close_single`. Raises `AlreadyJoined`."""
+    with _open_lock:
+        check_single(settings)
+        _open_sessions.add(_session_key(settings))
+
+
+def close_single(settings: Settings) -> None:
+    """The session of the job is closed."""
+    _open_sessions.discard(_session_key(settings))
+
+
+def _session_key(settings: Settings) -> tuple[int, str, str]:
+    return os.getpid(), settings.register, settings.name
+
+
+def one_host_backends(names: tuple[str, ...]) -> frozenset[str]:
+    """Those of `names` that need all members on one host."""
+    return frozenset(name for name in names if registry().backend(name).info.capabilities.one_host)
+
+
+def key_check(key: bytes, name: str) -> str:
+    """Tells the right key of a job from a wrong one; of no use for finding the key."""
+    return hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
+
+
+def _given(what: str, value: str | None, variable: str, meaning: str) -> str:
+    found = os.environ.get(variable, "") if value is None else value
+    if not isinstance(found, str):
+        raise TypeError(f"{what} must be text, not {type(found).__name__}")
+    if not found:
+        raise ValueError(f"{what} is not given and {variable} is not in the environment: {meaning}")
+    return found
+
+
+def _number(what: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{what}={text!r} is not a whole number") from None

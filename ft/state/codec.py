@@ -1,0 +1,243 @@
+"""State dicts as plain data and tensors: what travels to a newcomer, without pickle.
+
+`take_apart` walks a state dict into a description (msgpack bytes) and the tensors it mentions; `put_together` is the
+way back. Decoding runs no code, so the description may come from anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.tensors.memory import plain_tensor
+
+_WORD = 1 << 63
+_KEY = object()
+_NUMBERS = "biufc"
+"""The kinds of numpy's types that are numbers."""
+
+
+class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Value(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="v"):
+    value: bool | int | float | str | None
+
+
+class _Bytes(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="b"):
+    value: bytes
+
+
+class _Big(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
+    digits: str
+
+
+class _Dict(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
+    items: list[tuple[Node, Node]]
+
+
+class _List(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
+    items: list[Node]
+
+
+class _Tuple(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
+    items: list[Node]
+
+
+class _Set(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="s"):
+    items: list[Node]
+
+
+class _Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
+    index: int
+
+
+class _Scalar(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+    """A number of one of numpy's types."""
+
+    dtype: str
+    data: bytes
+
+
+class _Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
+    """A numpy array, which travels as tensor number `index`."""
+
+    index: int
+
+
+Node = _Value | _Bytes | _Big | _Dict | _List | _Tuple | _Set | _Tensor | _Scalar | _Array
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
+
+
+class Taken(NamedTuple):
+    """A state taken apart: its description, and its tensors in the order of the description, with their paths."""
+
+    description: bytes
+    tensors: list[torch.Tensor]
+    paths: list[str]
+
+
+def take_apart(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """The description of `state`, and its tensors in the order of the description.
+
+    Handles dicts (keys of any kind listed here), lists, tuples, sets, tensors, numbers (numpy's too), arrays of
+    numbers, strings, bytes, None. Raises TypeError naming where something else is.
+    """
+    taken = take_apart_sharded(state, shards=False)
+    return taken.description, taken.tensors
+
+
+def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
+    """As `take_apart`; with DTensors among the tensors, if `shards`, and the path to each. Call it without gradients:
+    `shards` are not detached, which takes a DTensor longer than to be copied.
+    """
+    walk = _Walk(shards)
+    try:
+        return Taken(_encode(walk.describe(state, ())), walk.tensors, walk.paths)
+    except RecursionError:
+        raise TypeError(
+            "the state is nested too deeply, or contains itself: it cannot be given to a newcomer"
+        ) from None
+    except UnicodeEncodeError as error:
+        raise TypeError(f"the state has text that is not valid Unicode: {error}") from None
+
+
+def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """What `take_apart` was given. Raises `CorruptData` for a description that is none, or of other tensors."""
+    try:
+        return _build(_decoder.decode(description), tensors)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise CorruptData(f"not the description of a state: {error}") from error
+
+
+class _Walk:
+    """One walk through a state, and the tensors met on the way."""
+
+    def __init__(self, sharded: bool) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self._sharded = sharded
+
+    def describe(self, value: Any, path: tuple[Any, ...]) -> Node:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if (plain := _plain(value)) is not None:
+            return plain
+        if isinstance(value, dict):
+            return _Dict([(self.describe(k, (*path, _KEY)), self.describe(v, (*path, k))) for k, v in value.items()])
+        kinds = ((list, _List), (tuple, _Tuple), (set, _Set), (frozenset, _Set))
+        for kind, node in kinds:
+            if isinstance(value, kind):
+                return node([self.describe(item, (*path, i)) for i, item in enumerate(value)])
+        raise TypeError(
+            f"{_where(path)} is a {type(value).__name__}: state_dict() must give dicts, lists, tuples, sets, tensors, "
+            "arrays of numbers, numbers, strings, bytes and None"
+        )
+
+    def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Node:
+        try:
+            if type(value) is not np.ndarray:
+                raise TypeError("a subclass of numpy's array")
+            tensor = torch.from_numpy(np.array(value, order="C"))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{_where(path)} is a {type(value).__name__} of {value.dtype}: only plain arrays of numbers "
+                f"can be given to a newcomer ({error})"
+            ) from None
+        node = self._tensor(tensor, path)
+        assert isinstance(node, _Tensor)
+        return _Array(node.index)
+
+    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Node:
+        if not self._sharded and _is_sharded(value):
+            raise TypeError(f"{_where(path)} is a {type(value).__name__}: shards are kept by attach_sharded()")
+        if not (self._sharded and _is_sharded(value)):
+            try:
+                value = plain_tensor(value, _where(path))
+            except Unsupported as error:
+                raise TypeError(f"{error}: only dense tensors can be given to a newcomer") from error
+        if value.is_quantized:
+            raise TypeError(f"{_where(path)} is a quantized tensor: only plain tensors can be given to a newcomer")
+        self.tensors.append(value if self._sharded else value.detach())
+        self.paths.append(".".join(map(str, path)))
+        return _Tensor(len(self.tensors) - 1)
+
+
+def _plain(value: Any) -> Node | None:
+    """The description of a number, a text, bytes or None; None for anything else.
+
+    Types that extend those of Python are described as what they extend, but for enumerations, whose members would come
+    back as something else; numbers of numpy keep their type, so that they compute the same bits.
+    """
+    match value:
+        case Enum():
+            return None
+        case np.generic() if value.dtype.kind in _NUMBERS:
+            return _Scalar(value.dtype.str, value.tobytes())
+        case None | bool():
+            return _Value(value)
+        case float():
+            return _Value(float(value))
+        case str():
+            return _Value(str.__str__(value))
+        case bytes():
+            return _Bytes(bytes(value))
+        case int():
+            number = int.__int__(value)
+            return _Value(number) if -_WORD <= number < _WORD else _Big(str(number))
+    return None
+
+
+def _where(path: tuple[Any, ...]) -> str:
+    if path and path[-1] is _KEY:
+        return f"a key of {_where(path[:-1])}"
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_sharded(value: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
+    match node:
+        case _Value(value) | _Bytes(value):
+            return value
+        case _Big(digits):
+            try:
+                return int(digits)
+            except ValueError as error:
+                raise CorruptData(f"not a number in the description of a state: {error}") from error
+        case _Dict(items):
+            return {_build(key, tensors): _build(value, tensors) for key, value in items}
+        case _List(members):
+            return [_build(item, tensors) for item in members]
+        case _Tuple(members):
+            return tuple(_build(item, tensors) for item in members)
+        case _Set(members):
+            return {_build(item, tensors) for item in members}
+        case _Scalar(name, data):
+            return _number(name, data)
+        case _Tensor(index) | _Array(index):
+            if not 0 <= index < len(tensors):
+                raise CorruptData(f"the description of a state mentions tensor {index} of {len(tensors)}")
+            return tensors[index].cpu().numpy() if isinstance(node, _Array) else tensors[index]
+
+
+def _number(name: str, data: bytes) -> Any:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMBERS or dtype.itemsize != len(data):
+        raise CorruptData(f"not a number in the description of a state: {len(data)} bytes of {name!r}")
+    return np.frombuffer(data, dtype)[0]

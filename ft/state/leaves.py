@@ -1,0 +1,226 @@
+"""What a sharded state consists of, whoever holds it: its tensors, and which piece of each belongs to which part.
+
+A state is cut into as many parts as there are ranks. Tensors that are sharded (DTensors) are cut by dimensions of
+the mesh; all others are whole in every part. So the layout of any part follows from the leaves and the mesh alone, and
+every rank can work out where the bytes of any part lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.state.codec import Taken, take_apart_sharded
+from holdfast.ft.state.mesh import Box, Cuts, Mesh, box_of, shape_of
+
+ALIGNMENT = 64
+
+
+class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a state. `shape` is that of the whole tensor; `on` names the dimensions of the mesh that it lies
+    on, none for an ordinary tensor, and `cuts` those of them that divide it.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    on: tuple[str, ...] = ()
+    cuts: Cuts = ()
+
+    def box(self, mesh: Mesh, part: int) -> Box:
+        """What part `part` has of it."""
+        return box_of(self.shape, self.cuts, mesh, part)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptData(f"no tensor is {self.dtype}")
+        return dtype
+
+
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """Where the tensors of part `part` lie in its bytes, if the ranks are laid out as `mesh`."""
+
+    leaves: tuple[Leaf, ...]
+    mesh: Mesh
+    part: int
+
+    @property
+    def size(self) -> int:
+        """How many parts there are."""
+        return self.mesh.size
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        return tuple(leaf.box(self.mesh, self.part) for leaf in self.leaves)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(shape_of, self.boxes))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each leaf begins, in bytes, and where the last ends."""
+        at, found = 0, []
+        for leaf, shape in zip(self.leaves, self.shapes, strict=True):
+            found.append(at)
+            at += -(-math.prod(shape) * leaf.torch_dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return (*found, at)
+
+    @property
+    def nbytes(self) -> int:
+        return max(self.offsets[-1], ALIGNMENT)
+
+    @cached_property
+    def share(self) -> tuple[int, int]:
+        """Which part this is of how many that differ. Parts are alike where no dimension of the mesh that tells them
+        apart divides any tensor: replicas.
+        """
+        dividing = {name for leaf in self.leaves for _, name in leaf.cuts}
+        place, number, count = self.mesh.place_of(self.part), 0, 1
+        for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True):
+            if name in dividing:
+                number, count = number * size + place[name], count * size
+        return number, count
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Leaf number `index` of a part whose bytes are `buffer`."""
+        leaf, shape, begin = self.leaves[index], self.shapes[index], self.offsets[index]
+        count = math.prod(shape) * leaf.torch_dtype.itemsize
+        return buffer[begin : begin + count].view(leaf.torch_dtype).view(shape)
+
+
+def take_shards(
+    state: Any, mesh: Mesh, rank: int, known: Mapping[str, Leaf]
+) -> tuple[Taken, tuple[Leaf, ...], list[torch.Tensor]]:
+    """`state` taken apart, its leaves, and this rank's part of each. `known` are leaves of an earlier state by path:
+    how they were cut holds where a dimension of one rank leaves that open.
+
+    Raises TypeError for what cannot travel, ValueError for tensors that are sharded in a way that has no copies.
+    """
+    taken = take_apart_sharded(state)
+    leaves, mine = [], []
+    meshes: dict[int, tuple[str, ...]] = {}
+    for path, tensor in zip(taken.paths, taken.tensors, strict=True):
+        on, cuts, local = _placed(path, tensor, mesh, rank, meshes, known.get(path))
+        leaf = Leaf(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), on, cuts)
+        if tuple(local.shape) != shape_of(leaf.box(mesh, rank)):
+            raise ValueError(f"{path}: rank {rank} has {tuple(local.shape)} of {leaf.shape}, not its even share")
+        leaves.append(leaf)
+        mine.append(local)
+    names = [leaf.path for leaf in leaves]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two tensors of the state are called {twice!r}; rename what is attached")
+    return taken, tuple(leaves), mine
+
+
+def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Tensor:
+    """The tensor of a state whose part on this rank is `local`; `devices` is the DeviceMesh that `mesh` describes.
+
+    Raises `Mismatch` for a leaf that lies on other dimensions than the mesh has.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not leaf.on:
+        return local
+    for name in leaf.on:
+        mesh.size_of(name)
+    stride = torch.empty(leaf.shape, device="meta").stride()
+    whole: torch.Tensor = DTensor.from_local(
+        local,
+        devices if leaf.on == mesh.names else devices[leaf.on],
+        _placements(leaf.on, leaf.cuts, mesh),
+        run_check=False,
+        shape=torch.Size(leaf.shape),
+        stride=stride,
+    )
+    return whole
+
+
+def _placed(
+    path: str, tensor: torch.Tensor, mesh: Mesh, rank: int, meshes: dict[int, tuple[str, ...]], known: Leaf | None
+) -> tuple[tuple[str, ...], Cuts, torch.Tensor]:
+    """Which dimensions of the mesh a tensor lies on, how they cut it, and this rank's part. `meshes` are the dimensions
+    of the DeviceMeshes that were looked at already.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return (), (), tensor
+    devices = tensor.device_mesh
+    on = meshes.get(id(devices))
+    if on is None:
+        on = meshes[id(devices)] = _dimensions(path, devices, mesh, rank)
+    placements = tuple(tensor.placements)
+    if known is not None and known.on == on and _placements(on, known.cuts, mesh) == placements:
+        return on, known.cuts, tensor.to_local()
+    return on, _cuts(path, placements, on, mesh, max(tensor.dim(), 1)), tensor.to_local()
+
+
+def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ...]:
+    """Which of the mesh's dimensions a DeviceMesh consists of. ValueError if it is another mesh."""
+    names: tuple[str, ...] = tuple(devices.mesh_dim_names or ())
+    place = mesh.place_of(rank)
+    alike = (
+        names == tuple(name for name in mesh.names if name in names)
+        and names
+        and tuple(devices.shape) == tuple(map(mesh.size_of, names))
+        and list(devices.get_coordinate() or ()) == [place[name] for name in names]
+    )
+    if not alike:
+        raise ValueError(
+            f"{path} lies on a mesh of {tuple(devices.shape)}: use the mesh that build() is given, or dimensions of it "
+            "as in mesh['shard']; attach_sharded(mesh=...) says how the ranks are laid out"
+        )
+    return names
+
+
+def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh, dims: int) -> Cuts:
+    """In which order a tensor is cut that is placed like this. A `_StridedShard` is cut after so many of the dimensions
+    to its right as make up its split factor; a `Shard` before them.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[tuple[int, str]] = []
+    for name, placement in reversed(list(zip(on, placements, strict=True))):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) not in (Shard, _StridedShard):
+            raise ValueError(f"{path} is placed as {placement}: copies are kept of Shard and Replicate")
+        dim, before, cut = int(placement.dim) % dims, 1, 0
+        wanted = placement.split_factor if type(placement) is _StridedShard else 1
+        while before < wanted and cut < len(found):
+            before *= mesh.size_of(found[cut][1]) if found[cut][0] == dim else 1
+            cut += 1
+        if before != wanted:
+            raise ValueError(f"{path} is placed as {placement}, which no dimensions to its right account for")
+        found.insert(cut, (dim, name))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 12)
+def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
+    """torch's words for a tensor that is cut like this: the way back from `_cuts`."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Any] = []
+    for name in on:
+        at = next((number for number, (_, by) in enumerate(cuts) if by == name), None)
+        if at is None:
+            found.append(Replicate())
+            continue
+        dim = cuts[at][0]
+        before = [by for other, by in cuts[:at] if other == dim and on.index(by) > on.index(name)]
+        factor = math.prod(map(mesh.size_of, before))
+        found.append(_StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
+    return tuple(found)

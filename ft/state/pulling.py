@@ -1,0 +1,171 @@
+"""State that every rank has whole, for newcomers: pulled from the memory of all who have it, at once.
+
+Those who hold the state offer it: where its bytes lie, and their checksums. The first of them says what they mean. A
+newcomer reads each block from one of those whose checksum is that of the first, and loads nothing before it has all.
+The others wait for it, so that nobody's state changes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.memory_plane import Handle, MemoryPlane
+from holdfast.ft.attempt import FAILURES
+from holdfast.ft.commit.decision import Verdict
+from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
+from holdfast.ft.state.transfer import (
+    Packed,
+    Piece,
+    Stateful,
+    StateNotGiven,
+    check_names,
+    load,
+    pack,
+    reason_of,
+    unpack,
+)
+
+Told = Callable[[], None]
+
+
+class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes that lie together: where, and the checksums of their blocks."""
+
+    handle: Handle
+    digests: list[bytes]
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank has for newcomers. Only the first to have it says what it is. `refusal` says why a rank has
+    nothing that can travel; "" if it has.
+    """
+
+    done: int
+    chunks: list[_Chunk]
+    description: bytes = b""
+    pieces: list[Piece] = []
+    refusal: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(_Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a rank has after a transfer. `moved` is bytes by the rank that they came from, `kept` bytes that an earlier
+    transfer had brought, `lost` why ranks were no source any more, `unlike` ranks whose state was another one."""
+
+    done: int
+    moved: Mapping[int, int]
+    kept: int
+    lost: Mapping[int, str]
+    unlike: tuple[int, ...]
+
+
+def offer(
+    comm: Communicator,
+    plane: MemoryPlane,
+    verdict: Verdict,
+    attached: Mapping[str, Stateful],
+    done: int,
+    before_chunk: Told,
+    patience: float,
+    on_refusal: Callable[[str], None],
+) -> None:
+    """Let the newcomers have the state after `done` steps; returns when all of them have it.
+
+    State that cannot travel is refused to them; then `on_refusal` is called with the reason. Raises what ends the
+    epoch.
+    """
+    with contextlib.ExitStack() as exposed:
+        try:
+            packed = pack(attached, torch.device("cpu"))
+            chunks = []
+            for chunk in packed.chunks:
+                before_chunk()
+                region = exposed.enter_context(plane.expose(chunk))
+                chunks.append(_Chunk(region.handle, [digest(block) for block in blocks_of(chunk)]))
+            said = (packed.description, packed.pieces) if comm.rank == verdict.source else ()
+            offered = _Offer(done, chunks, *said)
+        except FAILURES:
+            raise
+        except Exception as error:
+            offered = _Offer(done, [], refusal=reason_of(error))
+        comm.all_gather_object(_encode(offered))
+        if offered.refusal:
+            on_refusal(offered.refusal)
+        comm.barrier(timeout=patience)
+
+
+def pull(
+    comm: Communicator,
+    plane: MemoryPlane,
+    verdict: Verdict,
+    attached: Mapping[str, Stateful],
+    fetcher: Fetcher,
+    *,
+    timeout: float,
+    over: Callable[[], HoldfastError | None],
+    before_chunk: Told,
+    before_load: Told,
+) -> Pulled:
+    """Take the state and load it into everything attached. Call `arrived` when that is noted.
+
+    Raises `Mismatch` if other things are attached there; `CorruptData` for an offer that is none; `StateNotGiven` if
+    the state of its source cannot travel; what `Fetcher.fetch` raises. Nothing is loaded then.
+    """
+    offers = [_decoded(raw) for raw in comm.all_gather_object(b"")]
+    first = offers[verdict.source]
+    if first is None:
+        raise CorruptData(f"rank {verdict.source} offers no state")
+    if first.refusal:
+        raise StateNotGiven(verdict.source, first.refusal)
+    chunks = [torch.empty(chunk.handle.nbytes, dtype=torch.uint8, device="cpu") for chunk in first.chunks]
+    blocks = []
+    agreeing: set[int] = set()
+    for number, chunk in enumerate(chunks):
+        for place, into in enumerate(blocks_of(chunk)):
+            wanted = first.chunks[number].digests[place]
+            sources = []
+            for rank, given in enumerate(offers):
+                if given is not None and _has(given, number, place, wanted, chunk.numel()):
+                    sources.append(Source(rank, given.chunks[number].handle, place * BLOCK))
+            agreeing.update(source.rank for source in sources)
+            blocks.append(Block(wanted, into, tuple(sources)))
+    fetched = fetcher.fetch(plane, blocks, timeout=timeout, over=over, before=before_chunk)
+    state = unpack(Packed(first.description, first.pieces, chunks))
+    check_names(state, attached)
+    before_load()
+    fetcher.forget()  # from here on users may write into what arrived
+    load(state, attached)
+    unlike = tuple(r for r, given in enumerate(offers) if given is not None and blocks and r not in agreeing)
+    return Pulled(first.done, fetched.moved, fetched.kept, fetched.lost, unlike)
+
+
+def arrived(comm: Communicator, patience: float) -> None:
+    """Every newcomer has the state, and all may go on. Collective; `offer` ends with it."""
+    comm.barrier(timeout=patience)
+
+
+def _has(given: _Offer, number: int, place: int, wanted: bytes, nbytes: int) -> bool:
+    if number >= len(given.chunks) or given.chunks[number].handle.nbytes != nbytes:
+        return False
+    digests = given.chunks[number].digests
+    return place < len(digests) and digests[place] == wanted
+
+
+def _decoded(raw: bytes) -> _Offer | None:
+    if not raw:
+        return None
+    try:
+        return _decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"not an offer of state: {error}") from error

@@ -1,0 +1,463 @@
+"""Everything attached to a session: how it is kept while ranks come and go.
+
+What every rank has whole goes to newcomers from those who have it. What is sharded is kept redundantly, and put
+together again in each epoch: from memory; if a part is lost with all its copies, from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.ops import Recv, Send
+from holdfast.ft.attempt import FAILURES
+from holdfast.ft.commit.decision import Verdict
+from holdfast.ft.state import pulling, transfer
+from holdfast.ft.state.checkpoints import Checkpoints
+from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.state.fetching import Fetched, Fetcher
+from holdfast.ft.state.leaves import Layout, Leaf, place, take_shards
+from holdfast.ft.state.mesh import Mesh, all_ranks
+from holdfast.ft.state.planes import Planes
+from holdfast.ft.state.restoring import complete_size, restore
+from holdfast.ft.state.sharded import Sharded
+from holdfast.ft.state.shelf import Shelf, shifts
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("holdfast.ft")
+
+_LOOK_STEPS = 1024
+"""Attached state is looked at after 1, 2, 4 ... steps, and then each time so many are done."""
+
+_LARGE = 256 << 20
+"""Bytes of a part from which on it is worth a garbage collection to have its memory back at once."""
+
+
+class StateReplicator:
+    """The state of one process. `over(epoch)` says why an epoch is over, `reach` is told of fault points."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        events: EventLog,
+        over: Callable[[int], HoldfastError | None],
+        reach: Callable[[str], None],
+    ) -> None:
+        self.attached: dict[str, transfer.Stateful] = {}
+        self.sharded: Sharded | None = None
+        self.checkpoints: Checkpoints | None = None
+        self._timeouts, self._events, self._over, self._reach = timeouts, events, over, reach
+        self._planes, self._fetcher = Planes(), Fetcher()
+        self._shelf: Shelf | None = None
+        self._epoch = -1
+        self._mesh = Mesh((), ())
+        self._known: dict[str, Leaf] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._seen: list[tuple[torch.Tensor, int]] = []
+        self._saved = -1
+        self._unfit: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        self._planes.close()
+        self._fetcher.forget()
+        self.drop()
+
+    def drop(self) -> None:
+        """The epoch is over: what was built for it is of no use any more."""
+        self._seen = []
+        if self.sharded is not None:
+            self.sharded.drop()
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether torch's process group is needed for what is attached."""
+        return self.sharded is not None or self.checkpoints is not None
+
+    @property
+    def _relies_on_replicas(self) -> bool:
+        """Whether what is sharded has neither copies nor checkpoints."""
+        return self.sharded is not None and not self.sharded.copies and self.checkpoints is None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that ranks wait for those that are still being given the state."""
+        return self._timeouts.operation + self._timeouts.join
+
+    def check(self) -> None:
+        """Raise ValueError for what is attached in a way that cannot work."""
+        if self._relies_on_replicas and self.sharded is not None and not self.sharded.may_have_replicas:
+            raise ValueError("copies=0 and no checkpoints(): the death of any rank would end the job")
+
+    # What every rank has whole --------------------------------------------------------------------------------
+
+    def bring_up_to_date(
+        self, comm: Communicator, hosts: Sequence[str], verdict: Verdict, done: int, *, founding: bool
+    ) -> int | None:
+        """Give the state after `done` steps to newcomers, or take it as one; collective. How many steps are done by the
+        state that was taken; None where it was not.
+
+        A newcomer to whom it cannot be given raises `StateNotGiven`; the others go on without it. If the job is still
+        `founding`, all raise it.
+        """
+        plane = self._planes.agree(comm, hosts)
+        taking = comm.rank in verdict.receivers
+
+        def refused(reason: str) -> None:
+            _log.error("rank %d cannot give its state to newcomers: %s", comm.rank, reason)
+            self._events.emit("state_refused", step=done - 1, epoch=comm.epoch, reason=reason)
+            if founding:
+                raise transfer.StateNotGiven(comm.rank, reason)
+
+        if plane is None:
+            taken = self._over_the_communicator(comm, verdict, done, refused)
+            if taken is None:
+                pulling.arrived(comm, self.patience)
+            return taken
+        if not taking:
+            if comm.rank == verdict.source:
+                self._reach("sync.before_header")
+            pulling.offer(comm, plane, verdict, self.attached, done, self._before_chunk, self.patience, refused)
+            return None
+        began = time.monotonic()
+        pulled = pulling.pull(
+            comm,
+            plane,
+            verdict,
+            self.attached,
+            self._fetcher,
+            timeout=self._timeouts.operation,
+            over=lambda: self._over(comm.epoch),
+            before_chunk=self._before_chunk,
+            before_load=lambda: self._reach("sync.before_load"),
+        )
+        if pulled.unlike:
+            _log.warning("ranks %s have another state than rank %d", pulled.unlike, verdict.source)
+        self._events.emit(
+            "synced",
+            step=pulled.done - 1,
+            epoch=comm.epoch,
+            source=verdict.source,
+            bytes=sum(pulled.moved.values()),
+            seconds=time.monotonic() - began,
+            via=plane.name,
+            sources={str(rank): nbytes for rank, nbytes in pulled.moved.items()},
+            kept=pulled.kept,
+            lost=sorted(pulled.lost),
+        )
+        return pulled.done
+
+    def everybody_has_it(self, comm: Communicator) -> None:
+        """A newcomer, having noted what it has, lets the others go on."""
+        pulling.arrived(comm, self.patience)
+
+    def look(self, done: int) -> None:
+        """Warn of attached state that has become one that cannot be given to newcomers; looks ever more rarely.
+
+        An optimizer has most of its state only after its first step, so `attach` has not seen it.
+        """
+        if done == 0 or (done & (done - 1) and done % _LOOK_STEPS):
+            return
+        for name, thing in self.attached.items():
+            reason = ""
+            try:
+                take_apart({name: thing.state_dict()})
+            except FAILURES:
+                raise
+            except Exception as error:
+                reason = transfer.reason_of(error)
+            known, self._unfit[name] = self._unfit.get(name, ""), reason
+            if reason and reason != known:
+                _log.warning("what is attached as %r cannot be given to newcomers any more: %s", name, reason)
+                self._events.emit("state_unfit", step=done - 1, name=name, reason=reason)
+
+    def _over_the_communicator(
+        self, comm: Communicator, verdict: Verdict, done: int, refused: Callable[[str], None]
+    ) -> int | None:
+        """As `bring_up_to_date`, where no memory plane reaches all ranks: from one source, over the communicator."""
+        if comm.rank != verdict.source and comm.rank not in verdict.receivers:
+            return None
+        pipe = transfer.Pipe(comm, verdict.source, verdict.receivers, self._timeouts.operation)
+        began = time.monotonic()
+        if comm.rank == verdict.source:
+            self._reach("sync.before_header")
+            transfer.give(pipe, self.attached, done, self._before_chunk, refused)
+            return None
+        given = transfer.take(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
+        self._events.emit(
+            "synced",
+            step=given.done - 1,
+            epoch=comm.epoch,
+            source=verdict.source,
+            bytes=given.nbytes,
+            seconds=time.monotonic() - began,
+            via="communicator",
+        )
+        return given.done
+
+    def _before_chunk(self) -> None:
+        self._reach("sync.before_chunk")
+
+    # What is sharded ------------------------------------------------------------------------------------------
+
+    def enter(self, comm: Communicator, hosts: Sequence[str], done: int) -> int:
+        """Build what is sharded for the epoch of `comm`, with the state after `done` steps; collective. After how many
+        steps the job goes on: fewer only if all copies of a part are lost, and a checkpoint takes their place.
+
+        Raises HoldfastError if there is neither.
+        """
+        if self._epoch == comm.epoch or not self.needs_group:
+            return done
+        began = time.monotonic()
+        with _library(comm):
+            done, source, fetched = self._enter(comm, hosts, done)
+        self._epoch = comm.epoch
+        self._check_replicas(comm, done, source == "built")
+        if source:
+            _log.info("state after %d steps restored from: %s", done, source)
+            self._events.emit(
+                "restored",
+                step=done - 1,
+                epoch=comm.epoch,
+                source=source,
+                bytes=fetched.nbytes,
+                sources={str(rank): nbytes for rank, nbytes in fetched.moved.items()},
+                kept=fetched.kept,
+                lost=sorted(fetched.lost),
+                seconds=time.monotonic() - began,
+            )
+        return done
+
+    def _enter(self, comm: Communicator, hosts: Sequence[str], done: int) -> tuple[int, str, Fetched]:
+        shelf = self._on_shelf(comm.device)
+        self._mesh = all_ranks(comm.size) if self.sharded is None else self.sharded.mesh(comm.size)
+        kept = shelf.of(done)
+        newest = -1 if self.checkpoints is None else self.checkpoints.newest()
+        held = comm.all_gather_object([part.share for part in kept])
+        newest = min(comm.all_gather_object(newest))
+        size = complete_size(held, comm.size)
+        if self.sharded is None:
+            if done == 0 < newest:
+                assert self.checkpoints is not None
+                self._load_all(self.checkpoints.load(newest, self._mesh, None, comm.rank, comm.device))
+                comm.barrier()
+                self._reach("restore.after_load")
+                return newest, "checkpoint", Fetched()
+            return done, "", Fetched()
+        if size is None and newest < 0 and done > 0:
+            raise HoldfastError(
+                f"the state after {done} steps is lost: no rank has kept {_missing(held)}, and there is no checkpoint; "
+                "keep more copies, or checkpoints()"
+            )
+        devices = self._build(comm)
+        fetched = Fetched()
+        if size is not None:
+            self._reach("restore.before_fetch")
+            plane = self._planes.agree(comm, hosts)
+            found = restore(
+                comm,
+                plane,
+                kept,
+                size,
+                self._mesh,
+                self._fetcher,
+                timeout=self._timeouts.operation,
+                patience=self.patience,
+                over=lambda: self._over(comm.epoch),
+                before_chunk=lambda: self._reach("restore.before_chunk"),
+            )
+            fetched = found.fetched
+            self._known = {leaf.path: leaf for leaf in found.layout.leaves}
+            self._load(found.description, found.layout.leaves, found.tensors, devices, comm.device)
+            self._fetcher.forget()
+            source = "own" if found.parts <= {part.layout.part for part in kept if part.own} else "neighbour"
+        elif newest >= 0:
+            assert self.checkpoints is not None
+            state = self.checkpoints.load(newest, self._mesh, devices, comm.rank, comm.device)
+            self._load_all(state)
+            done, source = newest, "checkpoint"
+        else:
+            source = "built"
+        self._reach("restore.before_copies")
+        self._copy(comm, hosts, done)
+        comm.barrier()
+        self._reach("restore.after_load")
+        shelf.keep_only(done, comm.size)
+        return done, source, fetched
+
+    def _check_replicas(self, comm: Communicator, done: int, first: bool) -> None:
+        """Whether the state that was built can outlive a rank: ValueError if not at `first`, later a warning."""
+        if not self._relies_on_replicas:
+            return
+        own = next(part for part in self._on_shelf(comm.device).of(done) if part.layout.part == comm.rank)
+        if own.layout.share[1] < comm.size:
+            return
+        said = "copies=0, no checkpoints(), and no two ranks have the same part of the state: the death of any ends it"
+        if first:
+            raise ValueError(said)
+        _log.warning("%s", said)
+
+    def _build(self, comm: Communicator) -> DeviceMesh:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        assert self.sharded is not None
+        self.sharded.drop()
+        if self._shelf is not None and self._shelf.nbytes > _LARGE:
+            gc.collect()
+        names, sizes, kind = self._mesh.names, self._mesh.sizes, comm.device.type
+        group: Any = dist.group.WORLD
+        if len(names) == 1:
+            devices = DeviceMesh.from_group(group, kind, mesh_dim_names=names)
+        else:
+            devices = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        self.sharded.build(devices)
+        twice = self.sharded.things.keys() & self.attached.keys()
+        if twice:
+            raise ValueError(f"{min(twice)!r} is attached, and returned by build() too")
+        return devices
+
+    def _load(
+        self,
+        description: bytes,
+        leaves: Sequence[Leaf],
+        tensors: Sequence[torch.Tensor],
+        devices: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        assert self.sharded is not None
+        whole = [
+            place(leaf, local.to(device), self._mesh, devices) for leaf, local in zip(leaves, tensors, strict=True)
+        ]
+        state = put_together(description, whole)
+        transfer.check_names(state, self.sharded.things)
+        transfer.load(state, self.sharded.things)
+
+    def _load_all(self, state: dict[str, Any]) -> None:
+        things = {**self.attached, **(self.sharded.things if self.sharded is not None else {})}
+        if state.keys() != things.keys():
+            raise Mismatch(
+                f"attached here: {', '.join(sorted(things))}; the checkpoint is of: {', '.join(sorted(state))}; "
+                "use another directory for another job"
+            )
+        transfer.load(state, things)
+
+    # Around each step -----------------------------------------------------------------------------------------
+
+    def stage(self, comm: Communicator, hosts: Sequence[str], version: int) -> None:
+        """Keep the state after `version` steps beside the current one, here and on neighbours; collective."""
+        if self.sharded is not None:
+            with _library(comm):
+                self._copy(comm, hosts, version)
+
+    def committed(self, done: int) -> None:
+        """The state after `done` steps is the current one."""
+        if self.sharded is not None and self._shelf is not None:
+            self._shelf.keep_only(done)
+
+    def begin(self, comm: Communicator, done: int) -> None:
+        """An attempt is about to begin: write a checkpoint if one is due; collective.
+
+        Raises HoldfastError if what is sharded was changed since the last commit.
+        """
+        if any(tensor._version != version for tensor, version in self._seen):
+            raise HoldfastError(
+                "what attach_sharded() built was changed outside of an attempt, where the change is on no copy; "
+                "call optimizer.step() inside of the `with attempt:` block"
+            )
+        if self.checkpoints is None or self._saved == done or not self.checkpoints.due(done):
+            return
+        began = time.monotonic()
+        with _library(comm), torch.no_grad():
+            state = {name: thing.state_dict() for name, thing in self.attached.items()}
+            if self.sharded is not None:
+                state |= {name: thing.state_dict() for name, thing in self.sharded.things.items()}
+            taken, leaves, _ = take_shards(state, self._mesh, comm.rank, self._known)
+            self._reach("checkpoint.before_save")
+            self.checkpoints.save(done, taken.description, leaves, taken.tensors)
+        self._saved = done
+        self._events.emit("checkpoint", step=done - 1, epoch=comm.epoch, seconds=time.monotonic() - began)
+
+    def _copy(self, comm: Communicator, hosts: Sequence[str], version: int) -> None:
+        assert self.sharded is not None
+        began = time.monotonic()
+        self._reach("copies.before_copy")
+        shelf = self._on_shelf(comm.device)
+        with torch.no_grad():
+            state = {name: _state_of(thing) for name, thing in self.sharded.things.items()}
+            taken, leaves, mine = take_shards(state, self._mesh, comm.rank, self._known)
+            own = shelf.new(version, self._layout(leaves, comm.rank), taken.description)
+            for index, tensor in enumerate(mine):
+                own.layout.view(own.buffer, index).copy_(tensor)
+        parts = [own]
+        moves: list[Send | Recv] = []
+        to = shifts(hosts, self.sharded.copies)
+        for shift in to:
+            theirs = (comm.rank - shift) % comm.size
+            copy = shelf.new(version, self._layout(leaves, theirs), taken.description, own=False)
+            moves += [Send(own.buffer, (comm.rank + shift) % comm.size), Recv(copy.buffer, theirs)]
+            parts.append(copy)
+        if moves:
+            comm.batch_send_recv(moves)
+        shelf.put(parts)
+        self._seen = [(tensor, tensor._version) for tensor in mine]
+        self._reach("copies.after_copy")
+        seconds, nbytes = time.monotonic() - began, own.layout.nbytes * len(to)
+        self.sharded.copied.note(nbytes, seconds, shelf.nbytes)
+        self._events.emit("copied", step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds)
+
+    def _layout(self, leaves: tuple[Leaf, ...], part: int) -> Layout:
+        known = self._layouts.get(part)
+        if known is None or known.mesh != self._mesh or known.leaves != leaves:
+            known = self._layouts[part] = Layout(leaves, self._mesh, part)
+            self._known = {leaf.path: leaf for leaf in leaves}
+        return known
+
+    def _on_shelf(self, device: torch.device) -> Shelf:
+        if self._shelf is None:
+            self._shelf = Shelf(device)
+        return self._shelf
+
+
+def _state_of(thing: transfer.Stateful) -> dict[str, Any]:
+    """The state of `thing`; of a module its parameters themselves, whose versions tell of changes."""
+    if isinstance(thing, torch.nn.Module):
+        state: dict[str, Any] = thing.state_dict(keep_vars=True)
+        return state
+    return thing.state_dict()
+
+
+@contextmanager
+def _library(comm: Communicator) -> Iterator[None]:
+    """Raise what ended `comm` where torch's libraries raise something of their own because of it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, *FAILURES):
+        raise
+    except BaseException as error:
+        if isinstance(comm.over, FAILURES):
+            raise comm.over.again() from error
+        raise
+
+
+def _missing(held: Sequence[Sequence[tuple[int, int, int]]]) -> str:
+    there: dict[int, set[int]] = {}
+    for rank in held:
+        for _, number, count in rank:
+            there.setdefault(count, set()).add(number)
+    if not there:
+        return "any part of it"
+    count = max(there, key=lambda count: len(there[count]))
+    return f"part {', '.join(map(str, sorted(set(range(count)) - there[count])))} of {count}"

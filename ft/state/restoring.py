@@ -1,0 +1,207 @@
+"""A sharded state put together from what the ranks of an epoch have kept of it, whoever died, into as many parts as
+there are ranks now, however they are laid out.
+
+All say what they have. If every part of the state is somewhere (or one that is alike: a replica), each rank works out
+which bytes its new part consists of, takes those that it has itself, and reads the others from ranks that have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
+from holdfast.comms.memory_plane import Handle, MemoryPlane
+from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
+from holdfast.ft.state.leaves import Layout, Leaf
+from holdfast.ft.state.mesh import Box, Mesh, common, stretch, who_has
+from holdfast.ft.state.shelf import Kept
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One part that a rank has, and where."""
+
+    size: int
+    part: int
+    handle: Handle
+    digests: list[bytes]
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a state consists of and how its ranks were laid out, the same for all its parts."""
+
+    leaves: tuple[Leaf, ...]
+    mesh: Mesh
+    description: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_holdings = msgspec.msgpack.Decoder(list[Holding])
+_state = msgspec.msgpack.Decoder(State)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """This rank's new part of the state: its `layout` and tensors; the old `parts` that it was made of. `fetched` says
+    what came from others."""
+
+    description: bytes
+    layout: Layout
+    tensors: list[torch.Tensor]
+    parts: frozenset[int]
+    fetched: Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one leaf: `box` of it, which old part `part` has."""
+
+    part: int
+    box: Box
+
+
+def complete_size(held: Sequence[Sequence[tuple[int, int, int]]], size: int) -> int | None:
+    """Into how many parts the state is cut that the ranks can put together of what they have (each rank's are given as
+    (of how many parts, which of those that differ, of how many that differ)); that of `size` if there are several; None
+    if a part is missing.
+    """
+    shares: defaultdict[int, set[int]] = defaultdict(set)
+    needed: dict[int, int] = {}
+    for rank in held:
+        for of, number, count in rank:
+            shares[of].add(number)
+            needed[of] = count
+    complete = [of for of, there in shares.items() if len(there) == needed[of]]
+    return size if size in complete else max(complete, default=None)
+
+
+def restore(
+    comm: Communicator,
+    plane: MemoryPlane | None,
+    kept: Sequence[Kept],
+    size: int,
+    mesh: Mesh,
+    fetcher: Fetcher,
+    *,
+    timeout: float,
+    patience: float,
+    over: Callable[[], HoldfastError | None],
+    before_chunk: Callable[[], None],
+) -> Restored:
+    """This rank's part of the state that is cut into `size` parts, for ranks laid out as `mesh`; collective.
+
+    `kept` is what this rank has of it. Raises `CorruptData` for what does not fit together, `Unsupported` if bytes of
+    others are needed and no `plane` reaches them; else what `Fetcher.fetch` raises.
+    """
+    mine = [part for part in kept if part.layout.size == size]
+    with contextlib.ExitStack() as exposed:
+        said = _encode([_expose(part, plane, exposed) for part in mine] if plane is not None else [])
+        offers = [_holdings.decode(raw) for raw in comm.all_gather_object(said)]
+        having = comm.all_gather_object([part.layout.part for part in mine])
+        first = next(rank for rank, parts in enumerate(having) if parts)
+        told = _encode(State(mine[0].layout.leaves, mine[0].layout.mesh, mine[0].description)) if mine else b""
+        state = _state.decode(comm.broadcast_object(told, first))
+        layout = Layout(state.leaves, mesh, comm.rank)
+        buffers = {part.layout.part: part.buffer for part in mine}
+        pieces = choose(layout, state.mesh, buffers.keys(), {part for parts in having for part in parts})
+        needs = needed(layout, state.mesh, pieces)
+        if plane is None and not needs.keys() <= buffers.keys():
+            raise Unsupported("reading state that other ranks keep", "no memory plane reaches them")
+        blocks = []
+        for part in sorted(needs.keys() - buffers.keys()):
+            buffers[part] = torch.empty(Layout(state.leaves, state.mesh, part).nbytes, dtype=torch.uint8, device="cpu")
+            blocks += _blocks(part, buffers[part], needs[part], offers)
+        fetched = Fetched()
+        if plane is not None:
+            fetched = fetcher.fetch(plane, blocks, timeout=timeout, over=over, before=before_chunk)
+        tensors = assemble(layout, state.mesh, pieces, buffers)
+        comm.barrier(timeout=patience)
+    return Restored(state.description, layout, tensors, frozenset(needs), fetched)
+
+
+def choose(layout: Layout, old: Mesh, mine: Collection[int], there: Collection[int]) -> list[list[Piece]]:
+    """For each leaf the pieces that the new part `layout` is put together of, from the parts that are `there` of ranks
+    that were laid out as `old`: those that this rank has, `mine`, where it can be, the first of them before the others.
+
+    Raises `CorruptData` for a leaf of which a piece is nowhere.
+    """
+    found = []
+    for leaf, wanted in zip(layout.leaves, layout.boxes, strict=True):
+        pieces = []
+        for box, parts in who_has(leaf.shape, leaf.cuts, old).items():
+            part_of_it = common(box, wanted)
+            if part_of_it is None:
+                continue
+            own, others = (part for part in mine if part in parts), [part for part in parts if part in there]
+            if not others:
+                raise CorruptData(f"nobody has {list(box)} of {leaf.path}")
+            pieces.append(Piece(next(own, others[layout.part % len(others)]), part_of_it))
+        found.append(pieces)
+    return found
+
+
+def needed(layout: Layout, old: Mesh, pieces: Sequence[Sequence[Piece]]) -> dict[int, list[tuple[int, int]]]:
+    """Which bytes of which old parts these pieces of the leaves are: (begin, end) by part, ascending."""
+    found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    olds = {piece.part: Layout(layout.leaves, old, piece.part) for leaf in pieces for piece in leaf}
+    for index, leaf in enumerate(layout.leaves):
+        for piece in pieces[index]:
+            layout_there = olds[piece.part]
+            begin, end = stretch(piece.box, layout_there.boxes[index])
+            at, width = layout_there.offsets[index], leaf.torch_dtype.itemsize
+            found[piece.part].append((at + begin * width, at + end * width))
+    return dict(found)
+
+
+def assemble(
+    layout: Layout, old: Mesh, pieces: Sequence[Sequence[Piece]], buffers: dict[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors of the new part `layout`, of these pieces of each, from the bytes of the old parts."""
+    olds = {part: Layout(layout.leaves, old, part) for part in buffers}
+    found = []
+    for index, leaf in enumerate(layout.leaves):
+        tensor = torch.empty(layout.shapes[index], dtype=leaf.torch_dtype, device="cpu")
+        for piece in pieces[index]:
+            source = olds[piece.part].view(buffers[piece.part], index)
+            _cut(tensor, piece.box, layout.boxes[index]).copy_(_cut(source, piece.box, olds[piece.part].boxes[index]))
+        found.append(tensor)
+    return found
+
+
+def _cut(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
+    """Of a tensor that is `box` of a leaf, the `part`."""
+    for dim, ((low, high), (begin, _)) in enumerate(zip(part, box, strict=True)):
+        tensor = tensor.narrow(dim, low - begin, high - low)
+    return tensor
+
+
+def _expose(part: Kept, plane: MemoryPlane, exposed: contextlib.ExitStack) -> Holding:
+    buffer = part.buffer.cpu()
+    region = exposed.enter_context(plane.expose(buffer))
+    return Holding(part.layout.size, part.layout.part, region.handle, [digest(block) for block in blocks_of(buffer)])
+
+
+def _blocks(
+    part: int, buffer: torch.Tensor, ranges: Sequence[tuple[int, int]], offers: Sequence[Sequence[Holding]]
+) -> list[Block]:
+    """What has to be read for these ranges of a part. Those who have it may differ in what they have (memory goes bad):
+    what most have is right, the first of them in doubt."""
+    holders = [(rank, held) for rank, offer in enumerate(offers) for held in offer if held.part == part]
+    fit = [(rank, held) for rank, held in holders if held.handle.nbytes == buffer.numel()]
+    if not fit:
+        raise CorruptData(f"nobody has a part {part} of {buffer.numel()} bytes")
+    wanted = sorted({number for begin, end in ranges for number in range(begin // BLOCK, -(-end // BLOCK))})
+    pieces = blocks_of(buffer)
+    blocks = []
+    for number in wanted:
+        digests = [held.digests[number] for _, held in fit]
+        right = max(digests, key=digests.count)
+        sources = [Source(rank, held.handle, number * BLOCK) for rank, held in fit if held.digests[number] == right]
+        blocks.append(Block(right, pieces[number], tuple(sources)))
+    return blocks

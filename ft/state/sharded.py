@@ -1,0 +1,128 @@
+"""What is sharded over the ranks of a job, and built anew for the ranks of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.quantities import integer
+from holdfast.ft.state.mesh import Mesh, all_ranks
+from holdfast.ft.state.transfer import Stateful
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Build = Callable[["DeviceMesh"], Mapping[str, Stateful]]
+"""Makes model, optimizer and the like over a mesh of all ranks. Called in each epoch; must make the same every time."""
+Shape = Callable[[int], Mapping[str, int]]
+"""How so many ranks are laid out: the mesh's dimensions by name, such as {"replicate": 2, "shard": 4} for 8 ranks.
+Called for each number of ranks that there may be; must give dimensions of the same names every time."""
+
+MOST_COPIES = 64
+
+
+class Sharded(Mapping[str, Any]):
+    """What `build` made in this epoch, by name. Made by `Session.attach_sharded`.
+
+    It belongs to the transaction: change it inside of an attempt. If the attempt fails, it is put back as it was.
+    After each epoch ask for it again: what was built for the last one is of no use.
+    """
+
+    def __init__(self, build: Build, copies: int, shape: Shape | None) -> None:
+        if not callable(build):
+            raise TypeError(f"build must be a function of a DeviceMesh, not {type(build).__name__}")
+        copies = integer(copies, "copies")
+        if not 0 <= copies <= MOST_COPIES:
+            raise ValueError(f"copies={copies} is out of range: 0 to {MOST_COPIES} neighbours keep a copy of each part")
+        if shape is not None and not callable(shape):
+            raise TypeError(f"mesh must be a function of the number of ranks, not {type(shape).__name__}")
+        self.copies = copies
+        self.copied = Copied()
+        self._build = build
+        self._shape = shape
+        self._names: tuple[str, ...] = ()
+        self._things: dict[str, Stateful] = {}
+
+    def __repr__(self) -> str:
+        return f"<Sharded: {', '.join(self._things) or 'not built yet'}>"
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._things:
+            raise HoldfastError(f"{name!r} is built when the next attempt begins: its state is that of an epoch")
+        return self._things[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    @property
+    def things(self) -> dict[str, Stateful]:
+        """What was built, for those who save and load it."""
+        return self._things
+
+    def drop(self) -> None:
+        """Let go of what was built for an epoch that is over."""
+        self._things = {}
+
+    @property
+    def may_have_replicas(self) -> bool:
+        """Whether ranks may have the same part: on a mesh of more than one dimension, that is seen when it is built."""
+        return self._shape is not None
+
+    def mesh(self, size: int) -> Mesh:
+        """How `size` ranks are laid out. Raises ValueError, TypeError for what is no mesh of so many."""
+        if self._shape is None:
+            return all_ranks(size)
+        asked = self._shape(size)
+        if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
+            raise TypeError(f"mesh({size}) must give a dict of sizes by name, not {asked!r}")
+        sizes = tuple(integer(each, f"mesh({size})[{name!r}]") for name, each in asked.items())
+        if any(each < 1 for each in sizes):
+            raise ValueError(f"mesh({size}) gave {dict(asked)}: each size must be a whole number, 1 or more")
+        found = Mesh(tuple(asked), sizes)
+        if not sizes or found.size != size:
+            raise ValueError(f"mesh({size}) gave {dict(asked)}, which is a mesh of {found.size} ranks")
+        if self._names not in ((), found.names):
+            raise ValueError(f"mesh({size}) has dimensions {found.names}; for other sizes they were {self._names}")
+        self._names = found.names
+        return found
+
+    def build(self, mesh: DeviceMesh) -> None:
+        """Build for a new epoch. Raises TypeError for what has no state."""
+        made = self._build(mesh)
+        if not isinstance(made, Mapping) or not made:
+            raise TypeError(
+                f"build() must return a dict of what it built, such as {{'model': model, 'optimizer': optimizer}}, "
+                f"not {type(made).__name__}"
+            )
+        for name, thing in made.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(thing, method, None)):
+                    raise TypeError(f"build() returned {name!r}, a {type(thing).__name__}, which has no {method}()")
+        self._things = dict(made)
+
+
+class Copied:
+    """What the copies have cost this process: how often they were made, and in sum how many bytes and seconds.
+    `nbytes` were sent to neighbours; `held` are in memory now, for this process and its neighbours.
+    """
+
+    def __init__(self) -> None:
+        self.times, self.nbytes, self.seconds, self.held = 0, 0, 0.0, 0
+
+    def __str__(self) -> str:
+        if not self.times:
+            return "no copies were made"
+        return (
+            f"{self.times} times, {self.seconds / self.times * 1e3:.2f} ms and "
+            f"{self.nbytes / self.times / 1e6:.2f} MB to neighbours each; {self.held / 1e6:.2f} MB held"
+        )
+
+    def note(self, nbytes: int, seconds: float, held: int) -> None:
+        self.times += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self.held = held

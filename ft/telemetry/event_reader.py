@@ -1,0 +1,98 @@
+"""Reads the event logs of a job: whole, strictly, or as they grow.
+
+A line that is not finished is left out: its process was killed while it wrote, or is writing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.telemetry.event import Event, event_of
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class EventTail:
+    """The events of all logs in a folder, as they come. `bad` is told of each file with another line in it, once."""
+
+    def __init__(self, folder: Path, bad: Callable[[str], object] = lambda reason: None) -> None:
+        self._folder, self._bad = folder, bad
+        self._read: dict[Path, int] = {}
+        self._lines: dict[Path, int] = {}
+        self._told: set[Path] = set()
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events since the last call, by their `time`."""
+        try:
+            paths = sorted(self._folder.glob("*.jsonl"))
+        except OSError:  # the folder went with its job
+            return []
+        events = [event for path in paths for event in self.new_in(path)]
+        return sorted(events, key=lambda event: float(event["time"]))
+
+    def new_in(self, path: Path) -> list[dict[str, Any]]:
+        """The events of one log since the last call, in the order of its lines."""
+        at = self._read.get(path, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(at)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError as error:
+            self._tell(path, f"event log {path}: {error.strerror}")
+            return []
+        self._read[path] = at + len(whole) + len(newline)
+        first = self._lines.get(path, 0) + 1
+        lines = whole.split(b"\n") if newline else []
+        self._lines[path] = first - 1 + len(lines)
+        events = []
+        for number, line in enumerate(lines, start=first):
+            event = _event(line)
+            if event is not None:
+                events.append(event)
+            elif line:
+                self._tell(path, f"event log {path}: line {number} is no event of a job")
+        return events
+
+    def _tell(self, path: Path, reason: str) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            self._bad(reason)
+
+
+def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: None) -> list[dict[str, Any]]:
+    """The events of all logs in `directory`, by their `time`; `bad` is told as by an `EventTail`."""
+    return EventTail(directory, bad).new()
+
+
+def read_log(path: Path) -> list[Event]:
+    """The events of one process. Raises `CorruptData` for a line that is none."""
+    return [event_of(event) for event in EventTail(path.parent, _refuse).new_in(path)]
+
+
+def read_directory(directory: Path) -> list[Event]:
+    """The merged events of every `*.jsonl` in `directory`. Raises `CorruptData` for a line that is none."""
+    return merge(read_log(path) for path in sorted(directory.glob("*.jsonl")))
+
+
+def merge(logs: Iterable[Iterable[Event]]) -> list[Event]:
+    """All events in the order of time; those of one process stay in their order."""
+    return sorted((event for log in logs for event in log), key=lambda event: event.time)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise CorruptData(reason)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line; None for what is none."""
+    try:
+        event = _decode(line)
+        event_of(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, CorruptData):
+        return None
+    return event if isinstance(event.get("members", []), list) else None

@@ -1,0 +1,29 @@
+"""The flight recorder: the last ops of each process, in a file that outlives it, and the strict reader of that file."""
+
+from holdfast.ft.telemetry.flight.reader import find, read
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
+from holdfast.ft.telemetry.flight.recording import (
+    BadRecording,
+    Communicator,
+    Op,
+    Recording,
+    Signature,
+    State,
+    Status,
+    Waiting,
+)
+
+__all__ = [
+    "BadRecording",
+    "Communicator",
+    "FlightRecorder",
+    "Op",
+    "Recording",
+    "Signature",
+    "State",
+    "Status",
+    "Waiting",
+    "find",
+    "open_recorder",
+    "read",
+]

@@ -1,0 +1,307 @@
+"""The flight recorder: notes each op of a process in a file that others can read when the process is gone.
+
+The file is a shared mapping, so what was written is there after a SIGKILL. An op costs two `pack_into`, two looks at
+the clock and one in a dictionary. Nothing here waits, locks on the path of an op, or raises there.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.journal import POINT_TO_POINT, About
+from holdfast.comms.system.environment import flag
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.telemetry.event_log import DIRECTORY
+from holdfast.ft.telemetry.flight import layout
+from holdfast.ft.telemetry.flight.recording import Signature
+
+SWITCH = "HOLDFAST_RECORD"
+"""The environment variable that turns the recorder off ("0")."""
+
+SUFFIX = ".flight"
+CAPACITY = 2048
+TEXT_BYTES = 64 * 1024
+
+_log = logging.getLogger("holdfast.ft")
+_encode = msgspec.msgpack.Encoder().encode
+_begin = layout.BEGUN.pack_into
+_end = layout.ENDED.pack_into
+_detail = layout.DETAILS.pack_into
+_STATUSES: tuple[tuple[type[BaseException], int], ...] = (
+    (PeerFailed, layout.PEER_FAILED),
+    (Revoked, layout.REVOKED),
+    (OpTimeout, layout.TIMED_OUT),
+    (Mismatch, layout.MISMATCH),
+)
+
+
+class FlightRecorder:
+    """One process's recording. Make journals from any thread; each journal hears of one op at a time.
+
+    `step` is what ops are noted with. `now` is the clock, for tests that make recordings of their own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: str,
+        job: str,
+        *,
+        capacity: int = CAPACITY,
+        text_bytes: int = TEXT_BYTES,
+        now: Callable[[], float] = time.monotonic,
+        process: tuple[str, int, int] | None = None,
+    ) -> None:
+        """Make the file, owner-only, and set its room aside. Raises OSError if it is there or there is no room."""
+        if capacity & (capacity - 1) or not 0 < capacity <= 1 << 20:
+            raise ValueError(f"capacity={capacity} must be a power of 2, at most 2**20")
+        self.path = path
+        self.step = -1
+        self._now, self._capacity, self._text_bytes = now, capacity, text_bytes
+        size = layout.file_bytes(capacity, text_bytes)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)  # a hole that the disk has no room for would be a SIGBUS later
+            self._memory = mmap.mmap(fd, size)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        ring = range(layout.ring_at(text_bytes), size, layout.ENTRY_BYTES)
+        self._next = zip(itertools.count(1), itertools.cycle(ring)).__next__
+        """The number of the next op and where its entry is; one call, so that threads cannot get between."""
+        self._lock = threading.Lock()
+        self._texts: dict[Hashable, int] = {}
+        self._text_count = self._text_used = 0
+        self._communicators = itertools.count(1)
+        self._state = layout.OPEN
+        self._step_began = 0.0
+        self._write_static(identity, job, process)
+
+    def _write_static(self, identity: str, job: str, process: tuple[str, int, int] | None) -> None:
+        if process is None:
+            me = this_process()
+            process = (me.host, me.pid, me.started)
+        host, pid, started = process
+        self._say()
+        static = layout.STATIC.pack(
+            layout.MAGIC,
+            layout.VERSION,
+            layout.ENTRY_BYTES,
+            self._capacity,
+            self._text_bytes,
+            layout.COMMUNICATORS,
+            pid,
+            started,
+            self._now(),
+            time.time(),
+            _clip(host, 128),
+            _clip(identity, 64),
+            _clip(job, 128),
+        )
+        layout.CRC.pack_into(self._memory, layout.STATIC.size, zlib.crc32(static))
+        self._memory[: len(static)] = static
+
+    def _say(self, ended: float = 0.0, note: bytes = b"") -> None:
+        layout.LIVE.pack_into(
+            self._memory,
+            layout.LIVE_AT,
+            self.step,
+            self._step_began,
+            self._text_used,
+            self._state,
+            ended,
+            len(note),
+            0,
+        )
+
+    def at_step(self, step: int) -> None:
+        """Ops belong to `step` from now on."""
+        if step != self.step:
+            self.step, self._step_began = step, self._now()
+            self._say()
+
+    def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> FlightJournal:
+        """The journal of a new communicator."""
+        number = next(self._communicators)
+        at = layout.COMMUNICATORS_AT + (number - 1) % layout.COMMUNICATORS * layout.COMMUNICATOR_BYTES
+        text = _clip(name, 80)
+        packed = layout.COMMUNICATOR.pack(number, epoch, rank, size, len(text), text, _clip(backend, 16), number)
+        self._memory[at : at + len(packed)] = packed
+        return FlightJournal(self, number & 0xFFFF)
+
+    def close(self, error: str | None = None) -> None:
+        """The process leaves: in order, or by `error`. The file stays, for those who read it. Idempotent."""
+        if self._state != layout.OPEN:
+            return
+        note = (error or "").encode()[: layout.NOTE_BYTES]
+        self._memory[layout.NOTE_AT : layout.NOTE_AT + len(note)] = note
+        self._state = layout.CLOSED if error is None else layout.FAILED
+        self._say(self._now(), note)
+
+    # What the journals use: the mapping lives as long as any of them -----------------------------------------------
+
+    def describe(self, op: str, about: About, detail: Hashable, peer: int, key: Hashable) -> int:
+        """The number of the text that says what an op is called with, negative for point to point; made at need."""
+        with self._lock:
+            if (known := self._texts.get(key)) is not None:
+                return known
+            tensors = about if isinstance(about, tuple) else () if about is None else (about,)
+            signature = Signature(
+                op,
+                str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                tuple(tuple(tensor.shape) for tensor in tensors),
+                _words(detail),
+                peer,
+            )
+            number = self._add(signature) or self._texts.get((op,)) or self._add(Signature(op)) or 0
+            self._texts.setdefault((op,), number)
+            signed = -number if op in POINT_TO_POINT else number
+            if len(self._texts) < 2 * layout.MAX_TEXTS:
+                self._texts[key] = signed
+            return signed
+
+    def _add(self, signature: Signature) -> int:
+        """Write a text; its number, or 0 if there is no room."""
+        text = _encode(signature)
+        end = self._text_used + layout.TEXT_HEAD.size + len(text)
+        if len(text) > layout.MAX_TEXT_BYTES or end > self._text_bytes or self._text_count == layout.MAX_TEXTS:
+            return 0
+        at = layout.TEXTS_AT + self._text_used
+        layout.TEXT_HEAD.pack_into(self._memory, at, len(text), 0, zlib.crc32(text))
+        self._memory[at + layout.TEXT_HEAD.size : layout.TEXTS_AT + end] = text
+        self._text_used = end
+        self._text_count += 1
+        self._say()
+        return self._text_count
+
+
+class FlightJournal:
+    """The ops of one communicator, on their way into the recording.
+
+    `enter` and `leave` (see `holdfast.comms.journal.Journal`) are closures: what they work with is found faster in
+    their cells than in attributes, and they are called twice an op.
+    """
+
+    __slots__ = ("_memory", "_now", "_place", "_waiting", "enter", "leave")
+
+    def __init__(self, recorder: FlightRecorder, communicator: int) -> None:
+        self._memory, self._now = recorder._memory, recorder._now
+        self._waiting: tuple[object, ...] = ()
+        self.enter, self.leave, self._place = self._closures(recorder, communicator)
+
+    def _closures(
+        self, recorder: FlightRecorder, communicator: int
+    ) -> tuple[
+        Callable[[str, int, int, About, Hashable, int], None],
+        Callable[[BaseException | None], None],
+        Callable[[], tuple[int, int]],
+    ]:
+        """`enter`, `leave`, and where and which the op is that was entered last."""
+        memory = recorder._memory
+        now, following, texts, describe = recorder._now, recorder._next, recorder._texts, recorder.describe
+        begin, end, fail = _begin, _end, self._fail
+        others: dict[tuple[str, int], int] = {}
+        at = number = collectives = 0
+
+        def enter(op: str, seq: int, nbytes: int, about: About, detail: Hashable, peer: int) -> None:
+            nonlocal at, number, collectives
+            key: Hashable
+            if about is None:
+                key = (op, detail, peer)
+            elif type(about) is tuple:
+                key = (op, *[(tensor.dtype, tensor.shape) for tensor in about], detail, peer)
+            else:
+                key = (op, about.dtype, about.shape, detail, peer)  # type: ignore[union-attr]
+            try:
+                text = texts[key]
+            except KeyError:
+                text = describe(op, about, detail, peer, key)
+            if text >= 0:
+                ordinal = collectives = collectives + 1
+            else:
+                text, line = -text, (op, peer)
+                ordinal = others[line] = others.get(line, 0) + 1
+            number, at = following()
+            begin(memory, at, number, now(), seq, ordinal, recorder.step, text, communicator, nbytes, number)
+
+        def leave(error: BaseException | None) -> None:
+            if error is None:
+                end(memory, at + 56, now(), 1, number)
+            else:
+                fail(error)
+
+        return enter, leave, lambda: (at, number)
+
+    def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
+        """See `holdfast.comms.journal.Journal`."""
+        at, number = self._place()
+        told = (number, tuple(ranks), tuple(gives), rounds)
+        if told != self._waiting and number:
+            self._waiting = told
+            self._note(at, number, layout.WAITS, ranks, gives, rounds)
+
+    def _fail(self, error: BaseException) -> None:
+        at, number = self._place()
+        ranks: tuple[int, ...] = ()
+        if isinstance(error, PeerFailed):
+            ranks = error.ranks
+        elif isinstance(error, OpTimeout) and self._waiting[:1] != (number,):
+            ranks = error.missing_ranks  # else it is known already, and more
+        if ranks:
+            self._note(at, number, layout.FAILED_RANKS, ranks, (), 0)
+        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), layout.ERROR)
+        _end(self._memory, at + layout.ENDED_AT, self._now(), status, number)
+
+    def _note(self, at: int, number: int, kind: int, takes: Sequence[int], gives: Sequence[int], rounds: int) -> None:
+        takes = takes[: layout.MAX_RANKS]
+        gives = gives[: layout.MAX_RANKS - len(takes)]
+        ranks = [*takes, *gives, *[0] * (layout.MAX_RANKS - len(takes) - len(gives))]
+        at += layout.DETAILS_AT
+        _detail(self._memory, at, 0, 0.0, 0, 0, 0, 0, *[0] * layout.MAX_RANKS, 0)
+        _detail(self._memory, at, number, self._now(), rounds, len(takes), len(gives), kind, *ranks, number)
+
+
+def _words(detail: Hashable) -> str:
+    if detail is None or detail == "":
+        return ""
+    if isinstance(detail, tuple):
+        return ", ".join(filter(None, map(_words, detail)))
+    return str(detail).removeprefix("torch.") if isinstance(detail, torch.dtype) else str(detail)
+
+
+@functools.lru_cache(maxsize=64)
+def _clip(text: str, limit: int) -> bytes:
+    """At most `limit` bytes of a text, and no half of a character."""
+    return text.encode()[:limit].decode(errors="ignore").encode()
+
+
+def open_recorder(identity: str, job: str) -> FlightRecorder | None:
+    """The recorder of a process of a job, beside its event log; None without HOLDFAST_LOG_DIR or if turned off.
+
+    A recording that cannot be made is said in a warning: the job runs without.
+    """
+    directory = os.environ.get(DIRECTORY)
+    if not directory or not flag(SWITCH, default=True):
+        return None
+    path = Path(directory) / f"{identity}{SUFFIX}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FlightRecorder(path, identity, job)
+    except OSError as error:
+        _log.warning("%s records no ops: %s cannot be made: %s", identity, path, error)
+        return None

@@ -1,0 +1,133 @@
+"""What a flight recording holds, decoded: plain frozen data."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.journal import POINT_TO_POINT
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.telemetry.flight import layout
+
+
+class BadRecording(CorruptData):
+    """A file that is not a flight recording, or not a whole one, or of another version."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"flight recording {path}: {reason}")
+
+
+class Status(enum.IntEnum):
+    """How an op stands."""
+
+    INSIDE = layout.INSIDE
+    DONE = layout.DONE
+    PEER_FAILED = layout.PEER_FAILED
+    REVOKED = layout.REVOKED
+    TIMED_OUT = layout.TIMED_OUT
+    MISMATCH = layout.MISMATCH
+    ERROR = layout.ERROR
+
+
+class State(enum.IntEnum):
+    """How a recording stands. One that is `OPEN` though its process is gone was not closed: the process was killed."""
+
+    OPEN = layout.OPEN
+    CLOSED = layout.CLOSED
+    FAILED = layout.FAILED
+
+
+class Signature(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an op was called with, as far as all ranks must agree on it.
+
+    `dtype` is "" and `shapes` empty where they need not. `detail` is a reduction or a tag, `peer` the root or the
+    other side (-1: none).
+    """
+
+    op: str
+    dtype: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    detail: str = ""
+    peer: int = -1
+
+    @property
+    def collective(self) -> bool:
+        return self.op not in POINT_TO_POINT
+
+    def __str__(self) -> str:
+        words = [self.dtype, ", ".join(str(list(shape)) for shape in self.shapes), self.detail]
+        if self.peer >= 0 and not self.detail.endswith((f"from {self.peer}", f"to {self.peer}")):
+            words.append(f"{_DIRECTION.get(self.op, 'root')} {self.peer}")
+        return f"{self.op}({', '.join(filter(None, words))})"
+
+
+_DIRECTION = {"send": "to", "recv": "from"}
+
+
+class Communicator(msgspec.Struct, frozen=True):
+    """A communicator that the process was in, as `rank` of `size`."""
+
+    name: str
+    epoch: int
+    rank: int
+    size: int
+    backend: str
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Since when an op has waited for `takes` to send or to arrive, and for `gives` to take; `rounds`: of messages.
+
+    With more than 16 ranks only the first are named.
+    """
+
+    since: float
+    rounds: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One op. Times are `time.monotonic()` seconds of its host; `left` is None while it is inside.
+
+    `number` counts all ops of the process, `seq` those of its communicator. `ordinal` counts the collectives of the
+    communicator, or the sends to (receives from) that one peer: what pairs ops of different ranks.
+    """
+
+    number: int
+    communicator: Communicator
+    signature: Signature
+    seq: int
+    ordinal: int
+    step: int
+    nbytes: int
+    entered: float
+    left: float | None
+    status: Status
+    waiting: Waiting | None = None
+    failed_ranks: tuple[int, ...] = ()
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """All that is left of one process: its last ops, oldest first, and how it stands.
+
+    `opened` is when the recording began on the clock of the ops, `wall` the same in seconds since 1970. `torn` counts
+    the entries that were being written. `step` began at `step_began` (0: none has).
+    """
+
+    identity: str
+    job: str
+    process: Peer
+    opened: float
+    wall: float
+    state: State
+    ended: float
+    note: str
+    step: int
+    step_began: float
+    ops: tuple[Op, ...]
+    torn: int
+    capacity: int

@@ -1,0 +1,299 @@
+"""Metrics of a process of a job for Prometheus: opt-in, by HTTP on loopback.
+
+Counters of what happened to the process come from its events. Latencies and bytes of ops come from a journal. Both add
+up in plain numbers of this process; prometheus_client sees them only when somebody asks, so that its own ways to share
+numbers between processes (PROMETHEUS_MULTIPROC_DIR, which another library may have set) do not apply. Without metrics
+nothing of this is loaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.journal import About, Journal, Recorder
+from holdfast.ft.telemetry.metrics_server import MetricsServer
+
+PORT = "HOLDFAST_METRICS_PORT"
+"""The environment variable that turns metrics on: a port, "0" for any free one, or a range such as "9400-9463", of
+which each process of the host takes the first that is free."""
+
+OP_BUCKETS = tuple(1e-6 * 4**power for power in range(14))
+"""Upper bounds, in seconds, of the histogram of op latencies: 1 us to 67 s."""
+EVENT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_HOST = "127.0.0.1"
+
+_GAUGES = {
+    "epoch": "The epoch that the process works in.",
+    "rank": "The rank of the process in its epoch; -1 without one.",
+    "members": "How many members the epoch has.",
+    "step": "The last step that was committed here.",
+}
+_COUNTERS = {
+    "epochs": "Epochs that the process was a member of.",
+    "steps_aborted": "Attempts at steps that were not committed and came again.",
+    "failures_detected": "Members found dead or stopped.",
+    "suspicions": "Times that a member was suspected.",
+    "register_away": "Times that the register could not be reached.",
+}
+_TIMES = {
+    "detection": ("From the last sign of life of a member to the moment its failure was known: no less than it took."),
+    "rebuild": "Time to build a communicator and settle the open step.",
+    "recovery": "From the revocation of an epoch to the next communicator.",
+    "resume": "From the revocation of an epoch to the next committed step.",
+}
+
+
+def ports(asked: str) -> range:
+    """The ports that a value of HOLDFAST_METRICS_PORT names. Raises ValueError for what names none."""
+    first, _, last = asked.partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        raise ValueError(f"{PORT}={asked!r} is neither a port nor a range of ports such as 9400-9463") from None
+    if not 0 <= low <= high <= 65535 or (low == 0 and high > 0):
+        raise ValueError(f"{PORT}={asked!r}: ports go from 1 to 65535, or 0 for any free one")
+    return range(low, high + 1)
+
+
+class _Sums:
+    """What one communicator's ops of one name add up to."""
+
+    __slots__ = ("buckets", "failures", "nbytes", "seconds")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(OP_BUCKETS) + 1)
+        self.seconds = 0.0
+        self.nbytes = 0
+        self.failures = 0
+
+    def add(self, other: _Sums) -> None:
+        self.buckets = [mine + theirs for mine, theirs in zip(self.buckets, other.buckets, strict=True)]
+        self.seconds += other.seconds
+        self.nbytes += other.nbytes
+        self.failures += other.failures
+
+
+class _Times:
+    """How long something took, each time."""
+
+    __slots__ = ("buckets", "seconds")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(EVENT_BUCKETS) + 1)
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.buckets[bisect_left(EVENT_BUCKETS, seconds)] += 1
+        self.seconds += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        return _cumulative(EVENT_BUCKETS, self.buckets)
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
+    """Counts by bucket as Prometheus has them: (upper bound, how many are not above it)."""
+    reached, found = 0, []
+    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+        reached += count
+        found.append(("+Inf" if bound == float("inf") else f"{bound:.9g}", reached))
+    return found
+
+
+class OpTally:
+    """A recorder that adds up ops, and hands them on to another, if there is one."""
+
+    def __init__(self, inner: Recorder | None) -> None:
+        self._inner = inner
+        self._journals: list[_TallyJournal] = []
+
+    def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> Journal:
+        """See `holdfast.comms.journal.Recorder`."""
+        inner = None if self._inner is None else self._inner.journal(name, epoch, rank, size, backend)
+        journal = _TallyJournal(inner)
+        self._journals.append(journal)
+        return journal
+
+    def sums(self) -> dict[str, _Sums]:
+        """By op, over all communicators so far."""
+        total: dict[str, _Sums] = {}
+        for journal in list(self._journals):
+            for op, sums in list(journal.sums.items()):
+                total.setdefault(op, _Sums()).add(sums)
+        return total
+
+
+class _TallyJournal:
+    __slots__ = ("_began", "_inner", "_nbytes", "_op", "sums")
+
+    def __init__(self, inner: Journal | None) -> None:
+        self._inner = inner
+        self.sums: dict[str, _Sums] = {}
+        self._op, self._nbytes, self._began = "", 0, 0.0
+
+    def enter(self, op: str, seq: int, nbytes: int, about: About, detail: Hashable, peer: int) -> None:
+        if self._inner is not None:
+            self._inner.enter(op, seq, nbytes, about, detail, peer)
+        self._op, self._nbytes, self._began = op, nbytes, time.perf_counter()
+
+    def leave(self, error: BaseException | None) -> None:
+        seconds = time.perf_counter() - self._began
+        sums = self.sums.get(self._op)
+        if sums is None:
+            sums = self.sums[self._op] = _Sums()
+        sums.buckets[bisect_left(OP_BUCKETS, seconds)] += 1
+        sums.seconds += seconds
+        sums.nbytes += self._nbytes
+        if error is not None:
+            sums.failures += 1
+        if self._inner is not None:
+            self._inner.leave(error)
+
+    def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
+        if self._inner is not None:
+            self._inner.waits(ranks, gives, rounds)
+
+
+class _Events(Protocol):
+    """What metrics need of an event log."""
+
+    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]: ...
+
+    def emit(self, kind: str, **fields: Any) -> None: ...
+
+
+class Metrics:
+    """The metrics of one process, served until `close`. `url` is where.
+
+    Raises ValueError for a value that names no ports, `HoldfastError` if prometheus_client is not installed or no port
+    is free.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        job: str,
+        events: _Events,
+        tally: OpTally,
+        missed_heartbeats: Callable[[], int],
+    ) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
+        self._prometheus = prometheus
+        self._tally, self._missed = tally, missed_heartbeats
+        self._job = job
+        self._lock = threading.Lock()
+        self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
+        self._committed: dict[str, int] = {}
+        self._times = {name: _Times() for name in _TIMES}
+        self._revoked_at: float | None = None
+        self._recovering_since = 0.0
+        self.registry = prometheus.CollectorRegistry()
+        self.registry.register(self)
+        self._server = self._serve(ports(asked))
+        self.url = f"http://{_HOST}:{self._server.port}/metrics"
+        self._unsubscribe = events.subscribe(self._hear)
+        events.emit("metrics", url=self.url)
+
+    def _hear(self, event: Mapping[str, Any]) -> None:
+        """One event of this process."""
+        with self._lock:
+            self._count(event)
+
+    def _count(self, event: Mapping[str, Any]) -> None:
+        numbers = self._numbers
+        match event["kind"]:
+            case "installed":
+                numbers["epochs"] += 1
+                numbers["epoch"] = event["epoch"]
+                numbers["members"] = len(event["members"])
+                numbers["rank"] = -1 if event["rank"] is None else event["rank"]
+            case "detected":
+                numbers["failures_detected"] += len(event["members"])
+                for silent in event.get("silent", ()):
+                    if silent is not None:
+                        self._times["detection"].observe(silent)
+            case "suspected":
+                numbers["suspicions"] += 1
+            case "revoked":
+                self._revoked_at = self._revoked_at or event["time"]
+                self._recovering_since = event["time"]
+            case "rebuilt":
+                self._times["rebuild"].observe(event["seconds"])
+                if self._revoked_at is not None:
+                    self._times["recovery"].observe(event["time"] - self._recovering_since)
+            case "committed":
+                self._committed[event["how"]] = self._committed.get(event["how"], 0) + 1
+                numbers["step"] = event["step"]
+                if self._revoked_at is not None:
+                    self._times["resume"].observe(event["time"] - self._revoked_at)
+                    self._revoked_at = None
+            case "aborted_step":
+                numbers["steps_aborted"] += 1
+            case "register_away":
+                numbers["register_away"] += 1
+
+    def collect(self) -> Iterable[Any]:
+        """Everything, as prometheus_client asks for it."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            InfoMetricFamily,
+        )
+
+        about = {"job": self._job, "pid": str(os.getpid())}
+        yield InfoMetricFamily("holdfast_process", "The process and its job.", value=about)
+        with self._lock:
+            numbers, committed = dict(self._numbers), dict(self._committed)
+            times = {name: (each.cumulative(), each.seconds) for name, each in self._times.items()}
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"holdfast_{name}", text, value=numbers[name])
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"holdfast_{name}", text, value=numbers[name])
+        steps = CounterMetricFamily("holdfast_steps_committed", "Steps committed here, by how.", labels=["how"])
+        for how, count in sorted(committed.items()):
+            steps.add_metric([how], count)
+        yield steps
+        for name, text in _TIMES.items():
+            buckets, total = times[name]
+            yield HistogramMetricFamily(f"holdfast_{name}_seconds", text, buckets=buckets, sum_value=total)
+        missed = CounterMetricFamily("holdfast_heartbeats_missed", "Heartbeats of members that did not come.")
+        missed.add_metric([], self._missed())
+        seconds = HistogramMetricFamily("holdfast_op_seconds", "Latencies of ops on this rank.", labels=["op"])
+        nbytes = CounterMetricFamily("holdfast_op_bytes", "Bytes that this rank gave to ops.", labels=["op"])
+        failed = CounterMetricFamily("holdfast_ops_failed", "Ops that ended in an error.", labels=["op"])
+        for op, sums in sorted(self._tally.sums().items()):
+            seconds.add_metric([op], _cumulative(OP_BUCKETS, sums.buckets), sums.seconds)
+            nbytes.add_metric([op], sums.nbytes)
+            failed.add_metric([op], sums.failures)
+        yield from (missed, seconds, nbytes, failed)
+
+    def _page(self) -> tuple[str, bytes]:
+        return self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self.registry)
+
+    def _serve(self, among: range) -> MetricsServer:
+        for port in among:
+            try:
+                return MetricsServer(_HOST, port, self._page)
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise HoldfastError(f"metrics cannot be served on {_HOST}:{port}: {error}") from error
+        words = str(among[0]) if len(among) == 1 else f"{among[0]}-{among[-1]}"
+        raise HoldfastError(
+            f"metrics cannot be served: no port of {words} is free on {_HOST}; give a range with a port for each "
+            f"process of the host ({PORT}=9400-9463), or 0 for any free port"
+        )
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        self._unsubscribe()
+        self._server.close()

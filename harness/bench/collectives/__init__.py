@@ -1,0 +1,1 @@
+"""`holdfast bench OP`: libraries in turn, every result checked."""

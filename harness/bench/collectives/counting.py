@@ -1,0 +1,117 @@
+"""How many messages and bytes the algorithms send: they run over queues between threads, which count."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import HoldfastError, ReduceOp
+from holdfast.comms.algorithms.message_passing import cost
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness.cluster.in_threads import in_threads
+
+Tensor = torch.Tensor
+Address = tuple[int, int, int]
+"""From whom, to whom, under which tag."""
+
+LINK = cost.Link(latency=2e-6, bandwidth=5e9)
+"""What the choice of algorithm assumes: a fixed network, so that counts depend on nothing else."""
+SECONDS = 60.0
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What one rank sent in one op."""
+
+    messages: int
+    nbytes: int
+
+
+class Mail:
+    """A queue for each address."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[Address, queue.Queue[Tensor]] = {}
+
+    def __getitem__(self, address: Address) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self._queues.setdefault(address, queue.Queue())
+
+
+class CountingTransport(MessageTransport):
+    """Messages through queues in one process."""
+
+    def __init__(self, context: Context, mail: Mail) -> None:
+        super().__init__(context, LINK)
+        self._mail = mail
+        self.messages = self.nbytes = 0
+
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
+        self.messages += 1
+        self.nbytes += tensor.nbytes
+        self._mail[self.rank, dst, tag].put(tensor.detach().clone())
+        return None
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        return tensor, self._mail[src, self.rank, tag]
+
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        for each in posted:
+            if isinstance(each, tuple):
+                into, source = each
+                into.view(-1).copy_(source.get(timeout=max(deadline - time.monotonic(), 0.01)).view(-1))
+
+    def abort(self, error: HoldfastError) -> None:
+        """Nobody aborts it: each op waits at most until its deadline."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None:
+    deadline, count = time.monotonic() + SECONDS, max(1, nbytes // 4)
+    each = max(1, count // ranks)
+    whole = torch.ones(each * ranks)
+    parts = list(torch.zeros(each * ranks).chunk(ranks))
+    match op:
+        case "all_reduce":
+            transport.all_reduce(torch.ones(count), ReduceOp.SUM, deadline)
+        case "broadcast":
+            transport.broadcast(torch.ones(count), 0, deadline)
+        case "all_gather":
+            transport.all_gather(parts, torch.ones(each), deadline)
+        case "all_to_all":
+            transport.all_to_all(parts, list(whole.chunk(ranks)), deadline)
+        case _:
+            raise ValueError(f"{op} is not counted")
+
+
+def count_traffic(op: str, ranks: int, nbytes: int) -> list[Traffic]:
+    """What each rank sends in one `op` whose size is `nbytes`, as the bench counts sizes. Raises the first error."""
+    mail, store = Mail(), dist.HashStore()
+
+    def counted(rank: int) -> Traffic:
+        context = Context(
+            rank=rank,
+            size=ranks,
+            name="count",
+            epoch=0,
+            device=torch.device("cpu"),
+            store=store,
+            peers=(this_process(),) * ranks,
+            deadline=time.monotonic() + SECONDS,
+        )
+        transport = CountingTransport(context, mail)
+        _run(transport, op, nbytes, ranks)
+        return Traffic(transport.messages, transport.nbytes)
+
+    return in_threads(ranks, counted, 2 * SECONDS)

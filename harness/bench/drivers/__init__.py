@@ -1,0 +1,1 @@
+"""One library each, driven for `holdfast bench`."""

@@ -1,0 +1,113 @@
+"""How the bench calls each library: one driver a library, which turns an op into a call without arguments.
+
+Each driver makes the call as the library's own users would write it, with everything that can be prepared
+before the timing prepared.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.harness.bench.collectives.data import Array
+from holdfast.harness.bench.collectives.definitions import Operation
+
+TIMEOUT = 60.0
+"""Seconds that an op may take before its library gives up."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op bound to buffers. `run` is what is timed; it returns when the op is done here.
+
+    `prepare` is called once the buffers are filled, before any timing; `settle` brings the result of the last `run`
+    into the output buffer, for libraries that leave it elsewhere; `close` lets go of what binding took.
+    """
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = _nothing
+    settle: Callable[[], object] = _nothing
+    close: Callable[[], None] = _nothing
+
+
+class Driver(ABC):
+    """One rank of one library."""
+
+    rank: int
+    ranks: int
+    detail: str
+
+    @abstractmethod
+    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+        """A call that runs `operation` from `source` to `target`. Called by all ranks, for the same op.
+
+        Raises NotImplementedError if the library has no such op.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+    @property
+    def next(self) -> int:
+        return (self.rank + 1) % self.ranks
+
+    @property
+    def before(self) -> int:
+        return (self.rank - 1) % self.ranks
+
+    @property
+    def partner(self) -> int | None:
+        """With whom this rank plays ping-pong; None for the last of an odd number."""
+        return self.rank ^ 1 if self.rank ^ 1 < self.ranks else None
+
+    def on_objects(
+        self,
+        operation: Operation,
+        source: Array,
+        target: Array,
+        broadcast: Callable[[bytes | None, int], Any],
+        all_gather: Callable[[bytes], list[Any]],
+    ) -> Call:
+        """A call of the library's `broadcast(object, root)` or `all_gather(object)`; the object is `source`'s bytes."""
+        mine, got, root = [b""], [b""], self.rank == 0
+
+        def prepare() -> None:
+            mine[0] = source.tobytes()
+
+        def settle() -> None:
+            target[:] = np.frombuffer(b"".join(got), dtype=target.dtype)
+
+        def run_broadcast() -> None:
+            got[:] = [broadcast(mine[0] if root else None, 0)]
+
+        def run_all_gather() -> None:
+            got[:] = all_gather(mine[0])
+
+        return Call(run_broadcast if operation.name == "broadcast_object" else run_all_gather, prepare, settle)
+
+    def refuse(self, operation: Operation) -> Call:
+        raise NotImplementedError(f"{operation.name} is not measured on {self.detail}")
+
+
+class CopyDriver(Driver):
+    """No library: each rank copies memory on its own. What the machine itself can do."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.detail = rank, ranks, f"numpy {np.__version__} copyto"
+
+    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+        if operation.name != "copy":
+            return self.refuse(operation)
+        return Call(lambda: np.copyto(target, source))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Results of a bench: records, tables, charts, pages."""

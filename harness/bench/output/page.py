@@ -1,0 +1,58 @@
+"""A bench as one HTML page that needs nothing outside itself: charts, tables, the machine, how to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.collectives.definitions import OPERATIONS, show_size
+from holdfast.harness.bench.collectives.launch import HOLDFAST
+from holdfast.harness.bench.output import pictures
+from holdfast.harness.bench.output.chart import SERIES_STYLE
+from holdfast.harness.bench.output.compare import Compared
+from holdfast.harness.bench.output.results import Bench
+from holdfast.harness.bench.output.show import show_time
+
+TEMPLATE = "page.html.j2"
+
+
+def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> str:
+    """The page. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("reports need jinja2: pip install 'holdfast[report]'") from error
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader([here, here.parents[1] / "report"]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"counted": counted, "size": show_size, "time": show_time, "short": pictures.short}
+    charts = [*pictures.bandwidths(bench), *pictures.times(bench), *pictures.sweeps(bench)]
+    ours = [failure for failure in bench.failures if failure.contestant.startswith(HOLDFAST)]
+    page = environment.get_template(TEMPLATE).render(
+        bench=bench,
+        good=not bench.wrong and not ours,
+        when=when or datetime.now(UTC).strftime("%-d %B %Y, %H:%M UTC"),
+        style=Markup(SERIES_STYLE),
+        charts=[(name, Markup(chart)) for name, chart in charts],
+        pairs=list(dict.fromkeys((row.op, row.ranks) for row in bench.rows)),
+        operations=OPERATIONS,
+        compared=compared,
+    )
+    return page + "\n"
+
+
+def write(bench: Bench, folder: Path, compared: Sequence[Compared] = ()) -> Path:
+    """Write report.html and bench.json (which `--against` reads) into `folder`; where the page is."""
+    page = render(bench, compared)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(bench.json() + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    return folder / "report.html"

@@ -1,0 +1,237 @@
+"""A bench as people read it: tables in the terminal, and a plot of bus bandwidth and time over size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.ft.console.console import FoldingTable, styled
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.collectives.contestants import MEMCPY
+from holdfast.harness.bench.collectives.definitions import OPERATIONS, show_size
+from holdfast.harness.bench.collectives.launch import HOLDFAST
+from holdfast.harness.bench.output.results import Bench, Ratio, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from holdfast.harness.bench.output.compare import Compared
+    from holdfast.harness.bench.recovery.recovery import RecoveryBench
+
+
+QUIET = 0.1
+"""CPUs that others may use before the figures are in doubt."""
+
+
+def show_time(microseconds: float) -> str:
+    """Three figures and a unit."""
+    for unit, name in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= unit:
+            return f"{microseconds / unit:.3g} {name}"
+    return f"{microseconds:.3g} us"
+
+
+def _short(contestant: str) -> str:
+    return contestant.removeprefix(HOLDFAST)
+
+
+def _wrong(count: int | None) -> Text:
+    if count is None:
+        return Text("?")
+    return styled(count, "bold red" if count else "")
+
+
+def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
+    ours = list(dict.fromkeys(name for _, name, _ in ratios))
+    operation = OPERATIONS[op]
+    table = FoldingTable(
+        title=f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
+        title_justify="left",
+        caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
+        + ("; speed-up: how many times as fast, median over the rounds" if ours else ""),
+        caption_justify="left",
+    )
+    for name in ("size", "library"):
+        table.add_column(name, justify="right" if name == "size" else "left")
+    for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
+        table.add_column(name, justify="right")
+    for name in ours:
+        table.add_column(f"{_short(name)} speed-up", justify="right")
+    before = None
+    for row in sorted(rows, key=lambda row: row.nbytes):
+        if before not in (None, row.nbytes):
+            table.add_section()
+        against = [ratios.get((row.nbytes, name, row.contestant)) for name in ours]
+        table.add_row(
+            "" if row.nbytes == before else show_size(row.nbytes),
+            _short(row.contestant),
+            show_time(row.timing.p50),
+            show_time(row.timing.p99),
+            show_time(row.timing.min),
+            f"{row.algbw:.3g}" if row.nbytes else "",
+            f"{row.busbw:.3g}" if row.nbytes else "",
+            _wrong(row.wrong),
+            *("" if ratio is None else f"{ratio.median:.3g}x" for ratio in against),
+        )
+        before = row.nbytes
+    return table
+
+
+def show(bench: Bench, out: Console) -> None:
+    """Print the whole bench."""
+    here = bench.machine
+    out.print(
+        Text(
+            f"{here.processor}, {counted(here.cpus, 'CPU')}, Linux {here.kernel}, "
+            f"Python {here.python}, torch {here.torch}; "
+        )
+        + styled(f"other processes used {here.others:.2f} CPUs meanwhile", "yellow" if here.others > QUIET else "")
+    )
+    for name, detail in bench.contestants.items():
+        out.print(f"  {name}: {detail}")
+    for name, reason in bench.skipped.items():
+        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
+    for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows):
+        chosen = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
+        ratios = {(r.nbytes, r.ours, r.peer): r for r in bench.ratios if (r.op, r.ranks) == (op, ranks)}
+        out.print()
+        out.print(_table(op, ranks, chosen, ratios, bench.fresh))
+    for failure in bench.failures:
+        out.print(
+            styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {counted(failure.ranks, 'rank')}, "
+            f"{show_size(failure.nbytes)}: {failure.reason}"
+        )
+
+
+def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: Console) -> None:
+    """Print this run beside the stored one."""
+    for words in differing:
+        out.print(styled("another machine", "yellow") + f": {words}")
+    table = FoldingTable(
+        title="beside the stored run",
+        title_justify="left",
+        caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",
+        caption_justify="left",
+    )
+    for name in ("op", "ranks", "size", "library", "then", "now", "then / now", ""):
+        table.add_column(name, justify="left" if name in ("op", "library", "") else "right")
+    styles = {"slower": "bold red", "faster": "green"}
+    for each in compared:
+        table.add_row(
+            each.op,
+            str(each.ranks),
+            show_size(each.nbytes),
+            _short(each.contestant),
+            show_time(each.then),
+            show_time(each.now),
+            f"{each.ratio:.2f}",
+            each.change,
+            style=styles.get(each.change),
+        )
+    out.print(table)
+
+
+def show_recovery(bench: RecoveryBench, out: Console) -> None:
+    """Print the spread of the whole recovery and of its parts."""
+    spares = f", {counted(bench.spares, 'spare')}" if bench.spares else ", no spares"
+    signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
+    proposer = " and then of the proposer" if bench.proposer else ""
+    table = FoldingTable(
+        title=f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
+        f"{len(bench.kills)} {kills}",
+        title_justify="left",
+        caption=f"until the last survivor's next correct all_reduce; others used {bench.others:.2f} CPUs meanwhile",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for name in ("median", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for name, spread in (
+        ("whole recovery", bench.total),
+        ("the process is gone, as the killer sees it", bench.gone),
+        ("detect", bench.detect),
+        ("agree on the next epoch", bench.agree),
+        ("rebuild the communicator", bench.rebuild),
+        ("first all_reduce", bench.first_op),
+    ):
+        values = (spread.median, spread.p90, spread.p99, spread.max)
+        table.add_row(name, *(f"{value:.2f} ms" for value in values), style="bold" if name.startswith("whole") else "")
+    out.print(table)
+    if bench.bound is not None:
+        least = bench.bound
+        out.print(
+            f"in turn, the least with a pidfd, a flag, one update of sqlite, no torch: median {least.median:.2f} ms, "
+            f"p90 {least.p90:.2f}; ours takes {bench.total.median / least.median:.2f} times as long"
+        )
+
+
+def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
+    for name in dict.fromkeys(row.contestant for row in rows):
+        mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
+        sizes = [row.nbytes for row in mine]
+        width = 2.2 if name.startswith(HOLDFAST) else 1.4
+        if name == MEMCPY:
+            if bandwidth:
+                roof = [row.busbw for row in mine]
+                axes.plot(sizes, roof, "--", color="grey", label="copy in memory: the roofline", linewidth=1.4)
+        elif bandwidth:
+            axes.plot(sizes, [row.busbw for row in mine], "o-", label=_short(name), linewidth=width, markersize=4)
+        else:
+            (line,) = axes.plot(
+                sizes, [r.timing.p50 for r in mine], "o-", label=_short(name), linewidth=width, markersize=4
+            )
+            axes.fill_between(
+                sizes,
+                [r.timing.min for r in mine],
+                [r.timing.p99 for r in mine],
+                alpha=0.12,
+                color=line.get_color(),
+            )
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row.nbytes for row in rows})
+    axes.set_xticks(ticks, [show_size(size) for size in ticks], rotation=40, ha="right", fontsize=8)
+    axes.grid(alpha=0.25)
+    if not bandwidth:
+        axes.set_yscale("log")
+
+
+def check_plot(path: Path) -> None:
+    """Raises ValueError if no picture of the kind of `path` can be made: before anything is measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("plots need matplotlib: pip install 'holdfast[report]'") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path} does not say what to write: end it with .png or .svg ({', '.join(sorted(known))})")
+
+
+def plot(bench: Bench, path: Path) -> None:
+    """Write a picture: for each op and number of ranks the time on the left, bus bandwidth on the right.
+
+    Raises ValueError if there is nothing to plot. `check_plot` says whether it can be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    pairs = list(dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes))
+    if not pairs:
+        raise ValueError("there is nothing to plot: no op with a size was measured")
+    figure = Figure(figsize=(11, 3.6 * len(pairs)), layout="constrained")
+    panels = figure.subplots(len(pairs), 2, squeeze=False)
+    for (op, ranks), (times, bandwidths) in zip(pairs, panels, strict=True):
+        rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
+        _panel(times, rows, bandwidth=False)
+        _panel(bandwidths, rows, bandwidth=True)
+        times.set_title(f"{op}, {counted(ranks, 'rank')}", loc="left", fontsize=11)
+        times.set_ylabel("us an op: p50, min to p99 shaded")
+        bandwidths.set_ylabel("bus bandwidth, GB/s")
+        bandwidths.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""`holdfast bench layer`, `overhead` and `imports`: what holdfast adds."""

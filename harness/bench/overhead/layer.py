@@ -1,0 +1,182 @@
+"""`holdfast bench layer`: what holdfast adds to a call of a transport that others made.
+
+The same all_reduce of the same ranks, called in three ways that take turns in the same processes: on the library's own
+object, with everything prepared beforehand that can be; as the library's users call it, which for gloo is
+`torch.distributed.all_reduce`; and through holdfast. Each has connections of its own, of the same kind.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.comms.errors import Unsupported
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.collectives.definitions import show_size
+from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.processes.zygote_client import zygote_pid
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.comms import Communicator
+
+HOLDFAST = "holdfast"
+WAYS = {
+    "gloo": ("ProcessGroupGloo.allreduce", "torch.distributed.all_reduce", HOLDFAST),
+    "mpi": ("MPI.Comm.Allreduce", HOLDFAST),
+}
+"""By backend, what is called. The first is what the others are compared with."""
+
+_BLOCK_SECONDS = 0.005
+_MOST_OPS = 2_000
+
+Way = Callable[["torch.Tensor"], object]
+
+
+class CallCost(msgspec.Struct, frozen=True):
+    """An all_reduce of `nbytes` bytes, called in one `way`: microseconds a call, the median over rounds and the least.
+
+    `extra_us` is by how much more than the first way in the same round, `speed` how fast in comparison (medians).
+    """
+
+    nbytes: int
+    way: str
+    us: float
+    least_us: float
+    extra_us: float
+    speed: float
+
+
+class LayerCost(msgspec.Struct, frozen=True):
+    """A whole run. `others`: CPUs that other processes used meanwhile."""
+
+    backend: str
+    ranks: int
+    calls: tuple[CallCost, ...]
+    others: float
+
+
+def run(
+    backend: str,
+    sizes: Sequence[int],
+    ranks: int = 2,
+    rounds: int = 60,
+    progress: Callable[[str], None] = lambda text: None,
+) -> LayerCost:
+    """Measure; takes about a second for each size and ten rounds. `Unsupported` for a backend that is no layer."""
+    if backend not in WAYS:
+        raise Unsupported(f"what holdfast adds over {backend!r}", f"ask for {' or '.join(map(repr, WAYS))}")
+    noise, calls = Noise(zygote_pid), list[CallCost]()
+    with LocalCluster(ranks, backend, environ={"HOLDFAST_CHECK": "0"}, threads=1, echo=False, timeout=300.0) as cluster:
+        for nbytes in sizes:
+            progress(f"{backend}, {nbytes} B")
+            meeting = str(cluster.logs / f"layer-{nbytes}")
+            calls += _costs(backend, nbytes, cluster.run(_take_turns, backend, meeting, max(1, nbytes // 4), rounds))
+    return LayerCost(backend, ranks, tuple(calls), noise.cpus())
+
+
+def _costs(backend: str, nbytes: int, by_rank: Sequence[Sequence[Sequence[float]]]) -> Iterator[CallCost]:
+    """The slowest rank of each round counts."""
+    slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
+    for way, times in zip(WAYS[backend], slowest, strict=True):
+        pairs = list(zip(times, slowest[0], strict=True))
+        yield CallCost(
+            nbytes,
+            way,
+            1e6 * statistics.median(times),
+            1e6 * min(times),
+            1e6 * statistics.median(ours - direct for ours, direct in pairs),
+            statistics.median(direct / ours for ours, direct in pairs),
+        )
+
+
+# What each rank does --------------------------------------------------------------------------------------------------
+
+
+def _take_turns(comm: Communicator, backend: str, meeting: str, count: int, rounds: int) -> list[list[float]]:
+    """By way, the seconds of a call in each round."""
+    import torch
+
+    tensor = torch.empty(count)
+    with (_gloo if backend == "gloo" else _mpi)(comm, meeting, tensor) as others:
+        ways: tuple[Way, ...] = (*others, comm.all_reduce)
+        for way in ways:
+            _check(comm, way, tensor)
+        block = _block_size(comm, ways[0], tensor)
+        times: list[list[float]] = [[] for _ in ways]
+        for turn in range(rounds):
+            for place in range(len(ways)):
+                number = (turn + place) % len(ways)
+                way = ways[number]
+                comm.barrier()
+                way(tensor)
+                began = time.perf_counter()
+                for _ in range(block):
+                    way(tensor)
+                times[number].append((time.perf_counter() - began) / block)
+    return times
+
+
+def _check(comm: Communicator, way: Way, tensor: torch.Tensor) -> None:
+    """Each way reduces what it is given. Leaves zeros, of which any number of sums are zeros."""
+    tensor.fill_(comm.rank + 1)
+    way(tensor)
+    if not bool((tensor == comm.size * (comm.size + 1) // 2).all()):
+        raise ArithmeticError(f"an all_reduce over {comm.backend} gave {tensor}")
+    tensor.zero_()
+
+
+def _block_size(comm: Communicator, way: Way, tensor: torch.Tensor) -> int:
+    """How many calls take `_BLOCK_SECONDS`; the same on all ranks."""
+    began = time.perf_counter()
+    for _ in range(20):
+        way(tensor)
+    mine = int(_BLOCK_SECONDS / max(1e-7, (time.perf_counter() - began) / 20))
+    agreed: int = comm.broadcast_object(max(2, min(_MOST_OPS, mine)), 0)
+    return agreed
+
+
+@contextmanager
+def _gloo(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, comm.size), rank=comm.rank, world_size=comm.size)
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        tensors, options = [tensor], dist.AllreduceOptions()
+        yield lambda _: group.allreduce(tensors, options).wait(), dist.all_reduce
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Dup()
+    try:
+        place, buffer, add = MPI.IN_PLACE, [tensor.numpy(), tensor.numel(), MPI.FLOAT], MPI.SUM
+        yield (lambda _: world.Allreduce(place, buffer, add),)
+    finally:
+        world.Free()
+
+
+def table(cost: LayerCost) -> str:
+    """For people."""
+    lines = [
+        f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}, us a call: median, least; beside the first"
+    ]
+    lines += [
+        f"  {show_size(call.nbytes):>8}  {call.way:30} {call.us:10.2f} {call.least_us:10.2f}"
+        f"  {call.extra_us:+9.2f} us  x{call.speed:.3f}"
+        for call in cost.calls
+    ]
+    return "\n".join([*lines, f"other processes used {cost.others:.2f} CPUs meanwhile"])

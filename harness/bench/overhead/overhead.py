@@ -1,0 +1,291 @@
+"""`holdfast bench overhead`: what is paid while nothing fails.
+
+Ops: the same all_reduce of the same ranks over three communicators, which take turns: one bare, one with the flight
+recorder, one with recorder and metrics. Once by the clock, which counts what others on the machine do, and once by the
+CPU time of a rank that is alone, which does not.
+
+Steps: blocks of steps under `ft.Session`, each committed, between blocks of the same work and the same all_reduce over
+a bare communicator. Both kinds of blocks run in the same processes, so what the session's threads (heartbeats,
+register) take is in both; it is measured apart, by their CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.ft.console.words import counted
+from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.processes.zygote_client import zygote_pid
+
+if TYPE_CHECKING:
+    from holdfast.comms import Communicator
+    from holdfast.comms.journal import Recorder
+    from holdfast.ft import Session
+
+VARIANTS = ("bare", "recorder", "recorder and metrics")
+_QUIET = {"HOLDFAST_CHECK": "0"}
+
+
+class OpCost(msgspec.Struct, frozen=True):
+    """One op with one kind of listener: the median over rounds, in us, and how it compares with bare in its round.
+
+    `alone_us` is the CPU time of the op on a rank that is alone, and `alone_extra_us` what of it is not in the bare op.
+    """
+
+    variant: str
+    us: float
+    extra_us: float
+    ratio: float
+    alone_us: float
+    alone_extra_us: float
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """A step in ms, bare and under `ft.Session`; by how much longer the latter (medians of pairs of blocks).
+
+    `alone_us` is the CPU time that the session's part of a step takes on a rank that is alone, in its own thread, and
+    `background` that of the session's other threads, as a share of one CPU. `paid` is what both are of a step's work.
+    """
+
+    bare_ms: float
+    session_ms: float
+    extra_us: float
+    share: float
+    alone_us: float
+    background: float
+    paid: float
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """All of it. `others`: CPUs that other processes used meanwhile."""
+
+    backend: str
+    ranks: int
+    nbytes: int
+    work_ms: float
+    ops: tuple[OpCost, ...]
+    step: StepCost
+    others: float
+
+
+def run(
+    backend: str = "shm",
+    ranks: int = 2,
+    nbytes: int = 8,
+    rounds: int = 40,
+    work_ms: float = 20.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Overhead:
+    """Measure; takes about half a minute."""
+    noise = Noise(zygote_pid)
+    with LocalCluster(ranks, backend, environ=_QUIET, threads=1, echo=False, timeout=300.0) as cluster:
+        progress("ops")
+        times = cluster.run(_ops, str(cluster.logs), rounds, max(1, nbytes // 4), time.perf_counter)
+        progress("steps")
+        with cluster.start(_steps, str(cluster.logs), max(4, rounds // 2), work_ms / 1e3, time.perf_counter) as job:
+            steps = job.results(300.0)
+    with LocalCluster(1, backend, environ=_QUIET, threads=1, echo=False, timeout=300.0) as cluster:
+        alone = cluster.run(_ops, str(cluster.logs), rounds, max(1, nbytes // 4), time.thread_time)
+        with cluster.start(_steps, str(cluster.logs), max(4, rounds), 0.0, time.thread_time) as job:
+            step_alone = job.results(300.0)
+    step = _step_cost(steps, step_alone[0], work_ms)
+    return Overhead(backend, ranks, nbytes, work_ms, _op_costs(times, alone[0]), step, noise.cpus())
+
+
+# Ops ------------------------------------------------------------------------------------------------------------------
+
+
+def _another(comm: Communicator, folder: str, name: str, recorder: Recorder | None) -> Communicator:
+    """A communicator of the same ranks, with a recorder of its own."""
+    import torch.distributed as dist
+
+    from holdfast.comms.connect import connect_members
+    from holdfast.comms.transport.base import Peer
+    from holdfast.comms.transport.liveness import this_process
+
+    peers = [msgspec.convert(each, Peer) for each in comm.all_gather_object(msgspec.to_builtins(this_process()))]
+    store = dist.PrefixStore(name, dist.FileStore(f"{folder}/overhead-{comm.epoch}-{name}", comm.size))
+    return connect_members(
+        comm.backend, rank=comm.rank, size=comm.size, store=store, peers=peers, epoch=0, name=name, recorder=recorder
+    )
+
+
+def _ops(comm: Communicator, folder: str, rounds: int, count: int, clock: Callable[[], float]) -> list[list[float]]:
+    """By variant, the seconds of an op in each round."""
+    import torch
+
+    from holdfast.ft.telemetry.flight import FlightRecorder
+    from holdfast.ft.telemetry.metrics import OpTally
+
+    def recorder(number: int) -> FlightRecorder:
+        return FlightRecorder(Path(folder) / f"overhead-{comm.rank}-{number}.flight", f"bench-{number}", "bench")
+
+    recorders: list[Recorder | None] = [None, recorder(1), OpTally(recorder(2))]
+    comms = [_another(comm, folder, f"variant-{n}", each) for n, each in enumerate(recorders)]
+    tensor = torch.zeros(count)
+    block = _block_size(comms[0], tensor)
+    times: list[list[float]] = [[] for _ in comms]
+    for turn in range(rounds):
+        for place in range(len(comms)):
+            number = (turn + place) % len(comms)
+            reduce = comms[number].all_reduce
+            reduce(tensor)
+            began = clock()
+            for _ in range(block):
+                reduce(tensor)
+            times[number].append((clock() - began) / block)
+    for each in comms:
+        each.close()
+    return times
+
+
+def _block_size(comm: Communicator, tensor: object) -> int:
+    """How many ops take about 20 ms; the same on all ranks."""
+    began = time.perf_counter()
+    for _ in range(200):
+        comm.all_reduce(tensor)  # type: ignore[arg-type]
+    mine = int(0.02 / max(1e-7, (time.perf_counter() - began) / 200))
+    agreed: int = comm.broadcast_object(max(10, min(20_000, mine)), 0)
+    return agreed
+
+
+def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
+    """The slowest rank of each round counts."""
+    slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
+    bare = slowest[0]
+    return tuple(
+        OpCost(
+            variant,
+            1e6 * statistics.median(times),
+            1e6 * statistics.median(t - b for t, b in zip(times, bare, strict=True)),
+            statistics.median(t / b for t, b in zip(times, bare, strict=True)),
+            1e6 * statistics.median(cpu),
+            1e6 * statistics.median(t - b for t, b in zip(cpu, alone[0], strict=True)),
+        )
+        for variant, times, cpu in zip(VARIANTS, slowest, alone, strict=True)
+    )
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+_STEPS_A_BLOCK = 10
+
+
+def _steps(
+    session: Session, folder: str, blocks: int, seconds: float, clock: Callable[[], float]
+) -> tuple[list[float], list[float], float]:
+    """Seconds of a step: in each bare block, and in each under the session; the share of the session's threads."""
+    import torch
+
+    gradients = torch.zeros(16_384)
+    work = _work_of(seconds)
+    bare: Communicator | None = None
+    plain, committed, cpu, began = [], [], 0.0, 0.0
+    inside = 0.0
+    for attempt in session.steps(blocks * _STEPS_A_BLOCK):
+        if bare is None:
+            bare = _another(attempt.comm, folder, "bare", None)
+            cpu, began = _threads_cpu(), time.perf_counter()
+        if attempt.step % _STEPS_A_BLOCK == 0:
+            if attempt.step:
+                committed.append((clock() - inside) / _STEPS_A_BLOCK)
+            bare.barrier()
+            start = clock()
+            for _ in range(_STEPS_A_BLOCK):
+                work()
+                bare.all_reduce(gradients)
+            plain.append((clock() - start) / _STEPS_A_BLOCK)
+            bare.barrier()
+            inside = clock()
+        with attempt:
+            work()
+            attempt.comm.all_reduce(gradients)
+    committed.append((clock() - inside) / _STEPS_A_BLOCK)
+    background = (_threads_cpu() - cpu) / (time.perf_counter() - began)
+    if bare is not None:
+        bare.close()
+    return plain[:-1], committed[:-1], background  # the last block has the end of the job in it
+
+
+def _work_of(seconds: float) -> Callable[[], None]:
+    """Work of a fixed amount, that takes about as long on an idle CPU."""
+    import torch
+
+    left, right = torch.rand(128, 128), torch.rand(128, 128)
+    for _ in range(20):
+        left @ right
+    best = min(_timed(lambda: left @ right) for _ in range(200))
+
+    def work() -> None:
+        for _ in range(int(seconds / best)):
+            left @ right
+
+    return work
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _threads_cpu() -> float:
+    """CPU seconds of the threads of this process other than the one that asks."""
+    me, total = threading.get_native_id(), 0.0
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != me:
+            fields = (task / "schedstat").read_text().split()
+            total += int(fields[0]) / 1e9
+    return total
+
+
+_Steps = tuple[list[float], list[float], float]
+
+
+def _step_cost(by_rank: Sequence[_Steps], alone: _Steps, work_ms: float) -> StepCost:
+    plain = [max(times) for times in zip(*(rank[0] for rank in by_rank), strict=True)]
+    committed = [max(times) for times in zip(*(rank[1] for rank in by_rank), strict=True)]
+    pairs = list(zip(plain, committed, strict=True))
+    in_thread = statistics.median(c - p for p, c in zip(*alone[:2], strict=True))
+    background = max(rank[2] for rank in by_rank)
+    return StepCost(
+        1e3 * statistics.median(plain),
+        1e3 * statistics.median(committed),
+        1e6 * statistics.median(c - p for p, c in pairs),
+        statistics.median(c / p for p, c in pairs) - 1,
+        1e6 * in_thread,
+        background,
+        in_thread / (work_ms / 1e3) + background,
+    )
+
+
+def table(cost: Overhead) -> str:
+    """For people."""
+    lines = [
+        f"{cost.backend}, {counted(cost.ranks, 'rank')}, all_reduce of {cost.nbytes} B, "
+        f"{counted(os.cpu_count() or 1, 'CPU')}"
+    ]
+    lines += [
+        f"  {op.variant:22} {op.us:8.2f} us  {op.extra_us:+7.2f} us  x{op.ratio:.3f}"
+        f"   alone, CPU time: {op.alone_us:6.2f} us  {op.alone_extra_us:+6.2f} us"
+        for op in cost.ops
+    ]
+    step = cost.step
+    lines += [
+        f"a step of {cost.work_ms:g} ms of work and an all_reduce of 64 KiB",
+        f"  bare                   {step.bare_ms:8.2f} ms",
+        f"  under ft.Session       {step.session_ms:8.2f} ms  {step.extra_us:+7.0f} us  {step.share:+.2%}",
+        f"  CPU time, alone        {step.alone_us:8.0f} us of its thread, {step.background:.2%} of a CPU elsewhere: "
+        f"{step.paid:.2%} of a step, to reach: 1%",
+        f"other processes used {cost.others:.2f} CPUs meanwhile",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""`holdfast bench recovery` and `evictions`."""

@@ -1,0 +1,157 @@
+"""`holdfast bench evictions`: whether ranks that are slow, and not dead, are ever taken for dead.
+
+Ranks that share too few cores work together while each in turn holds its interpreter for longer than the suspect time,
+computes in several threads, or takes and touches much memory, and other processes compete for the cores all the time.
+Nobody dies, so every epoch after the first, and every process that is ended, is a false eviction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from holdfast.ft import Session, Timeouts
+from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.processes.parent_death import die_with_parent
+
+EVICTIONS = ("fenced", "evicted", "condemned", "stalled", "cut_off")
+"""The events that must not happen."""
+MEGABYTES = 256
+"""How much memory a rank takes and touches at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evictions:
+    """What came of it. `rounds`: collectives done; `hogs`: how often ranks were made slow, by how; `evictions`: the
+    events that should not be; `epochs`: how many there were; `suspect` and `seconds` as asked for.
+    """
+
+    ranks: int
+    cores: int
+    seconds: float
+    suspect: float
+    rounds: int
+    hogs: dict[str, int]
+    epochs: int
+    evictions: list[dict[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def hold_interpreter(seconds: float) -> None:
+    """Sleep without letting go of the GIL."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def compute(seconds: float) -> None:
+    """Keep three threads busy, which take the interpreter from each other."""
+
+    def spin() -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    spin()
+    for thread in threads:
+        thread.join()
+
+
+def take_memory(seconds: float) -> None:
+    """Take memory and touch all of it, again and again."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        torch.ones(MEGABYTES << 18)
+
+
+HOGS: dict[str, Callable[[float], None]] = {
+    "hold the interpreter": hold_interpreter,
+    "compute": compute,
+    "take memory": take_memory,
+}
+
+
+def work(session: Session, seconds: float, suspect: float, seed: int) -> tuple[int, dict[str, int]]:
+    """Work with the others for some time, and be slow every now and then; how many rounds, and how slow."""
+    rounds, hogs = 0, Counter[str]()
+    deadline = time.monotonic() + seconds
+    for attempt in session.steps(1):
+        with attempt:
+            chance = random.Random(seed * 1000 + attempt.rank)
+            over = torch.zeros(1)
+            while not over.item():
+                over.fill_(time.monotonic() >= deadline)
+                attempt.comm.all_reduce(over)
+                rounds += 1
+                if chance.random() < 0.02:
+                    name = chance.choice(list(HOGS))
+                    hogs[name] += 1
+                    HOGS[name](chance.uniform(0.5, 2.5) * suspect)
+    return rounds, dict(hogs)
+
+
+def compete(count: int) -> list[int]:
+    """Start processes that do nothing but compute; their ids. They end with this one."""
+    parent, started = os.getpid(), []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(parent)
+            while True:
+                pass
+        started.append(pid)
+    return started
+
+
+def measure(seconds: float, ranks: int = 8, cores: int = 2, suspect: float = 0.5, seed: int = 0) -> Evictions:
+    """Run for some time on so many cores of this machine, and count. Raises ValueError for what cannot be run."""
+    available = os.sched_getaffinity(0)
+    if not 0 < cores <= len(available):
+        raise ValueError(f"cores={cores}: this process may use {len(available)}")
+    if seconds <= 0 or ranks < 2:
+        raise ValueError(f"seconds={seconds} must be positive, ranks={ranks} at least 2")
+    timeouts = Timeouts(heartbeat=suspect / 5, suspect=suspect, operation=60.0, rebuild=20.0, join=60.0)
+    os.sched_setaffinity(0, set(sorted(available)[:cores]))
+    competitors: list[int] = []
+    try:
+        with LocalCluster(ranks, "shm", threads=1, echo=False, session={"timeouts": timeouts}) as cluster:
+            job = cluster.start(_on_cores, sorted(available)[:cores], seconds, suspect, seed)
+            job.view()
+            competitors = compete(2)
+            results = job.results(timeout=seconds + 300.0)
+            events = job.events()
+    finally:
+        for pid in competitors:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        os.sched_setaffinity(0, available)
+    hogs = sum((Counter(slow) for _, slow in results), Counter[str]())
+    return Evictions(
+        ranks=ranks,
+        cores=cores,
+        seconds=seconds,
+        suspect=suspect,
+        rounds=min(rounds for rounds, _ in results),
+        hogs=dict(hogs),
+        epochs=len({event["epoch"] for event in events if event["kind"] == "rebuilt"}),
+        evictions=[event for event in events if event["kind"] in EVICTIONS],
+    )
+
+
+def _on_cores(
+    session: Session, cores: list[int], seconds: float, suspect: float, seed: int
+) -> tuple[int, dict[str, int]]:
+    os.sched_setaffinity(0, set(cores))
+    return work(session, seconds, suspect, seed)

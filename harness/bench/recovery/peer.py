@@ -1,0 +1,175 @@
+"""Recovery by MPI's own fault tolerance, for comparison: Open MPI's ULFM, called as its users call it.
+
+Ranks under mpirun do nothing but Allreduce. One is killed; each survivor revokes the communicator at its first error,
+shrinks it, and reduces again on what is left. The time from just before the signal to the end of the last survivor's
+first correct Allreduce counts, as in `holdfast.harness.bench.recovery.recovery`. Run as a program it is one of the
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+import msgspec
+import numpy as np
+
+from holdfast.comms.system.paths import bind_unix, connect_unix
+from holdfast.ft.console.words import counted
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
+from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, Spread
+
+HANGS_SECONDS = 10.0
+"""A job that has not recovered by then is given up."""
+
+
+class PeerRecovery(msgspec.Struct, frozen=True):
+    """Milliseconds of each kill from the signal to the survivors' next correct result, and their spread.
+
+    `hung` counts the jobs that did not come back in time; they are in neither.
+    """
+
+    library: str
+    ranks: int
+    nbytes: int
+    others: float
+    kills: tuple[float, ...]
+    total: Spread
+    hung: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    number: int
+    pid: int
+    library: str
+    stream: TextIO
+
+    @staticmethod
+    def accept(listener: socket.socket) -> _Rank:
+        connection, _ = listener.accept()
+        connection.settimeout(HANGS_SECONDS)
+        stream = connection.makefile("r")
+        connection.close()
+        number, pid, library = stream.readline().rstrip("\n").split(" ", 2)
+        return _Rank(int(number), int(pid), library, stream)
+
+    def end(self) -> None:
+        self.stream.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def recovered(self) -> float:
+        """When it had reduced again (CLOCK_MONOTONIC seconds)."""
+        words = self.stream.readline()
+        if not words:
+            raise NotRecovered(f"rank {self.number} of {self.library} ended after a kill")
+        return float(words)
+
+
+def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, float]:
+    """A job of its own: what the library calls itself, and the milliseconds."""
+    with HeldFolder("holdfast-ulfm-") as folder, HeldFolder("holdfast-ulfm-", SHARED_MEMORY) as shared:
+        how = launcher(OPENMPI, ranks, shared.path)
+        address = str(folder.path / "socket")
+        program = [sys.executable, "-m", "holdfast.harness.bench.recovery.peer", address, str(nbytes)]
+        with contextlib.ExitStack() as left:
+            listener = left.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
+            bind_unix(listener, address)
+            listener.listen(ranks)
+            listener.settimeout(LIMIT)
+            log = left.enter_context(private_file(folder.path / "log", "wb"))
+            process = subprocess.Popen(
+                [*how.words, "--with-ft", "ulfm", *program],
+                env=os.environ | how.environment | {"TMPDIR": str(folder.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            left.callback(_end, process)
+            try:
+                team = {}
+                for _ in range(ranks):
+                    rank = _Rank.accept(listener)
+                    left.callback(rank.end)
+                    team[rank.number] = rank
+                time.sleep(wait)
+                killed = time.monotonic()
+                os.kill(team[victim].pid, signal.SIGKILL)
+                last = max(rank.recovered() for number, rank in team.items() if number != victim)
+            except OSError as error:
+                raise NotRecovered(f"ranks of Open MPI did not come, or not back: {error}") from error
+            return team[0].library, 1e3 * (last - killed)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The job is one session of processes, whose ranks are ended: it ends by itself, having waited for them, so that
+    what they used is known for ours.
+    """
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)
+            return
+
+
+def run(
+    ranks: int, kills: int, nbytes: int = 64 * 1024, seed: int = 0, progress: Callable[[str], None] = lambda text: None
+) -> PeerRecovery:
+    """Kill one of `ranks` ranks in each of `kills` jobs. RuntimeError if there is no Open MPI; `NotRecovered` if more
+    jobs hang than recover.
+    """
+    choose, taken, library, hung, noise = random.Random(seed), list[float](), "", 0, Noise()
+    while len(taken) < kills:
+        try:
+            library, milliseconds = _kill_one(ranks, nbytes, choose.randrange(ranks), SETTLE * (1 + choose.random()))
+        except NotRecovered:
+            hung += 1
+            if hung > kills:
+                raise
+            continue
+        taken.append(milliseconds)
+        progress(f"{len(taken)} of {kills} kills: {milliseconds:.1f} ms; {counted(hung, 'job')} hung")
+    return PeerRecovery(library, ranks, nbytes, noise.cpus(), tuple(taken), Spread.of(taken), hung)
+
+
+def _be_a_rank(address: str, nbytes: int) -> None:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    library = " ".join(MPI.Get_library_version().split(",")[0].split())
+    given, out = np.full(max(1, nbytes // 4), comm.rank + 1, np.float32), np.empty(max(1, nbytes // 4), np.float32)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bench:
+        connect_unix(bench, address)
+        bench.sendall(f"{comm.rank} {os.getpid()} {library} ULFM\n".encode())
+        try:
+            while True:
+                comm.Allreduce(given, out)
+        except MPI.Exception:
+            comm.Revoke()
+        left = comm.Shrink()
+        given[:] = left.rank + 1
+        left.Allreduce(given, out)
+        completed = time.monotonic()
+        if (out != left.size * (left.size + 1) / 2).any():
+            raise ArithmeticError(f"the Allreduce of {left.size} survivors is wrong")
+        bench.sendall(f"{completed!r}\n".encode())
+        bench.recv(1)
+
+
+if __name__ == "__main__":
+    _be_a_rank(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,285 @@
+"""`holdfast bench recovery`: from the SIGKILL of a rank inside an all_reduce to the survivors' next correct one.
+
+All ranks of a job do nothing but all_reduce under an `ft.Session`. One is killed; the time from just before the
+signal is sent to the end of the last survivor's first all_reduce in the next epoch, with the right result, is what
+counts. All times are CLOCK_MONOTONIC of one host. The killer sleeps while the job recovers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.bench.recovery import bound as recovery_bound
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.processes.zygote_client import zygote_pid
+
+if TYPE_CHECKING:
+    from holdfast.ft import Session
+
+FIRST_OP = "first_op"
+"""The event that a rank logs after its first correct all_reduce in an epoch, `completed` before it was compared."""
+
+SETTLE = 0.2
+"""Seconds for which a job reduces undisturbed before a kill, and sleeps of the killer after one."""
+
+LIMIT = 30.0
+"""Seconds after which a job that has not recovered never will."""
+
+
+class NotRecovered(HoldfastError):
+    """A job did not come back after a kill."""
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """One kill, of one rank or several at once, of which `rank` is the first.
+
+    All in milliseconds since just before the signal was sent, each when the last survivor got there.
+
+    `gone`: the kernel has taken the process apart, and tells the killer so. `detect`: the first survivor knows.
+    `agree`: the next epoch is installed. `rebuild`: its communicator is connected. `total`: its first all_reduce is
+    complete and correct.
+    """
+
+    rank: int
+    gone: float
+    detect: float
+    agree: float
+    rebuild: float
+    total: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Statistics in milliseconds."""
+
+    median: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        p50, p90, p99, most = np.percentile(list(values), [50, 90, 99, 100])
+        return Spread(float(p50), float(p90), float(p99), float(most))
+
+
+class RecoveryBench(msgspec.Struct, frozen=True):
+    """A whole run. The parts are differences: `agree` is from detection to installation, and so on.
+
+    `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
+    `proposer` also the one that had just put the next epoch into the register. `stopped`: they were not killed but
+    stopped, and ended by the survivors. `bound`: the least that it takes, measured in turn (see `recovery_bound`).
+    """
+
+    backend: str
+    ranks: int
+    spares: int
+    nbytes: int
+    others: float
+    kills: tuple[Recovery, ...]
+    total: Spread
+    gone: Spread
+    detect: Spread
+    agree: Spread
+    rebuild: Spread
+    first_op: Spread
+    together: int = 1
+    proposer: bool = False
+    stopped: bool = False
+    bound: Spread | None = None
+
+    @staticmethod
+    def of(
+        backend: str,
+        ranks: int,
+        spares: int,
+        nbytes: int,
+        together: int,
+        proposer: bool,
+        stopped: bool,
+        others: float,
+        kills: tuple[Recovery, ...],
+        bound: Sequence[float] = (),
+    ) -> RecoveryBench:
+        return RecoveryBench(
+            backend,
+            ranks,
+            spares,
+            nbytes,
+            others,
+            kills,
+            total=Spread.of(kill.total for kill in kills),
+            gone=Spread.of(kill.gone for kill in kills),
+            detect=Spread.of(kill.detect for kill in kills),
+            agree=Spread.of(kill.agree - kill.detect for kill in kills),
+            rebuild=Spread.of(kill.rebuild - kill.agree for kill in kills),
+            first_op=Spread.of(kill.total - kill.rebuild for kill in kills),
+            together=together,
+            proposer=proposer,
+            stopped=stopped,
+            bound=Spread.of(bound) if bound else None,
+        )
+
+
+def reduce_for_ever(session: Session, count: int) -> None:
+    """What each rank does: all_reduce `count` float32 numbers, check them, say so once an epoch, until it is killed."""
+    import torch
+
+    from holdfast.ft.telemetry.event_log import EventLog
+
+    log = EventLog(f"bench-{os.getpid()}")
+    tensor = torch.empty(count)
+    said = 0
+    for attempt in session.steps(1):
+        with attempt:
+            comm = attempt.comm
+            expected = float(comm.size * (comm.size + 1) // 2)
+            while True:
+                tensor.fill_(comm.rank + 1)
+                comm.all_reduce(tensor)
+                if said != comm.epoch:
+                    completed = time.monotonic()
+                    if not bool((tensor == expected).all()):
+                        raise ArithmeticError(f"an all_reduce in epoch {comm.epoch} gave {tensor}, not {expected}")
+                    log.emit(FIRST_OP, epoch=comm.epoch, rank=comm.rank, completed=completed)
+                    said = comm.epoch
+
+
+def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
+    """The events of the job once all of `pids` have reduced in an epoch after `epoch`."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        events = job.events()
+        done = {event["pid"] for event in events if event["kind"] == FIRST_OP and event["epoch"] > epoch}
+        if pids <= done:
+            return events
+        if time.monotonic() > deadline:
+            late = ", ".join(map(str, sorted(pids - done)))
+            raise NotRecovered(f"processes {late} did not reduce again within {LIMIT} s of a kill in epoch {epoch}")
+        time.sleep(0.05)
+
+
+def analyse(
+    events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int], gone: float = 0.0
+) -> Recovery:
+    """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids); it ended at `gone`."""
+
+    def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
+        times: dict[int, float] = {}
+        for event in events:
+            later = event["time"] > killed and event.get("epoch", epoch + 1) > epoch
+            if event["kind"] == kind and event["pid"] in survivors and later:
+                times.setdefault(event["pid"], event.get("completed", event["time"]))
+        if not times:
+            raise NotRecovered(f"no survivor logged {kind!r} after the kill of rank {rank} in epoch {epoch}")
+        return 1e3 * (choose(times.values()) - killed)
+
+    return Recovery(
+        rank=rank,
+        gone=1e3 * (gone - killed),
+        detect=since("detected", min),
+        agree=since("installed", max),
+        rebuild=since("rebuilt", max),
+        total=since(FIRST_OP, max),
+    )
+
+
+def _strike(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Recovery:
+    """Send these ranks signal `number` at once; with `proposer` rank 0 will end itself."""
+    view = job.view()
+    members = [member.peer.pid for member in view.members]
+    victims = [next(process for process in job.processes if process.pid == members[rank]) for rank in ranks]
+    survivors = set(members) - {victim.pid for victim in victims} - ({members[0]} if proposer else set())
+    end, rank = select.poll(), ranks[0]
+    end.register(victims[0].pidfd, select.POLLIN)
+    killed = time.monotonic()
+    for victim in victims:
+        victim.signal(number)
+    end.poll(1e3 * LIMIT)
+    gone = time.monotonic()
+    time.sleep(SETTLE)
+    lost, epoch = {view.members[rank].id for rank in ranks}, view.epoch
+    while (newest := last_with(lost, events := _wait_for_all(job, epoch, survivors), epoch)) > epoch:
+        epoch = newest
+    return analyse(events, rank, killed, epoch, survivors, gone)
+
+
+def last_with(lost: set[str], events: list[dict[str, Any]], epoch: int) -> int:
+    """The last epoch, not before `epoch`, with a member that is lost: of two that are killed one after the other the
+    second may go on into an epoch without the first.
+    """
+    held: list[int] = [e["epoch"] for e in events if e["kind"] == "installed" and lost.intersection(e["members"])]
+    return max([epoch, *held])
+
+
+def run(
+    backend: str,
+    ranks: int,
+    kills: int,
+    spares: int = 0,
+    nbytes: int = 64 * 1024,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+    *,
+    together: int = 1,
+    proposer: bool = False,
+    stopped: bool = False,
+    bound: bool = False,
+) -> RecoveryBench:
+    """Kill ranks, chosen at random, `kills` times: `together` of them at once, and with `proposer` also the one that
+    proposes the next epoch, as soon as the register has it. ValueError if nobody would be left.
+
+    With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
+    which goes on with one rank less. `stopped`: SIGSTOP, not SIGKILL. `bound`: after each kill one of `recovery_bound`.
+    """
+    lost = together + proposer
+    if not 0 < together <= lost < ranks:
+        raise ValueError(f"{lost} of {ranks} ranks cannot die and somebody recover")
+    if proposer and spares:
+        raise ValueError("a job whose proposer dies is used once: ask for no spares")
+    choose = random.Random(seed)
+    done: list[Recovery] = []
+    least: list[float] = []
+    noise = Noise(zygote_pid)
+    options = {"min_size": ranks - lost}
+    quiet = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if proposer else {})}
+    with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
+        while len(done) < kills:
+            with cluster.start(reduce_for_ever, max(1, nbytes // 4)) as job:
+                job.wait_for_spares()
+                view = job.view()
+                _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
+                for _ in range(min(max(1, spares // together), kills - len(done))):
+                    time.sleep(SETTLE + choose.random() * SETTLE)
+                    victims = choose.sample(range(1 if proposer else 0, ranks), together)
+                    done.append(_strike(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
+                    progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
+            if bound:
+                least.append(_least(ranks, choose))
+    return RecoveryBench.of(
+        backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done), least
+    )
+
+
+def _least(ranks: int, choose: random.Random) -> float:
+    try:
+        return recovery_bound.kill_one(ranks, choose.randrange(ranks), SETTLE * (1 + choose.random()))
+    except RuntimeError as error:
+        raise NotRecovered(str(error)) from error
+
+
+def _median(done: list[Recovery]) -> float:
+    return statistics.median(kill.total for kill in done)

@@ -1,0 +1,1 @@
+"""What came of a run: checks, figures, the verdict."""

@@ -1,0 +1,184 @@
+"""What the invariants of a job do not say, and a workload does: checkers of its own, over the same events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import ClassVar
+
+from holdfast.ft.console.words import counted
+from holdfast.harness.invariants import Bounds, Checker, Event, Finding, Violation
+
+WEIGHTS = "same weights as without faults"
+LEAKS = "nothing leaks"
+_MEANING = {
+    WEIGHTS: "All ranks end with the same bits, and those are the bits of a run without faults.",
+    LEAKS: "A process that lives through many rebuilds ends with as many descriptors and threads as it had early on.",
+}
+
+
+class EverySampleOnce(Checker):
+    """Of each step all shards were worked on, each once, in the attempt that was committed."""
+
+    name: ClassVar[str] = "every sample once"
+    meaning: ClassVar[str] = (
+        "In the attempt of each step that was committed the ranks worked on every shard, and on each exactly once."
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._taken: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
+        self._committed: dict[int, Event] = {}
+        self._members: dict[int, int] = {}
+        self.torn = False
+        """Whether logs may lack the last lines of those that died: a full disk."""
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "installed":
+            self._members[event.integer("epoch")] = len(event.names("members"))
+        elif event.kind == "samples":
+            shards = tuple(int(shard) for shard in event.names("shards"))
+            self._taken[event.integer("step")][event.integer("epoch")].append((event.process, shards))
+        elif event.kind == "committed":
+            self._committed.setdefault(event.integer("step"), event)
+
+    def finish(self) -> None:
+        everything = {
+            shard for epochs in self._taken.values() for each in epochs.values() for _, s in each for shard in s
+        }
+        for step, event in self._committed.items():
+            epochs = self._taken.get(step)
+            if not epochs or (self.torn and len(epochs[max(epochs)]) < self._members.get(max(epochs), 0)):
+                continue
+            self.looked += 1
+            worked = [shard for _, shards in epochs[max(epochs)] for shard in shards]
+            if missing := sorted(everything - set(worked)):
+                self.violated(event, f"step {step} was committed without shards {missing}")
+            if len(worked) != len(set(worked)):
+                self.violated(event, f"step {step} was committed with shards worked on twice: {sorted(worked)}")
+
+
+class OnlyTheStruckLeave(Checker):
+    """Nobody is evicted whom no fault has struck: slowness, a bad network or a register that is away are no deaths."""
+
+    name: ClassVar[str] = "only the struck leave"
+    meaning: ClassVar[str] = "A process that is in one view and not in a later one was struck by a fault before."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._struck: set[str] = set()
+        self._epoch = 0
+        self._members: frozenset[str] = frozenset()
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "fault":
+            self._struck.add(event.text("target"))
+        elif event.kind == "installed" and event.integer("epoch") > self._epoch:
+            members = frozenset(event.names("members"))
+            self.looked += 1
+            for member in sorted(self._members - members - self._struck):
+                self.violated(event, f"epoch {event.integer('epoch')} is without {member}, which no fault has struck")
+            self._epoch, self._members = event.integer("epoch"), members
+
+
+class RegisterAwayBreaksNothing(Checker):
+    """An epoch that runs needs no register: while that is away, and nothing else is broken, no epoch ends."""
+
+    name: ClassVar[str] = "a register away breaks no epoch"
+    meaning: ClassVar[str] = "While the register is away, and nothing else has been broken, no epoch ends."
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._away: set[int] = set()
+        self._struck = False
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "fault" and event.text("what") == "register-away":
+            self._away.add(event.integer("number"))
+        elif event.kind == "fault":
+            self._struck = True
+        elif event.kind == "healed":
+            self._away.discard(event.integer("number"))
+        elif not self._away or self._struck:
+            return
+        elif event.kind == "committed":
+            self.looked += 1
+        elif event.kind == "revoked":
+            self.violated(event, f"epoch {event.integer('epoch')} ended while the register was away")
+
+
+class RightBytes(Checker):
+    """Readers of a store got, for each version, the bytes that were published as that version."""
+
+    name: ClassVar[str] = "readers get the right bytes"
+    meaning: ClassVar[str] = "Every byte that a reader fetched is that of the version that it was told it has."
+
+    def observe(self, event: Event) -> None:
+        if event.kind == "fetched":
+            self.looked += 1
+        elif event.kind == "wrong":
+            self.violated(event, f"fetched version {event.integer('version')} with other bytes than were published")
+
+
+def same_weights(digests: dict[str, str], reference: str) -> Finding:
+    """Whether all hold the same, and the same as without faults ("" if that is not known)."""
+    violations = []
+    for name, digest in digests.items():
+        if reference and digest != reference:
+            text = f"ends with {digest[:16]}, a run without faults with {reference[:16]}"
+            violations.append(Violation(WEIGHTS, name, 0.0, text))
+    first = next(iter(digests.items()), None)
+    if not reference and first is not None:
+        for name, digest in digests.items():
+            if digest != first[1]:
+                violations.append(
+                    Violation(WEIGHTS, name, 0.0, f"ends with {digest[:16]}, {first[0]} with {first[1][:16]}")
+                )
+    return Finding(WEIGHTS, _MEANING[WEIGHTS], len(digests), tuple(violations))
+
+
+SLACK = {"descriptors": 12, "threads": 4}
+"""How much may come and go: connections of a rebuild that is under way, a thread that ends later."""
+
+
+def growth(events: list[Event], least_rebuilds: int = 3) -> Finding:
+    """What grew in processes that lived through several rebuilds: the most in the first third of their time after the
+    second of them, against the least in the last third. Members and spares that come and go are on both sides.
+    """
+    rebuilt: dict[str, int] = defaultdict(int)
+    used: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind == "rebuilt":
+            rebuilt[event.process] += 1
+        elif event.kind == "resources" and rebuilt[event.process] >= 2:
+            used[event.process].append(event)
+    looked, violations = 0, []
+    for process, all_of_it in used.items():
+        third = len(all_of_it) // 3
+        if rebuilt[process] < least_rebuilds or not third:
+            continue
+        looked += 1
+        for name, slack in SLACK.items():
+            before = max(event.integer(name) for event in all_of_it[:third])
+            after = min(event.integer(name) for event in all_of_it[-third:])
+            if after > before + slack:
+                text = f"{name} grew from {before} to {after} over {counted(rebuilt[process], 'rebuild')}"
+                violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
+    return Finding(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
+
+
+def examine(events: list[Event], bounds: Bounds) -> list[Finding]:
+    """What the checkers of this file find, as far as they looked at anything."""
+    samples = EverySampleOnce(bounds)
+    samples.torn = any(event.kind == "fault" and event.text("what") == "disk-full" for event in events)
+    checkers: list[Checker] = [
+        samples,
+        OnlyTheStruckLeave(bounds),
+        RegisterAwayBreaksNothing(bounds),
+        RightBytes(bounds),
+    ]
+    for event in events:
+        for checker in checkers:
+            checker.observe(event)
+    for checker in checkers:
+        checker.finish()
+    return [finding for finding in (checker.finding() for checker in checkers) if finding.looked or finding.violations]

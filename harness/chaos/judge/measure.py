@@ -1,0 +1,202 @@
+"""From the events of a run to figures: what each fault led to and when, how fast steps were committed, who did what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from holdfast.harness.chaos.judge.record import Percentiles, RecoveryStage, Span, Speed, Strike
+from holdfast.harness.chaos.run.scenario_run import Raw, Struck
+from holdfast.harness.invariants import Event
+
+DETECTED = frozenset(["detected", "suspected", "fenced", "holders_died", "replica_condemned"])
+"""Events by which a process says that it knows of a fault."""
+
+STAGES = ("detected", "rebuilt", "resumed")
+"""Of a recovery: the first process knows; all have the next communicator, or the replica is made again; the next step
+is committed.
+"""
+
+
+def speed(events: Iterable[Event]) -> Speed:
+    """How many steps were committed, and how many a second."""
+    first: dict[int, float] = {}
+    for event in events:
+        if event.kind == "committed":
+            first.setdefault(event.integer("step"), event.time)
+    times = sorted(first.values())
+    if len(times) < 2 or times[-1] <= times[0]:
+        return Speed(steps=len(times), rate=0.0)
+    return Speed(steps=len(times), rate=(len(times) - 1) / (times[-1] - times[0]))
+
+
+def rebuilds(events: Iterable[Event]) -> int:
+    """How often a communicator replaced another: epochs in which anybody rebuilt, but the first."""
+    return max(0, len({event.integer("epoch") for event in events if event.kind == "rebuilt"}) - 1)
+
+
+def strikes(raw: Raw) -> tuple[Strike, ...]:
+    """Every planned fault, in the order of the schedule, with the stages of its recovery."""
+    moments = sorted(struck.time for struck in raw.struck if struck.time is not None)
+    found = []
+    for struck in raw.struck:
+        victims = tuple(str(victim) for noted in struck.noted for victim in noted.victims)
+        stages: tuple[RecoveryStage, ...] = ()
+        if struck.time is not None:
+            after = next((moment for moment in moments if moment > struck.time), math.inf)
+            stages = tuple(_stages(struck, raw.events, after))
+        planned = struck.planned
+        found.append(
+            Strike(
+                number=planned.number,
+                type=planned.type,
+                words=planned.what.words(),
+                when=planned.when.words(),
+                time=None if struck.time is None else struck.time - raw.began,
+                healed=None if struck.healed is None else struck.healed - raw.began,
+                victims=victims,
+                step=struck.step,
+                stages=stages,
+                refused=struck.refused,
+            )
+        )
+    return tuple(found)
+
+
+def _stages(struck: Struck, events: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
+    """What followed the fault before the next one, or, where two overlap, the recovery from both."""
+    assert struck.time is not None
+    at = struck.time
+    later = [event for event in events if event.time > at]
+    last_commit = max((event.time for event in later if event.kind == "committed"), default=at)
+    mine = [event for event in later if event.time < min(until, last_commit)]  # the end is full of farewells
+    detected = next((event for event in mine if event.kind in DETECTED), None)
+    resumed_from = at
+    if detected is not None:
+        yield RecoveryStage("detected", detected.time - at)
+        rebuilt = _rebuilt(detected.time, later, mine)
+        if rebuilt is not None:
+            yield RecoveryStage("rebuilt", rebuilt - at)
+            resumed_from = rebuilt
+    resumed = next((event for event in later if event.kind == "committed" and event.time >= resumed_from), None)
+    if resumed is not None:
+        yield RecoveryStage("resumed", resumed.time - at)
+
+
+def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> float | None:
+    """When, after `since`, all were in the next communicator, or the replica was made again; None if nothing had to be:
+    the death of a spare ends no epoch. `mine` are the events up to the next fault, which may fall into the rebuild.
+    """
+    replica = next((event for event in mine if event.kind == "replica_made" and event.time > since), None)
+    if replica is not None:
+        return replica.time
+    if not any(event.kind == "revoked" for event in mine):
+        return None
+    rebuilt = [event for event in later if event.kind == "rebuilt" and event.time > since]
+    return max((event.time for event in rebuilt if event.integer("epoch") == rebuilt[0].integer("epoch")), default=None)
+
+
+def percentiles(found: Iterable[Strike]) -> dict[str, Percentiles]:
+    """Of every stage, over the faults that led to a recovery; "undisturbed": of others, to the next step."""
+    seconds: dict[str, list[float]] = {}
+    for strike in found:
+        recovered = any(stage.name == "detected" for stage in strike.stages)
+        for stage in strike.stages:
+            seconds.setdefault(stage.name if recovered else "undisturbed", []).append(stage.seconds)
+    return {name: _percentiles(sorted(values)) for name, values in seconds.items()}
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    """By the nearest rank: always a value that was measured."""
+
+    def at(share: float) -> float:
+        return values[max(0, math.ceil(share * len(values)) - 1)]
+
+    return Percentiles(count=len(values), p50=at(0.5), p90=at(0.9), p99=at(0.99), worst=values[-1])
+
+
+def spans(raw: Raw, names: Mapping[int, str]) -> tuple[Span, ...]:
+    """What each process did: steps, waits for commits, rebuilds, transfers of state. `names` by process id."""
+    found = []
+    open_at: dict[tuple[int, str], Event] = {}
+    for event in raw.events:
+        name = names.get(event.pid)
+        if name is None:
+            continue
+        for activity, start, label in _closed(event, open_at):
+            found.append(Span(name, activity, start - raw.began, event.time - raw.began, label))
+    return tuple(found)
+
+
+def _closed(event: Event, open_at: dict[tuple[int, str], Event]) -> Iterator[tuple[str, float, str]]:
+    """The spans that end with an event."""
+    if event.kind in ("attempt", "prepared", "revoked"):
+        open_at[event.pid, event.kind] = event
+    if event.kind in ("prepared", "revoked") and (begun := open_at.pop((event.pid, "attempt"), None)):
+        yield "step", begun.time, str(begun.integer("step"))
+    if event.kind in ("committed", "revoked") and (begun := open_at.pop((event.pid, "prepared"), None)):
+        yield "commit", begun.time, str(begun.integer("step"))
+    elif event.kind == "committed" and event.text("how") == "normal" and (event.pid, "attempt") not in open_at:
+        before = open_at.get((event.pid, "published"))
+        if before is not None:
+            yield "publish", before.time, str(event.integer("step"))
+        open_at[event.pid, "published"] = event
+    if event.kind == "rebuilt":
+        revoked = open_at.pop((event.pid, "revoked"), None)
+        start = event.time - event.number("seconds") if revoked is None else revoked.time
+        yield "rebuild", start, str(event.integer("epoch"))
+    if event.kind == "synced" and "seconds" in event.fields:
+        yield "sync", event.time - event.number("seconds"), str(event.integer("step"))
+    if event.kind == "fetched":
+        before = open_at.get((event.pid, "fetched"))
+        if before is not None:
+            yield "fetch", before.time, str(event.integer("version"))
+        open_at[event.pid, "fetched"] = event
+
+
+POINTS = 400
+"""Most points of a curve."""
+
+
+def progress(raw: Raw) -> tuple[tuple[float, int], ...]:
+    """How many steps were committed at which time, thinned out, stalls kept."""
+    found: list[tuple[float, int]] = []
+    newest = -1
+    for event in raw.events:
+        if event.kind == "committed" and event.integer("step") > newest:
+            newest = event.integer("step")
+            found.append((event.time - raw.began, newest + 1))
+    if len(found) <= POINTS:
+        return tuple(found)
+    every = len(found) / POINTS
+    wanted = {round(index * every) for index in range(POINTS)} | {len(found) - 1}
+    gaps = sorted(range(1, len(found)), key=lambda i: found[i - 1][0] - found[i][0])[: POINTS // 4]
+    wanted |= {place for gap in gaps for place in (gap - 1, gap)}
+    return tuple(found[index] for index in sorted(wanted) if index < len(found))
+
+
+MOST_SPANS = 6000
+CLOSE_UPS = 12
+"""Of so many faults what was done around them is kept call by call in long runs."""
+
+
+def thinned(found: tuple[Span, ...], struck: Sequence[Strike], seconds: float) -> tuple[Span, ...]:
+    """Spans for a picture of the whole run: in long runs, away from the first faults, neighbours become one."""
+    if len(found) <= MOST_SPANS:
+        return found
+    times = [strike.time for strike in struck if strike.time is not None][:CLOSE_UPS]
+    close = [(time - 0.5, time + 3.5) for time in times]
+    kept: list[Span] = []
+    merged: dict[str, Span] = {}
+    for span in found:
+        if span.activity in ("rebuild", "sync") or any(low < span.end and span.start < high for low, high in close):
+            kept.append(span)
+            continue
+        last = merged.get(span.process)
+        if last is not None and span.start - last.end < seconds / 500 and span.end - last.start < seconds / 100:
+            merged[span.process] = Span(span.process, "steps", last.start, max(last.end, span.end), last.label)
+        else:
+            if last is not None:
+                kept.append(last)
+            merged[span.process] = Span(span.process, "steps", span.start, span.end, span.label)
+    return tuple(sorted((*kept, *merged.values()), key=lambda span: span.start))

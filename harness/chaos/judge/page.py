@@ -1,0 +1,160 @@
+"""The report of chaos runs: one page for one run or many, and one that sets two reports side by side."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.judge.compare import Row, compared
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, Strike
+from holdfast.harness.report.model import Fault, Figure, ProcessLane, Span, StageTimes
+from holdfast.harness.report.progress import OUTAGE, draw_progress
+from holdfast.harness.report.render import environment
+from holdfast.harness.report.scene import activities, draw_scene
+from holdfast.harness.report.strip import draw_strip
+from holdfast.harness.report.svg import duration
+from holdfast.harness.report.timeline import draw_timeline
+
+SCENES = 6
+"""How many recoveries are shown call by call."""
+
+_ORDER = ("rank", "spare", "trainer", "generator", "publisher", "holder", "reader")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One run on the page."""
+
+    run: ChaosRun
+    when: str
+    verdict: str
+    figures: tuple[Figure, ...]
+    progress: Any
+    stood_still: bool
+    timeline: Any
+    strip: Any
+    faults: tuple[Fault, ...]
+    scenes: tuple[Any, ...]
+    activities: tuple[list[str], ...]
+    roles: tuple[str, ...]
+    columns: int
+
+
+def write_report(report: ChaosReport, path: Path) -> None:
+    """Write the page of a report to `path`, whose folder exists."""
+    from markupsafe import Markup
+
+    sections = [_section(run, Markup) for run in report.runs]
+    page = environment().get_template("chaos.html.j2").render(report=report, sections=sections)
+    path.write_text(page + "\n", encoding="utf-8")
+
+
+def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, str], path: Path) -> None:
+    """Write the page that sets two reports side by side to `path`."""
+    from markupsafe import Markup
+
+    old, new = ({run.name: run for run in report.runs} for report in (before, after))
+    both = [(old[name], new[name]) for name in new if name in old]
+    pictures = [
+        tuple(Markup(draw_progress(run.progress, _faults(run), longest, _rate(run))) for run in pair)
+        for pair in both
+        for longest in [max(run.seconds for run in pair)]
+    ]
+    rows: list[tuple[ChaosRun, ChaosRun, list[Row]]] = [(a, b, compared(a, b)) for a, b in both]
+    page = (
+        environment()
+        .get_template("chaos_compare.html.j2")
+        .render(rows=rows, pictures=pictures, names=names, before=before, after=after, outage=OUTAGE)
+    )
+    path.write_text(page + "\n", encoding="utf-8")
+
+
+def _section(run: ChaosRun, markup: Any) -> Section:
+    faults = _faults(run)
+    lanes = [
+        ProcessLane(each.name, each.role, each.pid, each.born, each.ended, each.fate, each.note)
+        for each in sorted(run.lives, key=lambda life: _ORDER.index(life.role) if life.role in _ORDER else 99)
+    ]
+    spans = [Span(each.process, each.activity, each.start, each.end, each.label) for each in run.spans]
+    shown = [fault for fault in faults if fault.stages][:SCENES]
+    rows: dict[str, list[tuple[float, str]]] = {}
+    for strike in run.strikes:
+        recovered = any(stage.name == "detected" for stage in strike.stages)
+        for stage in strike.stages:
+            rows.setdefault(stage.name if recovered else "next step", []).append((stage.seconds, strike.words))
+    progress = draw_progress(run.progress, faults, run.seconds, _rate(run))
+    return Section(
+        run=run,
+        when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
+        verdict=_verdict(run),
+        figures=_figures(run),
+        progress=markup(progress),
+        stood_still=OUTAGE in progress,
+        timeline=markup(draw_timeline(lanes, spans, faults, run.seconds)),
+        strip=markup(draw_strip(rows)) if rows else "",
+        faults=tuple(faults),
+        scenes=tuple(markup(draw_scene(fault, faults.index(fault) + 1, lanes, spans)) for fault in shown),
+        activities=tuple(activities(fault, spans) for fault in shown),
+        roles=tuple(dict.fromkeys(lane.role for lane in lanes)),
+        columns=max((len(fault.stages) for fault in faults), default=0),
+    )
+
+
+def _verdict(run: ChaosRun) -> str:
+    if not run.passed:
+        return "✗ not as expected"
+    return "✓ held" if run.expected == "held" else "✓ broken, as expected"
+
+
+def _rate(run: ChaosRun) -> float | None:
+    return run.reference.rate if run.reference is not None else None
+
+
+def _faults(run: ChaosRun) -> list[Fault]:
+    return [
+        Fault(
+            time=strike.time,
+            title=strike.words,
+            target=", ".join(strike.victims),
+            steps=strike.step,
+            stages=tuple(StageTimes(stage.name, stage.seconds) for stage in strike.stages),
+            note=_note(strike),
+        )
+        for strike in run.strikes
+        if strike.time is not None
+    ]
+
+
+def _note(strike: Strike) -> str:
+    healed = ""
+    if strike.healed is not None and strike.time is not None:
+        healed = f"; it lasted {duration(strike.healed - strike.time)}"
+    return f"Planned: {strike.when}{healed}."
+
+
+def _figures(run: ChaosRun) -> tuple[Figure, ...]:
+    found = [Figure("Steps committed", f"{run.speed.steps:,}", f"{run.speed.rate:,.1f} a second")]
+    if run.goodput is not None:
+        found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
+    struck = sum(strike.time is not None for strike in run.strikes)
+    found.append(Figure("Faults", f"{struck}", counted(run.rebuilds, "rebuild")))
+    for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
+        if name in run.percentiles:
+            found.append(Figure(name.capitalize(), duration(run.percentiles[name].p50), note))
+    if run.reference_digest:
+        same = run.digest == run.reference_digest
+        found.append(
+            Figure(
+                "Final state",
+                "equal bits" if same else "other bits",
+                "to those of a run without faults" if same else "than those of a run without faults",
+                "good" if same else "bad",
+            )
+        )
+    broken = sum(len(finding.violations) for finding in run.findings)
+    looked = sum(finding.looked for finding in run.findings)
+    found.append(Figure("Violations", f"{broken}", f"{counted(looked, 'event')} checked", "bad" if broken else "good"))
+    return tuple(found)

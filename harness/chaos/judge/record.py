@@ -1,0 +1,144 @@
+"""The data of a finished run: all that a table, a report, a comparison or another program needs.
+
+All times are seconds since the run began; durations are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.harness.invariants import Finding
+
+SCHEMA = 1
+
+
+class RecoveryStage(msgspec.Struct, frozen=True):
+    """A stage of a recovery, and how many seconds after the fault it was reached."""
+
+    name: str
+    seconds: float
+
+
+class Strike(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault of the schedule, and what became of it. `time` is None if its moment never came."""
+
+    number: int
+    type: str
+    words: str
+    when: str
+    time: float | None
+    healed: float | None
+    victims: tuple[str, ...]
+    step: int
+    stages: tuple[RecoveryStage, ...] = ()
+    refused: str = ""
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """A process. `fate` is how it ended: "killed" by a fault, "lost" on its own, or "finished"."""
+
+    name: str
+    role: str
+    pid: int
+    born: float
+    ended: float
+    fate: Literal["finished", "killed", "lost"]
+    note: str = ""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What a process did from `start` to `end`; `label` is a step or an epoch."""
+
+    process: str
+    activity: str
+    start: float
+    end: float
+    label: str
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the faults that have the stage."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+    worst: float
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Committed steps, and how many a second from the first to the last."""
+
+    steps: int
+    rate: float
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What went from one process to another through the proxy."""
+
+    source: str
+    target: str
+    plane: str
+    connections: int
+    bytes: int
+    lost: int
+    corrupted: int
+    reset: int
+
+
+class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one scenario. `failures` says why it is not what was expected; none: it is."""
+
+    schema: int = SCHEMA
+    name: str
+    title: str
+    summary: str
+    source: str
+    seed: int
+    began: str
+    seconds: float
+    workload: str
+    backend: str
+    expected: str
+    passed: bool
+    failures: tuple[str, ...]
+    violated: tuple[str, ...]
+    strikes: tuple[Strike, ...]
+    lives: tuple[Life, ...]
+    spans: tuple[Span, ...]
+    findings: tuple[Finding, ...]
+    percentiles: dict[str, Percentiles]
+    speed: Speed
+    reference: Speed | None
+    digest: str
+    reference_digest: str
+    rebuilds: int
+    ranks: int
+    progress: tuple[tuple[float, int], ...] = ()
+    """How many steps were committed at which time."""
+    links: tuple[Link, ...] = ()
+    configuration: dict[str, str] = {}
+    repeat: str = ""
+    output: str = ""
+    extra: dict[str, Any] = {}
+
+    @property
+    def goodput(self) -> float | None:
+        """Steps a second as a share of those of a run without faults; None without such a run."""
+        if self.reference is None or self.reference.rate <= 0:
+            return None
+        return self.speed.rate / self.reference.rate
+
+
+class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `holdfast chaos run` writes as run.json."""
+
+    version: str
+    machine: str
+    runs: tuple[ChaosRun, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(run.passed for run in self.runs)

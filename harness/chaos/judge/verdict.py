@@ -1,0 +1,104 @@
+"""Whether a run came out as its scenario says, and if not, why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.judge.checks import OnlyTheStruckLeave
+from holdfast.harness.chaos.judge.record import Speed, Strike
+from holdfast.harness.chaos.run.scenario_run import Raw
+from holdfast.harness.chaos.scenario.scenario import Scenario
+from holdfast.harness.invariants import Finding
+
+LEFT = OnlyTheStruckLeave.name
+SHOWN = 3
+"""Violations of one invariant that are told."""
+
+
+def violated(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """The names of the invariants that were broken."""
+    return tuple(finding.invariant for finding in findings if finding.violations)
+
+
+def failures(
+    scenario: Scenario,
+    raw: Raw,
+    findings: Sequence[Finding],
+    struck: Sequence[Strike],
+    speed: Speed,
+    reference: Speed | None,
+    rebuilds: int,
+) -> list[str]:
+    """Everything in which the run is not what was expected."""
+    expect = scenario.expect
+    found = list(_of_invariants(scenario, findings))
+    found += [f"fault {each.number} ({each.words}) could not strike: {each.refused}" for each in struck if each.refused]
+    outlived = _outlived(raw)
+    found += [
+        f"fault {each.number} ({each.words}) never struck: its moment ({each.when}) did not come"
+        for each in struck
+        if each.time is None and not each.refused and each.number not in outlived
+    ]
+    if raw.too_long:
+        found.append(f"the run was not over after {scenario.limit:.0f} s: {counted(speed.steps, 'step')} committed")
+    elif expect.finishes:
+        found += [f"a process failed: {error.splitlines()[0]}" for error in raw.results.errors]
+        found += _lost(raw)
+        if raw.results.errors or LEFT in violated(findings):
+            told = ((event.process, event.text("error").splitlines()) for event in raw.events if event.kind == "error")
+            found += [f"{process} ended with {lines[0]}" for process, lines in told if lines]
+    elif not raw.results.errors:
+        found.append("the job finished, and it was expected that it does not")
+    if expect.ranks is not None and raw.results.ranks != expect.ranks:
+        found.append(f"the job ended with {counted(raw.results.ranks, 'rank')}, expected are {expect.ranks}")
+    if expect.rebuilds is not None and not expect.rebuilds[0] <= rebuilds <= expect.rebuilds[1]:
+        least, most = expect.rebuilds
+        wanted = f"{least}" if least == most else f"{least} to {most}"
+        found.append(f"the communicator was rebuilt {counted(rebuilds, 'time')}, expected is {wanted}")
+    if expect.goodput and reference is not None and reference.rate > 0:
+        share = speed.rate / reference.rate
+        if share < expect.goodput:
+            found.append(
+                f"{share:.1%} of the steps a second of a run without faults, expected are {expect.goodput:.0%}"
+            )
+    if expect.caught:
+        text = raw.output + " ".join(str(event.fields) + event.kind for event in raw.events if event.kind != "fault")
+        if not any(words in text for words in expect.caught):
+            found.append(f"nobody noticed: none of {list(expect.caught)} is in the logs")
+    return found
+
+
+def _outlived(raw: Raw) -> set[int]:
+    """The faults whose moment a run that was faster than planned did not live to see: those that come again and again,
+    if they came at all.
+    """
+    recurring = [each for each in raw.struck if each.planned.again]
+    came = {each.planned.type for each in recurring if each.time is not None}
+    return {each.planned.number for each in recurring if each.waits and each.planned.type in came}
+
+
+def _lost(raw: Raw) -> list[str]:
+    """Who ended badly of itself. Where it is replaced the run may go on as if nothing had been."""
+    struck = {victim.process.pid for each in raw.struck for noted in each.noted for victim in noted.victims}
+    return [
+        f"{life.name} {life.how}, and nobody had struck it"
+        for life in raw.lives
+        if life.ended and life.how != "exited with status 0" and life.pid not in struck
+    ]
+
+
+def _of_invariants(scenario: Scenario, findings: Sequence[Finding]) -> list[str]:
+    broken, expected = violated(findings), set(scenario.expect.broken)
+    found = [
+        f"{violation.invariant}: {violation.process}: {violation.message}"
+        for finding in findings
+        if finding.invariant not in expected
+        for violation in finding.violations[:SHOWN]
+    ]
+    if expected and not expected & set(broken):
+        found.append(
+            f"one of {sorted(expected)} was expected to be violated, and all held: if a limit has been overcome, "
+            "change the scenario"
+        )
+    return found

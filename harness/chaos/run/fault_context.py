@@ -1,0 +1,160 @@
+"""What a fault may lay hands on: the processes of a running scenario, their links and files, and the log."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.registers.sqlite import path_of
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.chaos.run.hosts import Hosts
+from holdfast.harness.chaos.run.registers import RegisterServer
+from holdfast.harness.links.client import Links
+from holdfast.harness.links.policy import Rule
+from holdfast.harness.processes.zygote_client import Process
+
+
+class NobodyThere(HoldfastError):
+    """A fault found no process that it could strike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A process, under the name that it has in the event logs; `rank` where it has one now."""
+
+    name: str
+    process: Process
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.rank is None else f"rank {self.rank} ({self.name})"
+
+
+class ProcessSet(ABC):
+    """The processes of a run, by who they are now."""
+
+    directory: Path
+    """Their files. In it: the register and the folder of event logs."""
+
+    events_directory: Path
+
+    @property
+    @abstractmethod
+    def register_url(self) -> str:
+        """The register that they use."""
+
+    @abstractmethod
+    def find(self, name: int | str) -> list[Victim]:
+        """The processes that hold a rank or a role now. Raises `NobodyThere`."""
+
+    @abstractmethod
+    def everybody(self) -> list[Victim]:
+        """All processes that live, whatever they are."""
+
+    @abstractmethod
+    def of_pid(self, pid: int) -> Victim | None:
+        """The process with this id, if it is one of them."""
+
+    def join(self) -> None:
+        """Start one more process. Raises NotImplementedError where that has no meaning."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What a fault said that it is about to do, on `time.monotonic()`."""
+
+    number: int
+    what: str
+    victims: tuple[Victim, ...]
+    time: float
+
+
+class FaultContext:
+    """Given to a fault that strikes. `directory` holds the job's files."""
+
+    def __init__(
+        self,
+        cast: ProcessSet,
+        links: Links | None,
+        hosts: Hosts | None,
+        log: EventLog,
+        clock: Callable[[], float],
+        register: RegisterServer | None = None,
+    ) -> None:
+        self._cast, self._links, self._hosts, self._log, self._clock = cast, links, hosts, log, clock
+        self._register = register
+        self.directory = cast.directory
+        self.number = 0
+        self.reached: Victim | None = None
+        self.noted: list[Noted] = []
+
+    # -- who
+
+    def find(self, name: int | str) -> list[Victim]:
+        """The processes that hold a rank or a role now. Raises `NobodyThere`."""
+        return self._cast.find(name)
+
+    def reacher(self) -> Victim:
+        """The process that has reached the point of the fault. Raises `NobodyThere` for a fault without a point."""
+        if self.reached is None:
+            raise NobodyThere("a fault without `who` strikes the process that reached its point, and this has no point")
+        return self.reached
+
+    def pids(self, ranks: Sequence[int]) -> frozenset[int]:
+        """The process ids of ranks."""
+        return frozenset(victim.process.pid for rank in ranks for victim in self.find(rank))
+
+    def everybody(self) -> frozenset[int]:
+        """The process ids of all."""
+        return frozenset(victim.process.pid for victim in self._cast.everybody())
+
+    def found(self, pids: Iterable[int]) -> list[Victim]:
+        """The processes with these ids."""
+        return [victim for pid in sorted(pids) if (victim := self._cast.of_pid(pid)) is not None]
+
+    # -- what
+
+    def note(self, what: str, victims: Sequence[Victim], **more: Any) -> None:
+        """Say, in the job's event log, what is about to be broken: to be called right before that."""
+        now = self._clock()
+        for victim in (*victims,) or (None,):
+            target = {} if victim is None else {"target": victim.name, "target_pid": victim.process.pid}
+            rank = {} if victim is None or victim.rank is None else {"rank": victim.rank}
+            self._log.emit("fault", what=what, number=self.number, **target, **rank, **more)
+        self.noted.append(Noted(self.number, what, tuple(victims), now))
+
+    def rule(self, rules: Iterable[Rule]) -> Callable[[], None]:
+        """Let rules hold on the links between the processes; returns what takes them back."""
+        links = self._links
+        if links is None:
+            raise HoldfastError("this job has no links that can be broken: job.links = true")
+        numbers = links.add(rules)
+        return lambda: links.remove(numbers)
+
+    def hosts(self) -> Hosts:
+        """The hosts that are network namespaces. Raises `HoldfastError` for a job without."""
+        if self._hosts is None:
+            raise HoldfastError('this job has no hosts of its own: job.hosts = "namespaces"')
+        return self._hosts
+
+    def register_file(self) -> Path:
+        """The file of the job's register."""
+        url = self._cast.register_url
+        if not url.startswith("sqlite://"):
+            raise HoldfastError(f"the register {url} is no file")
+        return path_of(url)
+
+    def register_server(self) -> RegisterServer:
+        """What serves the job's register. Raises `HoldfastError` for a file."""
+        if self._register is None:
+            raise HoldfastError(f"nobody serves the register {self._cast.register_url}: it is a file")
+        return self._register
+
+    def join(self) -> None:
+        """Start one more process."""
+        self._cast.join()

@@ -1,0 +1,272 @@
+"""One run: starts the processes, strikes every fault at its moment, mends it in time, and waits for the end."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.chaos.run.fault_context import FaultContext, Noted
+from holdfast.harness.chaos.run.hosts import Hosts
+from holdfast.harness.chaos.run.points import Gate, Waiting
+from holdfast.harness.chaos.run.process_set import Arm, Results, RunningCast, SessionCast, Step, StoreCast
+from holdfast.harness.chaos.run.registers import serve
+from holdfast.harness.chaos.scenario.fault_type import Undo
+from holdfast.harness.chaos.scenario.planning import Planned
+from holdfast.harness.chaos.scenario.scenario import Scenario
+from holdfast.harness.chaos.scenario.workload import Ddp, Store
+from holdfast.harness.cluster.spares import standing_by
+from holdfast.harness.demo.tail import LogTail
+from holdfast.harness.invariants import Event, merge, read_directory
+from holdfast.harness.links.client import Links
+from holdfast.harness.links.policy import Traffic
+from holdfast.harness.processes.zygote_client import zygote
+
+LOOK_SECONDS = 0.01
+START_SECONDS = 0.5
+"""How much of the start of the processes belongs to a run: before its first step they only import."""
+FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
+PRELOAD = ("holdfast.harness.chaos.run.process_set", "holdfast.harness.chaos.workloads.session")
+
+Watch = Callable[[int, int], None]
+"""Told how many steps of how many are committed, a few times a second."""
+
+
+@dataclass(slots=True)
+class Struck:
+    """What became of a planned fault, on `time.monotonic()`."""
+
+    planned: Planned
+    time: float | None = None
+    healed: float | None = None
+    noted: tuple[Noted, ...] = ()
+    step: int = -1
+    refused: str = ""
+    undo: Undo | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has neither struck nor been refused."""
+        return self.time is None and not self.refused
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A process, on `time.monotonic()`. `ended` is 0 if it lived to the end; `member` is its name in the logs."""
+
+    name: str
+    role: str
+    pid: int
+    born: float
+    ended: float
+    how: str
+
+
+@dataclass(slots=True)
+class Raw:
+    """All that a run left behind, on `time.monotonic()`."""
+
+    began: float
+    ended: float = 0.0
+    started: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    struck: list[Struck] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+    results: Results = field(default_factory=Results)
+    traffic: tuple[Traffic, ...] = ()
+    output: str = ""
+    too_long: bool = False
+
+
+class ScenarioRun:
+    """One run of a scenario with the faults in `planned`. `body(session, *args)` is what ranks do, for workloads of
+    sessions.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        planned: Sequence[Planned],
+        directory: Path,
+        *,
+        body: Callable[..., Any] | None = None,
+        args: Sequence[Any] = (),
+        steps: int | None = None,
+        seed: int = 0,
+        watch: Watch = lambda done, total: None,
+    ) -> None:
+        self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
+        self._steps, self._seed, self._watch = steps or 0, seed, watch
+        self._raw = Raw(time.monotonic(), struck=[Struck(each) for each in planned])
+        self._newest_step = -1
+        self._addresses: set[str] = set()
+        self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
+        self._standby: list[Event] = []
+        self._waiting: list[Waiting] = []
+
+    def run(self) -> Raw:
+        """Everything, from the first process to the last. No process is left behind. Raises what starting raises."""
+        scenario, raw = self._scenario, self._raw
+        zygote().preload(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
+        with contextlib.ExitStack() as undo:
+            gate = undo.enter_context(Gate(self._directory))
+            links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
+            hosts = undo.enter_context(self._hosts()) if scenario.job.hosts == "namespaces" else None
+            server = serve(scenario.job, self._directory)
+            register = undo.enter_context(server).url if server is not None else None
+            raw.began = time.monotonic()
+            cast = self._cast(gate, links, hosts, register)
+            undo.callback(cast.close)
+            log = undo.enter_context(contextlib.closing(EventLog("chaos", cast.events_directory)))
+            self._links, self._stage = links, FaultContext(cast, links, hosts, log, time.monotonic, server)
+            self._log, self._tail = log, LogTail(cast.events_directory)
+            try:
+                self._loop(cast, gate)
+            finally:
+                self._mend(float("inf"))
+            raw.ended = time.monotonic()
+            raw.began = max(raw.began, raw.started - START_SECONDS)
+            raw.results = cast.results() if not raw.too_long else Results(errors=("it did not end in time",))
+            raw.traffic = links.traffic() if links is not None else ()
+            raw.events = merge([read_directory(cast.events_directory), _fates(raw.struck)])
+            raw.output = cast.outputs()
+            raw.lives = [
+                Life(each.name, each.role, each.process.pid, each.born, each.ended, each.how) for each in cast.begun
+            ]
+        return raw
+
+    def _hosts(self) -> Hosts:
+        (self._directory / "hosts").mkdir(mode=0o700)
+        return Hosts(self._scenario.job.ranks + self._scenario.job.spares, self._directory / "hosts")
+
+    def _cast(self, gate: Gate, links: Links | None, hosts: Hosts | None, register: str | None) -> RunningCast:
+        scenario = self._scenario
+        if isinstance(scenario.workload, Store):
+            (self._directory / "store").mkdir(mode=0o700)
+            return StoreCast(scenario, scenario.workload, self._directory / "store", register)
+        assert self._body is not None
+        triggers = tuple(each.planned.when for each in self._raw.struck if each.planned.when.seconds is None)
+        prelude: list[Step] = [Arm(gate.path, triggers)] if triggers else []
+        if links is not None:
+            prelude.append(links.prepare())
+        return SessionCast(scenario, self._body, self._args, prelude, hosts, register)
+
+    def _loop(self, cast: RunningCast, gate: Gate) -> None:
+        deadline = time.monotonic() + self._scenario.limit
+        while not cast.over(0.0 if isinstance(cast, SessionCast) else LOOK_SECONDS):
+            now = time.monotonic()
+            if now > deadline:
+                self._raw.too_long = True
+                return
+            self._look()
+            self._waiting += gate.take()
+            if self._ready():
+                waiting, self._waiting = self._waiting, []
+                for each in waiting:
+                    self._arrived(each, cast)
+                self._strike_due(now)
+            self._mend(now)
+            poller = select.poll()
+            for fd in gate.filenos():
+                poller.register(fd, select.POLLIN)
+            poller.poll(LOOK_SECONDS * 1000)
+
+    def _look(self) -> None:
+        """Take in what the processes have written."""
+        new = self._tail.new()
+        for event in new:
+            if event.kind == "committed":
+                self._newest_step = max(self._newest_step, event.integer("step"))
+            elif event.kind == "joined":
+                self._addresses.add(event.text("address"))
+            elif event.kind in ("spare", "welcomed") and not self._complete:
+                self._standby.append(event)
+            if not self._raw.started and event.kind in ("attempt", "committed"):
+                self._raw.started = event.time
+        if self._links is not None:
+            self._links.control_endpoints(self._addresses)
+        if new:
+            self._watch(self._newest_step + 1, self._steps)
+
+    def _ready(self) -> bool:
+        """Whether all spares stood by once: before that nothing is broken, so that equal seeds meet equal jobs."""
+        if not self._complete:
+            self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
+        return self._complete
+
+    def _arrived(self, waiting: Waiting, cast: RunningCast) -> None:
+        """A process is at a point: strike what waits for that, and what is late, and let it go on."""
+        try:
+            for struck in self._raw.struck:
+                if not struck.waits or not waiting.arrival.fits(struck.planned.when):
+                    continue
+                at_point = struck.planned.when.point is not None
+                self._stage.reached = cast.of_pid(waiting.arrival.pid) if at_point else None
+                self._strike(struck)
+                if at_point:
+                    break
+        finally:
+            self._stage.reached = None
+            waiting.release()
+
+    def _strike_due(self, now: float) -> None:
+        for struck in self._raw.struck:
+            when = struck.planned.when
+            if not struck.waits:
+                continue
+            due_step = when.step is not None and self._newest_step >= when.step
+            due_time = when.seconds is not None and self._raw.started and now - self._raw.started >= when.seconds
+            if due_step or due_time:
+                self._strike(struck)
+
+    def _strike(self, struck: Struck) -> None:
+        self._stage.number, before = struck.planned.number, len(self._stage.noted)
+        struck.step = self._newest_step + 1
+        try:
+            struck.undo = struck.planned.what.strike(self._stage)
+        except HoldfastError as error:
+            struck.refused = str(error)
+            return
+        struck.noted = tuple(self._stage.noted[before:])
+        struck.time = struck.noted[0].time if struck.noted else time.monotonic()
+
+    def _mend(self, now: float) -> None:
+        """Undo what has lasted long enough; everything, if `now` is infinite."""
+        for struck in self._raw.struck:
+            lasts = struck.planned.lasts
+            if struck.undo is None or struck.time is None:
+                continue
+            if now == float("inf") or (lasts is not None and now - struck.time >= lasts):
+                undo, struck.undo = struck.undo, None
+                with contextlib.suppress(HoldfastError):
+                    undo()
+                if now != float("inf"):
+                    struck.healed = time.monotonic()
+                    self._log.emit("healed", number=struck.planned.number)
+
+
+FOR_GOOD = 1e6
+"""Seconds that a process stands still which nobody continues."""
+
+
+def _fates(struck: Sequence[Struck]) -> list[Event]:
+    """What the harness knows of those that it struck, as events of theirs: checkers ask who was gone."""
+    found = []
+    for each in struck:
+        for noted in each.noted:
+            for victim in noted.victims:
+                fields: dict[str, object]
+                if noted.what == "kill":
+                    kind, fields = "died", {"why": "SIGKILL"}
+                elif noted.what == "pause":
+                    kind, fields = "stopped", {"seconds": each.planned.lasts or FOR_GOOD}
+                else:
+                    continue
+                found.append(Event(noted.time, victim.name, victim.process.pid, kind, fields))
+    return found

@@ -1,0 +1,295 @@
+"""A scenario from beginning to end: the run without faults, the run with them, and what is to be said about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.harness.chaos.judge import checks, measure, verdict
+from holdfast.harness.chaos.judge.record import ChaosRun, Life, Link, Speed
+from holdfast.harness.chaos.run.scenario_run import Raw, ScenarioRun, Watch
+from holdfast.harness.chaos.scenario.planning import schedule
+from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
+from holdfast.harness.chaos.scenario.workload import AllReduce, Python, Store
+from holdfast.harness.chaos.workloads.session import BODIES, digest_of
+from holdfast.harness.chaos.workloads.store import weights
+from holdfast.harness.invariants import Bounds, examine
+
+SAMPLE_SECONDS = 20.0
+"""How long a run without faults is, where it only serves to tell the speed."""
+
+SAMPLE_STEPS = 400
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a run without faults came to. `digest` is "" if it is not known; `values` are those that ranks returned."""
+
+    speed: Speed
+    digest: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioOutcome:
+    """A run, and what its ranks returned by name ("rank 0", ...)."""
+
+    run: ChaosRun
+    values: Mapping[str, Any]
+
+
+class WorkloadFailed(HoldfastError, RuntimeError):
+    """The workload fails without any fault: there is nothing to compare with."""
+
+
+class ScenarioRunner:
+    """Performs scenarios one after the other; runs without faults are kept and used again where they are the same.
+
+    `watch(phase, done, total)` is told how it goes.
+    """
+
+    def __init__(self, watch: Callable[[str, int, int], None] = lambda phase, done, total: None) -> None:
+        self._watch = watch
+        self._references: dict[bytes, Reference] = {}
+
+    def perform(
+        self,
+        scenario: Scenario,
+        seed: int,
+        *,
+        source: str = "",
+        minutes: float | None = None,
+        compare: bool = True,
+        body: Callable[..., Any] | None = None,
+        args: Sequence[Any] = (),
+        repeat: str = "",
+    ) -> ScenarioOutcome:
+        """The scenario with the faults that `seed` draws.
+
+        `minutes`: so long, at the speed of a run without faults (for workloads of steps). `compare`: run it without
+        faults too. `body(session, *args)`: instead of the workload's own.
+        """
+        if scenario.workload.family == "demo":
+            return self._demo(scenario, seed, source, compare, repeat)
+        began = datetime.now().astimezone().isoformat(timespec="seconds")
+        minutes = scenario.minutes if minutes is None else minutes
+        sample: Reference | None = None
+        if minutes is not None:
+            sample = self._reference(_shortened(scenario), body, args, "measuring the speed")
+            rate = max(sample.speed.rate, 0.1)
+            scenario = _with_steps(scenario, max(10, round(60 * minutes * rate)), 120 * minutes + 120)
+        seconds = None if minutes is None else 60 * minutes
+        planned = schedule(scenario, seed, seconds=seconds)
+        reference = sample
+        if compare and minutes is None:
+            reference = self._reference(scenario, body, args, "without faults")
+        elif compare and scenario.expect.weights == "identical":
+            assert sample is not None
+            bits = self._reference(_fast(scenario), body, args, "without faults or pauses")
+            reference = replace(sample, digest=bits.digest)
+        raw = self._run(scenario, planned, body, args, seed, "with faults")
+        return _judged(scenario, seed, source, began, raw, reference, repeat)
+
+    def _demo(self, scenario: Scenario, seed: int, source: str, compare: bool, repeat: str) -> ScenarioOutcome:
+        from holdfast.harness.chaos.run import demo
+
+        planned = schedule(scenario, seed)
+        plan = demo.plan_of(scenario, planned)
+        quiet = None
+        if compare:
+            without = msgspec.structs.replace(plan, strikes=())
+            quiet = demo.play(without, lambda done, total: self._watch("without faults", done, total))
+        run = demo.play(plan, lambda done, total: self._watch("with faults", done, total))
+        return ScenarioOutcome(demo.judged(scenario, seed, source, repeat, planned, run, quiet), {})
+
+    def _reference(
+        self, scenario: Scenario, body: Callable[..., Any] | None, args: Sequence[Any], phase: str
+    ) -> Reference:
+        key = msgspec.json.encode((scenario.workload, scenario.job)) + repr((body, args)).encode()
+        if key not in self._references:
+            raw = self._run(msgspec.structs.replace(scenario, faults=()), (), body, args, 0, phase)
+            if raw.results.errors:
+                raise WorkloadFailed(f"without any fault {_in_a_line(raw)}")
+            digests = _digests(scenario, raw)
+            digest = next(iter(digests.values()), "")
+            self._references[key] = Reference(measure.speed(raw.events), digest, raw.results.values)
+        return self._references[key]
+
+    def _run(
+        self,
+        scenario: Scenario,
+        planned: Any,
+        body: Callable[..., Any] | None,
+        args: Sequence[Any],
+        seed: int,
+        phase: str,
+    ) -> Raw:
+        steps = scenario.workload.steps or 0
+        if body is None and scenario.workload.family == "session":
+            body, args = BODIES[type(scenario.workload)], (scenario.workload, steps)
+        watch: Watch = lambda done, total: self._watch(phase, done, total)  # noqa: E731
+        with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
+            performance = ScenarioRun(
+                scenario, planned, Path(directory), body=body, args=args, steps=steps, seed=seed, watch=watch
+            )
+            return performance.run()
+
+
+def _with_steps(scenario: Scenario, steps: int, limit: float) -> Scenario:
+    workload = scenario.workload
+    if isinstance(workload, Store | Python):
+        raise ValueError(f"minutes cannot be given to a workload of kind {type(workload).__struct_config__.tag!r}")
+    new = msgspec.structs.replace(workload, steps=steps)
+    return msgspec.structs.replace(scenario, workload=new, limit=max(limit, scenario.limit))
+
+
+def _shortened(scenario: Scenario) -> Scenario:
+    """The same for a while: enough to know its speed."""
+    return _with_steps(scenario, SAMPLE_STEPS, scenario.limit)
+
+
+def _fast(scenario: Scenario) -> Scenario:
+    """The same steps as fast as they go, on one rank: for the bits, which do not depend on who does what."""
+    job = JobSpec(backend="shm", ranks=1, shards=scenario.job.shards or scenario.job.ranks)
+    workload = scenario.workload
+    if isinstance(workload, AllReduce):
+        workload = msgspec.structs.replace(workload, pause=0.0)
+    return msgspec.structs.replace(scenario, workload=workload, job=job)
+
+
+def _digests(scenario: Scenario, raw: Raw) -> dict[str, str]:
+    """What everybody ended with, as checksums."""
+    if isinstance(scenario.workload, Store):
+        return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
+    return {name: digest_of(value) for name, value in raw.results.values.items()}
+
+
+def _judged(
+    scenario: Scenario, seed: int, source: str, began: str, raw: Raw, reference: Reference | None, repeat: str
+) -> ScenarioOutcome:
+    bounds = Bounds(operation=scenario.job.timeouts.operation + 5.0, progress=scenario.expect.progress)
+    findings = [*examine(raw.events, bounds), *checks.examine(raw.events, bounds)]
+    digests = _digests(scenario, raw)
+    wanted = ""
+    if scenario.expect.weights == "identical":
+        if isinstance(scenario.workload, Store):
+            wanted = digest_of(weights(scenario.workload, scenario.workload.versions))
+        elif reference is not None:
+            wanted = reference.digest
+        findings.append(checks.same_weights(digests, wanted))
+    if scenario.expect.leaks:
+        findings.append(checks.growth(raw.events))
+    struck, speed, rebuilds = measure.strikes(raw), measure.speed(raw.events), measure.rebuilds(raw.events)
+    compared = reference.speed if reference is not None else None
+    found = verdict.failures(scenario, raw, findings, struck, speed, compared, rebuilds)
+    lives = _lives(raw)
+    names = {life.pid: life.name for life in lives}
+    run = ChaosRun(
+        name=scenario.name,
+        title=scenario.title,
+        summary=scenario.summary.strip(),
+        source=source,
+        seed=seed,
+        began=began,
+        seconds=raw.ended - raw.began,
+        workload=str(type(scenario.workload).__struct_config__.tag),
+        backend=scenario.job.backend,
+        expected=scenario.expect.verdict,
+        passed=not found,
+        failures=tuple(found),
+        violated=verdict.violated(findings),
+        strikes=struck,
+        lives=lives,
+        spans=measure.thinned(measure.spans(raw, names), struck, raw.ended - raw.began),
+        progress=measure.progress(raw),
+        findings=tuple(findings),
+        percentiles=measure.percentiles(struck),
+        speed=speed,
+        reference=compared,
+        digest=next(iter(digests.values()), ""),
+        reference_digest=wanted,
+        rebuilds=rebuilds,
+        ranks=raw.results.ranks,
+        links=_links(raw, names),
+        configuration=_configuration(scenario),
+        repeat=repeat,
+        output=raw.output[-20000:] if found else "",
+    )
+    return ScenarioOutcome(run, raw.results.values)
+
+
+def _lives(raw: Raw) -> tuple[Life, ...]:
+    struck = {
+        victim.process.pid: noted
+        for each in raw.struck
+        for noted in each.noted
+        if noted.what in ("kill", "pause", "cut", "partition", "link-cut")
+        for victim in noted.victims
+    }
+    working = {event.pid for event in raw.events if event.kind in ("attempt", "committed")}
+    found = []
+    for life in raw.lives:
+        well = not life.ended or life.how == "exited with status 0"
+        ended = life.ended or raw.ended
+        if (blow := struck.get(life.pid)) is not None and blow.what == "kill":
+            ended = min(ended, blow.time)
+        role = life.role if life.role != "rank" or life.pid in working else "spare"
+        found.append(
+            Life(
+                name=life.name,
+                role=role,
+                pid=life.pid,
+                born=max(0.0, life.born - raw.began),
+                ended=ended - raw.began,
+                fate="finished" if well else "killed" if life.pid in struck else "lost",
+                note="" if well else life.how,
+            )
+        )
+    return tuple(found)
+
+
+def _in_a_line(raw: Raw) -> str:
+    """Why a run failed, and the line of code that raised; or the last that was printed by ranks that said nothing."""
+    why, *trace = raw.results.errors[0].splitlines()
+    frames = _FRAME.findall("\n".join(trace))
+    if frames:
+        return f"{why} ({frames[-1][0]}:{frames[-1][1]})"
+    printed = [line for line in [*trace, *raw.output.splitlines()] if line.strip()]
+    return f"{why}; {printed[-1]}" if printed else why
+
+
+def _links(raw: Raw, names: Mapping[int, str]) -> tuple[Link, ...]:
+    return tuple(
+        Link(
+            source=names.get(each.source, str(each.source)),
+            target=names.get(each.target, str(each.target)),
+            plane="control" if each.control else "data",
+            connections=each.connections,
+            bytes=each.bytes,
+            lost=each.lost,
+            corrupted=each.corrupted,
+            reset=each.reset,
+        )
+        for each in raw.traffic
+    )
+
+
+def _configuration(scenario: Scenario) -> dict[str, str]:
+    """The numbers of the scenario, in words."""
+    workload = msgspec.to_builtins(scenario.workload)
+    job = msgspec.to_builtins(scenario.job)
+    default = msgspec.to_builtins(JobSpec())
+    shown = {f"workload.{name}": value for name, value in workload.items() if name not in ("kind",)}
+    shown |= {f"job.{name}": value for name, value in job.items() if value != default[name] or name == "ranks"}
+    return {name: str(value) for name, value in shown.items()} | {"cores": str(len(os.sched_getaffinity(0)))}

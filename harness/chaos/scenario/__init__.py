@@ -1,0 +1,1 @@
+"""Scenarios as data: files, fault types, schedules."""

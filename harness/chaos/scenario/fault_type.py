@@ -1,0 +1,78 @@
+"""What a fault type is, and which there are: those of holdfast and of every plugin (hook `holdfast_faults`).
+
+A fault type is a frozen `msgspec.Struct`: its fields are the keys that a `[[fault]]` table may have besides `type`,
+`at` and `lasts`.
+
+class Freeze(FaultType):
+    summary: ClassVar[str] = "a rank stops"
+    rank: int = 0
+
+    def strike(self, stage):
+        victims = stage.ranks(self.rank)
+        stage.note("pause", victims)
+        ...
+        return heal                     # called after `lasts` seconds, or at the end
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import msgspec
+
+from holdfast.comms.plugins.registry import plugin_manager
+
+if TYPE_CHECKING:
+    from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.scenario.scenario import Scenario
+
+Undo = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+
+class FaultType(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that can be broken. `summary` says what, in a few words."""
+
+    summary: ClassVar[str] = ""
+
+    def check(self, scenario: Scenario) -> None:
+        """Raise ValueError, saying why, if this cannot strike in the scenario."""
+        return
+
+    def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
+        """This fault with everything settled that is left to chance: all chance comes from `dice`."""
+        return self
+
+    def strike(self, stage: FaultContext) -> Undo | None:
+        """Break it, having said so by `stage.note`. Returns what mends it, or None if that cannot be mended."""
+        raise NotImplementedError
+
+    def words(self) -> str:
+        """What is broken, for people."""
+        return self.summary
+
+
+def fault_types() -> dict[str, type[FaultType]]:
+    """Name -> type, from every plugin; one that fails to say, or says what is no fault type, is left out and logged.
+
+    Raises ValueError if two plugins claim one name.
+    """
+    found: dict[str, type[FaultType]] = {}
+    for implementation in plugin_manager().hook.holdfast_faults.get_hookimpls():
+        try:
+            offered = dict(implementation.function())  # type: ignore[call-overload]
+        except Exception:
+            _log.exception("plugin %s offers no faults: it failed", implementation.plugin_name)
+            continue
+        for name, kind in offered.items():
+            if not (isinstance(kind, type) and issubclass(kind, FaultType)):
+                _log.error("plugin %s: fault %r is %r, no FaultType", implementation.plugin_name, name, kind)
+            elif name in found:
+                raise ValueError(f"two plugins offer a fault {name!r}; remove one")
+            else:
+                found[name] = kind
+    return found

@@ -1,0 +1,342 @@
+"""A scenario: what runs, what is broken in it and when, and what must come out. Data, read from TOML and checked whole.
+
+A scenario that is refused says where: the line, what is wrong with it and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.comms.errors import BackendUnavailable, HoldfastError
+from holdfast.ft.console.words import counted
+from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.timeouts import Timeouts
+from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
+from holdfast.harness.chaos.scenario.locate import line_of, path_of
+from holdfast.harness.chaos.scenario.workload import Workload
+
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=60)]
+
+
+class BadScenario(HoldfastError, ValueError):
+    """A scenario cannot be used. `source` and `line` say where."""
+
+    def __init__(self, source: str, line: int | None, reason: str) -> None:
+        self.source, self.line, self.reason = source, line, reason
+        super().__init__(f"{source}{f':{line}' if line else ''}: {reason}")
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What unknown keys are refused in."""
+
+
+class Patience(_Strict, frozen=True, kw_only=True):
+    """`ft.Timeouts`, in seconds; shorter than the defaults, for runs of seconds."""
+
+    def __post_init__(self) -> None:
+        Timeouts(**msgspec.structs.asdict(self))
+
+    heartbeat: Positive = 0.1
+    suspect: Positive = 0.5
+    operation: Positive = 20.0
+    rebuild: Positive = 10.0
+    join: Positive = 30.0
+
+
+class JobSpec(_Strict, frozen=True, kw_only=True):
+    """What runs the workload.
+
+    `replace`: a process that has died is replaced by a new one, as a cluster manager would. `links`: the links between
+    ranks lead through a proxy (needed by faults of links; also in the fault-free run that this one is compared with).
+    `hosts` "many": every process takes itself to be on a host of its own, and knows of others by the network alone;
+    "namespaces": it has a network namespace of its own, with a cable that can be pulled (as root).
+    `shards`: parts of a step; by default as many as ranks. `disk`: the job's files lie on a file system of their own,
+    of so many megabytes (as root). `register`: where the job's views are kept: a file, torch's TCPStore served by a
+    process, or a real etcd of `register_nodes` nodes; what serves it is started for the run.
+    """
+
+    backend: Annotated[str, Meta(min_length=1)] = "shm"
+    ranks: Annotated[int, Meta(ge=1, le=64)] = 3
+    spares: Annotated[int, Meta(ge=0, le=16)] = 0
+    min_size: Annotated[int, Meta(ge=1)] = 1
+    shards: Annotated[int, Meta(ge=1)] | None = None
+    replace: bool = False
+    links: bool = False
+    hosts: Literal["one", "many", "namespaces"] = "one"
+    disk: Annotated[float, Meta(ge=1, le=1024)] | None = None
+    timeouts: Patience = Patience()
+    environ: dict[str, str] = {}
+    register: Literal["sqlite", "tcp", "etcd"] = "sqlite"
+    register_nodes: Literal[1, 3] = 1
+
+    def __post_init__(self) -> None:
+        if self.min_size > self.ranks:
+            raise ValueError(f"min_size = {self.min_size}: the job has {counted(self.ranks, 'rank')} only")
+        if self.register_nodes != 1 and self.register != "etcd":
+            raise ValueError(f'register_nodes = {self.register_nodes}: only register = "etcd" has more nodes than one')
+        if self.register != "sqlite" and self.hosts == "namespaces":
+            raise ValueError(f'register = "{self.register}" listens on this host, and hosts = "namespaces" are others')
+
+
+class At(_Strict, frozen=True, kw_only=True):
+    """When a fault strikes. Exactly one of:
+
+    `step`: when this step is committed. `seconds`: so long after the job began to run. `random = [low, high]`: at a
+    step in this part of the run (shares of all its steps), drawn from the seed. `point`: when a process is at this
+    point of the protocol, and before it goes on; `in_step`, `rank` and `epoch` narrow it down. `every`: again and again
+    at this distance in seconds, the first time after `start` seconds (by default `every`).
+    """
+
+    step: Annotated[int, Meta(ge=0)] | None = None
+    seconds: Annotated[float, Meta(ge=0)] | None = None
+    random: tuple[Share, Share] | None = None
+    point: str | None = None
+    every: Positive | None = None
+    start: Annotated[float, Meta(ge=0)] | None = None
+    in_step: Annotated[int, Meta(ge=0)] | None = None
+    rank: Annotated[int, Meta(ge=0)] | None = None
+    epoch: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("step", "seconds", "random", "point", "every")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"`at` says when by exactly one of {', '.join(kinds)}; this has {given or 'none'}")
+        if self.random is not None and self.random[0] > self.random[1]:
+            raise ValueError(f"random = {list(self.random)}: the first share must not be above the second")
+        if self.point is not None and self.point not in POINTS:
+            raise ValueError(f"there is no point {self.point!r}; there are {', '.join(POINTS)}")
+        if self.point is None and (self.in_step, self.rank, self.epoch) != (None, None, None):
+            raise ValueError("in_step, rank and epoch belong to a `point`")
+        if self.every is None and self.start is not None:
+            raise ValueError("start belongs to `every`")
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault: `what` is broken, `at` which moment, and for how long (`lasts` seconds; None: for good)."""
+
+    type: str
+    at: At
+    what: FaultType
+    lasts: float | None = None
+
+
+class Expect(_Strict, frozen=True, kw_only=True):
+    """What must come out.
+
+    `verdict`: "held", or "broken" if one or more of the invariants named in `broken` are violated, and no other (for a
+    limit that is known, or a bug that is shown). `weights`: "identical" to those of a run without faults, or "any".
+    `finishes`: all steps are committed. `goodput`: at least this share of the steps a second of a run without faults.
+    `ranks`: so many at the end. `rebuilds = [least, most]`: how often the communicator was rebuilt. `progress`: seconds
+    within which a step is committed after any fault. `caught`: words of which one must be in the logs of the job (a
+    corruption that a checksum found). `leaks`: whether descriptors and threads of processes that live through many
+    rebuilds must not grow.
+    """
+
+    verdict: Literal["held", "broken"] = "held"
+    broken: tuple[str, ...] = ()
+    weights: Literal["identical", "any"] = "identical"
+    finishes: bool = True
+    goodput: Share = 0.0
+    ranks: Annotated[int, Meta(ge=0)] | None = None
+    rebuilds: tuple[int, int] | None = None
+    progress: Positive = 20.0
+    caught: tuple[str, ...] = ()
+    leaks: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.verdict == "broken") != bool(self.broken):
+            raise ValueError('verdict = "broken" comes with the names of the invariants in `broken`, and only then')
+        if self.rebuilds is not None and not 0 <= self.rebuilds[0] <= self.rebuilds[1]:
+            raise ValueError(f"rebuilds = {list(self.rebuilds)}: write [least, most]")
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole scenario. `title` in a few words, `summary` what it shows and why that matters; `limit` in seconds.
+
+    `minutes`: how long a run is by default, at the speed of a run without faults; without it the workload says how many
+    steps there are.
+    """
+
+    name: str
+    title: str
+    summary: str
+    workload: Workload
+    job: JobSpec = JobSpec()
+    faults: tuple[Fault, ...] = ()
+    expect: Expect = Expect()
+    limit: float = 120.0
+    minutes: float | None = None
+
+
+class _Document(_Strict, frozen=True, kw_only=True):
+    """The TOML document; faults are read by their types."""
+
+    title: Annotated[str, Meta(min_length=1, max_length=120)]
+    summary: str = ""
+    limit: Positive = 120.0
+    minutes: Positive | None = None
+    workload: Workload
+    job: JobSpec = JobSpec()
+    fault: list[dict[str, Any]] = []
+    expect: Expect = Expect()
+
+
+def parse(text: str, name: str, source: str) -> Scenario:
+    """A scenario from TOML. Raises `BadScenario` with the line and what is allowed there."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
+    for path, value in _floats(raw):
+        if not math.isfinite(value) and path[:2] != ("workload", "arguments"):
+            raise BadScenario(source, line_of(text, path), f"{_place(path)}: {value} is not a number to work with")
+    try:
+        document = msgspec.convert(raw, _Document)
+    except msgspec.ValidationError as error:
+        raise _explained(error, text, source, raw) from None
+    faults = tuple(_fault(each, number, text, source) for number, each in enumerate(document.fault))
+    scenario = Scenario(
+        name=name,
+        title=document.title,
+        summary=document.summary,
+        workload=document.workload,
+        job=document.job,
+        faults=faults,
+        expect=document.expect,
+        limit=document.limit,
+        minutes=document.minutes,
+    )
+    if scenario.workload.family == "demo" and scenario.job.register != "sqlite":
+        reason = f'job.register = "{scenario.job.register}": the demo brings a register of its own; leave it out'
+        raise BadScenario(source, line_of(text, ("job", "register")), reason)
+    for number, fault in enumerate(faults):
+        try:
+            check_fits(scenario, fault)
+        except (ValueError, BackendUnavailable) as error:
+            raise BadScenario(source, line_of(text, ("fault", number)), f"fault {number + 1}: {error}") from None
+    return scenario
+
+
+def load(path: Path) -> Scenario:
+    """The scenario in a file. Raises `BadScenario`, OSError."""
+    name = re.sub(r"[^a-z0-9-]+", "-", path.stem.lower()).strip("-") or "scenario"
+    text = text_of(path)
+    loaded = parse(text, name, str(path))
+    try:
+        return msgspec.structs.replace(loaded, workload=loaded.workload.placed(path.parent))
+    except ValueError as error:
+        raise BadScenario(str(path), line_of(text, ("workload", "target")), str(error)) from None
+
+
+def text_of(path: Path) -> str:
+    """The text of a scenario's file, without the byte order mark of some editors. Raises `BadScenario`, OSError."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadScenario(str(path), line, f"not UTF-8: byte 0x{data[error.start]:02x}") from None
+
+
+def _floats(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    """Every float in a document, with its path."""
+    if isinstance(value, float):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        yield from _floats(each, (*path, name))
+
+
+def check_fits(scenario: Scenario, fault: Fault) -> None:
+    """Raise ValueError, saying why, for a fault that cannot strike in this scenario."""
+    if fault.lasts is not None and fault.lasts <= 0:
+        raise ValueError(f"lasts = {fault.lasts} must be positive seconds")
+    steps = scenario.workload.steps
+    if fault.at.step is not None and steps is not None and fault.at.step >= steps:
+        raise ValueError(f"at.step = {fault.at.step}, but the workload has {counted(steps, 'step')}")
+    if fault.at.point is not None and scenario.workload.family != "session":
+        raise ValueError("points of the protocol are reached by workloads with an ft.Session only")
+    fault.what.check(scenario)
+
+
+def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Fault:
+    raw = dict(raw)
+    known = fault_types()
+    kind = raw.pop("type", None)
+    if kind not in known:
+        says = "a fault needs a `type`" if kind is None else f"there is no fault type {kind!r}"
+        line = line_of(text, ("fault", number, "type"))
+        raise BadScenario(source, line, f"{says}; there are {', '.join(sorted(known))}")
+    at, lasts = raw.pop("at", None), raw.pop("lasts", None)
+    if at is None:
+        raise BadScenario(source, line_of(text, ("fault", number)), "a fault says when by `at`, such as at.step = 40")
+    try:
+        when = msgspec.convert(at, At)
+    except msgspec.ValidationError as error:
+        raise _explained(error, text, source, at, ("fault", number, "at")) from None
+    try:
+        what: FaultType = msgspec.convert(raw, known[kind])
+        duration = msgspec.convert(lasts, float | None)
+    except msgspec.ValidationError as error:
+        raise _explained(error, text, source, raw, ("fault", number), known[kind]) from None
+    return Fault(type=kind, at=when, what=what, lasts=duration)
+
+
+_NAMED = re.compile(r"(\w+) ?= ?")
+"""What a reason begins with that is about one key of a table."""
+
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
+_TABLES: dict[tuple[str | int, ...], Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
+
+
+def _explained(
+    error: msgspec.ValidationError,
+    text: str,
+    source: str,
+    raw: Any,
+    prefix: tuple[str | int, ...] = (),
+    kind: type[msgspec.Struct] | None = None,
+) -> BadScenario:
+    """The error with the line, and, for an unknown key, what is allowed there."""
+    reason, _, where = str(error).partition(" - at `")
+    path = (*prefix, *path_of(where.rstrip("`")))
+    if unknown := _UNKNOWN.match(reason):
+        allowed = _allowed(path, raw, kind)
+        reason = f"unknown key {unknown[1]!r}" + (f"; allowed are {', '.join(allowed)}" if allowed else "")
+        path = (*path, unknown[1])
+    named = _NAMED.match(reason)
+    line = line_of(text, (*path, named[1]) if named else path)
+    return BadScenario(source, line, f"{_place(path)}: {reason}" if path else reason)
+
+
+def _place(path: tuple[str | int, ...]) -> str:
+    return ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
+
+
+def _allowed(path: tuple[str | int, ...], raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
+    if path and path[-1] == "at":
+        return _keys(At)
+    if path == ("job", "timeouts"):
+        return _keys(Patience)
+    if kind is not None:
+        return ["type", "at", "lasts", *_keys(kind)]
+    if path == ("workload",):
+        tables = {each.__struct_config__.tag: each for each in Workload.__args__}
+        return ["kind", *_keys(tables[raw["workload"]["kind"]])]
+    return _keys(_TABLES[path]) if path in _TABLES else []
+
+
+def _keys(kind: type[msgspec.Struct]) -> list[str]:
+    return list(kind.__struct_encode_fields__)

@@ -1,0 +1,355 @@
+"""A job on this machine: processes that each run a function under an `ft.Session`, and the means to break them.
+
+Made by `LocalCluster.start`. Ranks are those of the newest view in the job's register, so `kill(2)` hits whichever
+process is rank 2 now.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.quantities import integer, seconds
+from holdfast.comms.system import forks
+from holdfast.ft.console.output import Echo, last_stack
+from holdfast.ft.console.words import counted
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.launch.launcher import Launch
+from holdfast.ft.launch.launchers import launch
+from holdfast.ft.membership.view import View
+from holdfast.ft.telemetry.event import event_of
+from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.cluster.ranks import ClusterSettings
+from holdfast.harness.cluster.results import RankResult, values
+from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
+from holdfast.harness.cluster.spares import standing_by
+from holdfast.harness.cluster.view_cache import Following
+from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.zygote_client import Process, zygote
+
+if TYPE_CHECKING:
+    from holdfast.harness.links.client import Links
+
+
+class Job:
+    """A running job. A context manager; `close` (or that of its cluster) ends what still runs.
+
+    `processes` are all that were started, spares included, whatever their rank; `directory` holds their files.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        count: int,
+        directory: Path,
+        options: Mapping[str, Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        prepare: Callable[[], Mapping[str, Any] | None] | None = None,
+        links: Links | None = None,
+    ) -> None:
+        """Start the processes. Each calls `prepare` before its session."""
+        forks.own(self, "the job", ("processes", "directory"))
+        self._settings, self._count = settings, count
+        self.directory = directory
+        self._contract = LocalContract.create(
+            directory.name, directory, settings.backend, settings.size, options.get("register")
+        )
+        self._register = self._contract.register()
+        self._following = None if self._register.local else Following(self._register)
+        self._links = links
+        self._cuts: tuple[int, ...] = ()
+        self._ended: dict[int, Ended | None] = {}
+        self._echo = Echo(settings.echo)
+        self.closed = False
+        self.processes: tuple[Process, ...] = ()
+        self._launch: Launch | None = None
+        try:
+            self._target = session_target(portable.dumps((fn, args, kwargs)), options, prepare)
+            self._launch = launch(settings.launcher, count)
+            for _ in range(count):
+                self._start_process()
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Job {self._contract.name!r} of {len(self.processes)} processes{', closed' * self.closed}>"
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what it is doing
+
+    def view(self, timeout: float = 30.0) -> View:
+        """The newest view of a job that runs, or has run; waits for the job to form.
+
+        Raises `RunTimeout` after `timeout` seconds without one, and the failure if a process fails before.
+        """
+        deadline = time.monotonic() + seconds(timeout)
+        epoch = 0
+        while True:
+            view = self._register.watch(epoch, min(0.1, max(0.0, deadline - time.monotonic())))
+            if view is not None and view.phase != "forming":
+                return view
+            epoch = view.epoch if view is not None else epoch
+            self._collect(0.0)
+            if len(self._running()) < self._settings.size:
+                self._raise_failures()
+            if time.monotonic() >= deadline:
+                raise RunTimeout(range(self._settings.size), timeout, "the job has not formed\n" + self._where())
+
+    def pid(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self._holder(rank).pid
+
+    def events(self) -> list[dict[str, Any]]:
+        """The event logs of all processes so far, by time: dicts with `time`, `process`, `pid`, `kind` and more."""
+        return self._contract.events()
+
+    def wait_for(self, kind: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
+        """The first event of this kind with these fields, waited for. Raises `TimeoutError`."""
+        deadline = time.monotonic() + seconds(timeout)
+        while True:
+            for event in self.events():
+                if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items()):
+                    return event
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no event {kind!r} with {fields} within {timeout:.3g} s")
+            self._collect(0.01)
+
+    def wait_for_spares(self, timeout: float = 30.0) -> None:
+        """Until the spares that were started with the job stand by: a rank that dies after this is replaced.
+
+        Raises `TimeoutError`.
+        """
+        wanted = self._count - self._settings.size
+        deadline = time.monotonic() + seconds(timeout)
+        while (found := len(standing_by(map(event_of, self.events())))) < wanted:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{found} of {wanted} spares stand by after {timeout:.3g} s\n" + self._where())
+            self._collect(0.01)
+
+    def results(self, timeout: float = 60.0) -> list[Any]:
+        """What the function returned on each rank of the final view, by rank.
+
+        Raises the first failure of a member of that view, as `LocalCluster.run` does (members that died and were
+        replaced, or done without, are no failure), and `RunTimeout` after `timeout` seconds; the job then goes on.
+        """
+        deadline = time.monotonic() + seconds(timeout)
+        while not self._is_over():
+            if time.monotonic() >= deadline:
+                raise RunTimeout(self._late(), timeout, self._where())
+            self._collect(min(0.1, max(0.0, deadline - time.monotonic())))
+        view = self._register.read()
+        if view is not None and view.phase == "failed" and not view.members:
+            raise HoldfastError(f"job {self._contract.name!r} has ended: {view.reason}")
+        if view is None or view.phase in ("forming", "failed"):
+            self._raise_failures()
+            raise HoldfastError(f"the job did not run: {view.reason if view else 'no process joined it'}")
+        return values([self._outcome(rank, self._process(view, rank)) for rank in range(len(view.members))])
+
+    def over(self, timeout: float = 0.0) -> bool:
+        """Whether the job is over; waits up to `timeout` seconds for a process to end, and takes in what it sent."""
+        if not self._is_over():
+            self._collect(seconds(timeout))
+        return self._is_over()
+
+    def newest_view(self) -> View | None:
+        """The view in the register, of whatever phase; None before the first. Never waits for one, nor for a register
+        that is away: one on another machine is followed by a thread.
+        """
+        return self._register.read() if self._following is None else self._following.newest()
+
+    def ended(self, process: Process) -> bool:
+        """Whether the process has ended, as far as `over` and the like have taken it in."""
+        return process.pid in self._ended
+
+    def process_of(self, member_pid: int) -> Process | None:
+        """The process of this job with this process id."""
+        return next((process for process in self.processes if process.pid == member_pid), None)
+
+    @property
+    def register_url(self) -> str:
+        """The job's register."""
+        return self._contract.register_url
+
+    @property
+    def events_directory(self) -> Path:
+        """Where the processes write their event logs."""
+        return self._contract.events_directory
+
+    def add(self) -> Process:
+        """Start one more process: it joins as a spare, or as a member if the job wants more.
+
+        Raises `Unsupported` where a launcher starts all ranks together.
+        """
+        if self._settings.launcher:
+            raise Unsupported(f"a further process under {self._settings.launcher}", "use a backend without a launcher")
+        return self._start_process()
+
+    # -- breaking it
+
+    def kill(self, rank: int) -> int:
+        """SIGKILL the process that holds `rank` in the newest view; its pid."""
+        return self._signal(rank, signal.SIGKILL)
+
+    def pause(self, rank: int) -> int:
+        """SIGSTOP the process that holds `rank` in the newest view, and wait until it has stopped; its pid."""
+        process = self._holder(rank)
+        process.signal(signal.SIGSTOP)
+        process.wait_stopped(5.0)
+        return process.pid
+
+    def resume(self, rank: int) -> int:
+        """SIGCONT the process that holds `rank` in the newest view; its pid."""
+        return self._signal(rank, signal.SIGCONT)
+
+    def partition(self, *groups: Iterable[int]) -> None:
+        """Cut the network between groups of ranks (those of the newest view; who is in no group is one more), until
+        `heal`. Nobody is told; what is sent meanwhile arrives afterwards.
+
+        Raises `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
+        """
+        from holdfast.harness.links.breakable import unbreakable
+        from holdfast.harness.links.policy import Policy, Rule
+
+        why = unbreakable(self._settings.backend, self._settings.environ)
+        if self._links is None or why is not None:
+            raise Unsupported(
+                f"cutting the network between processes of one host{f' ({why})' * (why is not None)}",
+                "use LocalCluster(..., 'gloo', links=True); or kill(rank) for a death, pause(rank) for silence",
+            )
+
+        sides = [frozenset(self.pid(rank) for rank in group) for group in groups]
+        named = frozenset(pid for side in sides for pid in side)
+        sides = [side for side in (*sides, frozenset(process.pid for process in self.processes) - named) if side]
+        cut = Policy(cut=True)
+        self._cuts += self._links.add(
+            Rule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
+        )
+
+    def heal(self) -> None:
+        """Undo every `partition`."""
+        if self._links is not None:
+            self._links.remove(self._cuts)
+            self._cuts = ()
+
+    def close(self) -> None:
+        """End what still runs, and remove the job's files. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.close()
+        if self._launch is not None:
+            self._launch.close()
+        (self._following or self._register).close()
+        self._echo.pump()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    # -- inside
+
+    def _start_process(self) -> Process:
+        number = len(self.processes)
+        name, output = f"process {number}", self.directory / f"process-{number}.log"
+        assert self._launch is not None
+        own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ.get(number, {})}
+        process = zygote().spawn(self._target, name=name, output=output, threads=self._settings.threads, environ=own)
+        self.processes += (process,)
+        self._launch.attach(number, process.pidfd)
+        self._echo.follow(name, output)
+        return process
+
+    def _holder(self, rank: int) -> Process:
+        view, rank = self.view(), integer(rank, "rank")
+        if not 0 <= rank < len(view.members):
+            raise ValueError(
+                f"rank {rank} is out of range: epoch {view.epoch} has {counted(len(view.members), 'member')}"
+            )
+        return self._process(view, rank)
+
+    def _process(self, view: View, rank: int) -> Process:
+        pid = view.members[rank].peer.pid
+        return next(process for process in self.processes if process.pid == pid)
+
+    def _signal(self, rank: int, number: int) -> int:
+        process = self._holder(rank)
+        process.signal(number)
+        return process.pid
+
+    def _collect(self, timeout: float) -> None:
+        """Take in what has ended, waiting `timeout` seconds at most for something."""
+        poller = select.poll()
+        waiting = {}
+        for process in self.processes:
+            if process.pid not in self._ended:
+                for fd in (process.channel.fileno(), process.pidfd):
+                    waiting[fd] = process
+                    poller.register(fd, select.POLLIN)
+        for process in {waiting[fd].pid: waiting[fd] for fd, _ in poller.poll(timeout * 1000)}.values():
+            self._ended[process.pid] = self._end_of(process)
+        self._echo.pump()
+
+    def _end_of(self, process: Process) -> Ended | None:
+        """What the process sent at its end; None if it died before."""
+        try:
+            ended: Ended = process.channel.recv(30.0)
+        except (ChannelClosed, TimeoutError):
+            return None
+        return ended
+
+    def _outcome(self, rank: int, process: Process) -> RankResult:
+        ended = self._ended[process.pid]
+        if ended is None:
+            process.kill()
+            return RankResult(rank, time.monotonic(), error=RankDied(rank, process.wait(30.0), process.epitaph()))
+        if ended.error is not None:
+            return RankResult(rank, ended.time, error=rank_failure(rank, unpack_error(ended.error), ended.error.trace))
+        return RankResult(rank, ended.time, cloudpickle.loads(ended.value))
+
+    def _raise_failures(self) -> None:
+        """Raise the first failure, if any; ranks are then the numbers of the processes."""
+        values([self._outcome(n, process) for n, process in enumerate(self.processes) if process.pid in self._ended])
+
+    def _running(self) -> list[Process]:
+        return [process for process in self.processes if process.pid not in self._ended]
+
+    def _late(self) -> list[int]:
+        """The ranks of the newest view whose processes have not ended."""
+        view = self._register.read()
+        members = () if view is None else view.members
+        return [rank for rank, member in enumerate(members) if member.peer.pid not in self._ended]
+
+    def _is_over(self) -> bool:
+        """All have ended; or the job has, and all of its last members (not one that is stopped, and was left out)."""
+        if len(self._ended) == len(self.processes):
+            return True
+        view = self.newest_view()
+        if view is None or view.phase not in ("finished", "failed"):
+            return False
+        return all(member.peer.pid in self._ended for member in view.members)
+
+    def _where(self) -> str:
+        """Where the processes are that still run: each is asked for the stack of its main thread."""
+        running = self._running()
+        for process in running:
+            process.signal(WHERE_ARE_YOU)
+        time.sleep(0.2)
+        return "\n".join(f"[{process.name}, pid {process.pid}] {last_stack(process.output)}" for process in running)

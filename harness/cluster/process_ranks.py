@@ -1,0 +1,216 @@
+"""Ranks as processes of this machine: forked once, used for call after call, replaced when they die."""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from holdfast.comms.system.paths import url_of
+from holdfast.ft.console.output import Echo, last_stack
+from holdfast.ft.launch.launcher import Launch
+from holdfast.ft.launch.launchers import launch
+from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.cluster.rank_worker import Abort, Call, Link, Raised, Returned, rank_target
+from holdfast.harness.cluster.ranks import ClusterSettings, Ranks
+from holdfast.harness.cluster.results import RankResult
+from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.zygote_client import Process, zygote
+
+
+class ProcessRanks(Ranks):
+    """`size` processes that call functions together. Not safe to use from several threads."""
+
+    def __init__(self, settings: ClusterSettings, directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._processes: dict[int, Process] = {}
+        self._launch: Launch | None = None
+        self._calls = 0
+        self._echo = Echo(settings.echo)
+
+    def pid(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self._processes[rank].pid
+
+    def start(self) -> None:
+        if self._launch is None:
+            self._launch = launch(self._settings.launcher, self._settings.size)
+        for rank in range(self._settings.size):
+            if rank not in self._processes:
+                output = self._directory / f"rank-{rank}.log"
+                self._processes[rank] = zygote().spawn(
+                    rank_target(rank),
+                    name=f"rank {rank}",
+                    output=output,
+                    threads=self._settings.threads,
+                    environ={**self._settings.environ, **self._launch.environ[rank]},
+                )
+                self._launch.attach(rank, self._processes[rank].pidfd)
+                self._echo.follow(f"rank {rank}", output)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        timeout: float,
+        abort: bool,
+    ) -> list[RankResult]:
+        self._replace_dead()
+        self._calls += 1
+        body = portable.dumps((fn, args, kwargs))
+        meeting = self._directory / f"meeting-{self._calls}"
+        try:
+            return self._gather(self._issue(body, meeting, timeout), timeout, abort)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            meeting.unlink(missing_ok=True)
+            self._echo.pump()
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+        if self._launch is not None:
+            self._launch.close()
+            self._launch = None
+
+    def _replace_dead(self) -> None:
+        """Start what has died anew: one process, or all of them where a launcher starts them together."""
+        if self._settings.launcher and not all(process.alive() for process in self._processes.values()):
+            self.close()
+        for rank, process in list(self._processes.items()):
+            if not process.alive():
+                process.close()
+                del self._processes[rank]
+        self.start()
+
+    def _issue(self, body: bytes, meeting: Path, timeout: float) -> dict[int, RankResult]:
+        settings = self._settings
+        outcomes = {}
+        for rank, process in self._processes.items():
+            link = Link(
+                settings.backend,
+                rank,
+                settings.size,
+                url_of("file", meeting),
+                f"call-{self._calls}",
+                settings.device,
+                min(timeout, settings.timeout),
+            )
+            try:
+                process.channel.send(Call(self._calls, link, body))
+            except ChannelClosed:
+                outcomes[rank] = self._died(rank)
+        return outcomes
+
+    def _gather(self, outcomes: dict[int, RankResult], timeout: float, abort: bool) -> list[RankResult]:
+        began = time.monotonic()
+        deadline = began + timeout
+        aborted = False
+        while len(outcomes) < self._settings.size:
+            if abort and not aborted and (failed := [o for o in outcomes.values() if o.error is not None]):
+                aborted = True
+                deadline = min(deadline, time.monotonic() + self._settings.grace)
+                self._abort(outcomes, f"rank {failed[0].rank} failed")
+            if time.monotonic() >= deadline:
+                self._end_stuck(outcomes, began, is_consequence=aborted)
+                break
+            self._receive(outcomes, deadline)
+            self._echo.pump()
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+    def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
+        """Wait for news of the ranks that are still at it (0.1 s at most, so that output flows)."""
+        poller = select.poll()
+        waiting = {}
+        for rank, process in self._processes.items():
+            if rank not in outcomes:
+                for fd in (process.channel.fileno(), process.pidfd):
+                    waiting[fd] = rank
+                    poller.register(fd, select.POLLIN)
+        left = min(0.1, max(0.0, deadline - time.monotonic()))
+        for fd, _ in sorted(poller.poll(left * 1000), key=lambda event: self._is_pidfd(event[0], waiting)):
+            rank = waiting[fd]
+            if rank in outcomes:
+                continue
+            if self._is_pidfd(fd, waiting):
+                outcomes[rank] = self._died(rank)
+            else:
+                self._read(rank, outcomes, deadline)
+
+    def _is_pidfd(self, fd: int, waiting: Mapping[int, int]) -> bool:
+        return self._processes[waiting[fd]].pidfd == fd
+
+    def _read(self, rank: int, outcomes: dict[int, RankResult], deadline: float) -> None:
+        try:
+            answer: Returned | Raised = self._processes[rank].channel.recv(max(1.0, deadline - time.monotonic()))
+        except ChannelClosed:
+            outcomes[rank] = self._died(rank)
+            return
+        except TimeoutError:
+            return
+        if answer.number != self._calls:
+            return
+        if isinstance(answer, Raised):
+            error = rank_failure(rank, unpack_error(answer.error), answer.error.trace)
+            outcomes[rank] = RankResult(rank, answer.time, error=error)
+            return
+        try:
+            value = cloudpickle.loads(answer.value)
+        except Exception as caught:
+            error = rank_failure(rank, TypeError(f"its result cannot be unpickled here: {caught!r}"), "")
+            outcomes[rank] = RankResult(rank, time.monotonic(), error=error)
+        else:
+            outcomes[rank] = RankResult(rank, time.monotonic(), value)
+
+    def _died(self, rank: int) -> RankResult:
+        process = self._processes[rank]
+        try:
+            exit_ = process.wait(5.0)
+        except TimeoutError:
+            process.kill()
+            exit_ = process.wait(5.0)
+        return RankResult(rank, time.monotonic(), error=RankDied(rank, exit_, process.epitaph()))
+
+    def _abort(self, outcomes: Mapping[int, RankResult], reason: str) -> None:
+        for rank, process in self._processes.items():
+            if rank not in outcomes:
+                try:
+                    process.channel.send(Abort(self._calls, reason), timeout=1.0)
+                except (ChannelClosed, TimeoutError):
+                    pass
+
+    def _end_stuck(self, outcomes: dict[int, RankResult], began: float, is_consequence: bool) -> None:
+        """End the ranks without an outcome; SIGABRT makes their fault handlers write down where they were."""
+        stuck = [rank for rank in self._processes if rank not in outcomes]
+        self._echo.pump()
+        for rank in stuck:
+            self._processes[rank].signal(signal.SIGCONT)
+            self._processes[rank].signal(signal.SIGABRT)
+        where = []
+        for rank in stuck:
+            process = self._processes[rank]
+            try:
+                process.wait(2.0)
+            except TimeoutError:
+                process.kill()
+                process.wait(5.0)
+            self._echo.skip(process.output)
+            where.append(f"[rank {rank}] {last_stack(process.output)}")
+        error = RunTimeout(stuck, time.monotonic() - began, "\n".join(where))
+        moment = float("inf") if is_consequence else time.monotonic()
+        for rank in stuck:
+            outcomes[rank] = RankResult(rank, moment, error=error)

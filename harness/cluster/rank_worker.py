@@ -1,0 +1,162 @@
+"""What runs in a rank's process under `LocalCluster.run`: for each call connect, call the function, close, report.
+
+The main thread runs the functions. A second thread reads the channel, so that an abort gets through while a function
+is blocked in an op.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from holdfast import comms
+from holdfast.comms.communicator import Communicator
+from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster.errors import PackedError, pack_error
+from holdfast.harness.processes.channel import Channel, ChannelClosed
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a rank connects. `timeout` (seconds) is that of connecting, and of every op."""
+
+    backend: str
+    rank: int
+    size: int
+    rendezvous: str | dist.Store
+    name: str
+    device: str | None
+    timeout: float
+
+    def connect(self) -> Communicator:
+        """Join the others; see `holdfast.comms.connect`."""
+        return comms.connect(
+            self.backend,
+            rank=self.rank,
+            size=self.size,
+            rendezvous=self.rendezvous,
+            name=self.name,
+            device=self.device,
+            timeout=self.timeout,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs)."""
+
+    number: int
+    link: Link
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End what call `number` has pending on its communicator."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Call `number` returned; `value` is pickled."""
+
+    number: int
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Call `number` raised at `time` (`time.monotonic()`, the same for all processes of the host)."""
+
+    number: int
+    time: float
+    error: PackedError
+
+
+class Running:
+    """The call that runs now, and its communicator once there is one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.failed_at: float | None = None
+        self._lock = threading.Lock()
+        self._comm: Communicator | None = None
+        self._reason: str | None = None
+
+    def connected(self, comm: Communicator) -> None:
+        with self._lock:
+            self._comm = comm
+            if self._reason is not None:
+                comm.abort(self._reason)
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            self._reason = reason
+            if self._comm is not None:
+                self._comm.abort(reason)
+
+
+def call_connected(
+    link: Link, running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Connect, call `fn`, close. Notes the moment of a failure before closing lets the others know of it."""
+    with link.connect() as comm:
+        running.connected(comm)
+        try:
+            return fn(comm, *args, **kwargs)
+        except BaseException:
+            running.failed_at = time.monotonic()
+            raise
+
+
+class RankWorker:
+    """One rank: answers calls until the parent closes the channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._running = Running(-1)
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, name="holdfast-rank-control", daemon=True).start()
+        while (call := self._calls.get()) is not None:
+            self._running = Running(call.number)
+            self._channel.send(self._answer(call, self._running), timeout=600.0)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message: Call | Abort = self._channel.recv()
+                if isinstance(message, Call):
+                    self._calls.put(message)
+                elif message.number == self._running.number:
+                    self._running.abort(message.reason)
+        except ChannelClosed:
+            self._calls.put(None)
+
+    def _answer(self, call: Call, running: Running) -> Returned | Raised:
+        try:
+            fn, args, kwargs = cloudpickle.loads(call.body)
+            value = call_connected(call.link, running, fn, args, kwargs)
+            return Returned(call.number, portable.dumps_result(value))
+        except BaseException as error:
+            return Raised(call.number, running.failed_at or time.monotonic(), pack_error(error))
+
+
+def rank_target(rank: int) -> Callable[[Channel], None]:
+    """What the process of rank `rank` runs."""
+
+    def target(channel: Channel) -> None:
+        threading.current_thread().name = f"rank-{rank}"
+        RankWorker(channel).run()
+
+    return target

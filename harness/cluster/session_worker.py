@@ -1,0 +1,57 @@
+"""What runs in a process of a `Job`: a function under an `ft.Session` that joins by the environment."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster.errors import PackedError, pack_error
+from holdfast.harness.processes.channel import Channel
+
+WHERE_ARE_YOU = signal.SIGUSR2
+"""Makes a process write the stack of its main thread to its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The function is over, at `time` (`time.monotonic()`): with a pickled `value`, or with an `error`."""
+
+    time: float
+    value: bytes = b""
+    error: PackedError | None = None
+
+
+def session_target(
+    body: bytes, options: Mapping[str, Any], prepare: Callable[[], Mapping[str, Any] | None] | None = None
+) -> Callable[[Channel], None]:
+    """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
+
+    `prepare` is called first, when the process has no other thread yet; what it returns are further options, of this
+    process alone.
+    """
+
+    def target(channel: Channel) -> None:
+        faulthandler.register(WHERE_ARE_YOU, all_threads=False)
+        try:
+            own = prepare() if prepare is not None else None
+            ended = Ended(time.monotonic(), portable.dumps_result(_in_session(body, {**options, **(own or {})})))
+        except BaseException as error:
+            ended = Ended(time.monotonic(), error=pack_error(error))
+        channel.send(ended, timeout=600.0)
+
+    return target
+
+
+def _in_session(body: bytes, options: Mapping[str, Any]) -> Any:
+    from holdfast.ft import Session
+
+    fn, args, kwargs = cloudpickle.loads(body)
+    with Session(**options) as session:
+        return fn(session, *args, **kwargs)

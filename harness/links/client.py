@@ -1,0 +1,119 @@
+"""The harness's side: starts the supervisor, and tells it which rules hold."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system.paths import connect_unix
+from holdfast.harness.links import seccomp
+from holdfast.harness.links.messages import Answer, Ask, SetRules
+from holdfast.harness.links.policy import Rule, Traffic
+from holdfast.harness.links.supervisor import Address, supervise
+from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.zygote_client import Process, zygote
+
+_SECONDS = 30.0
+
+
+class LinksLost(HoldfastError):
+    """The process that runs the proxy has failed."""
+
+
+class Links:
+    """A proxy between the processes that call what `prepare()` gives. A context manager; used from one thread."""
+
+    def __init__(self, seed: int = 0) -> None:
+        """Start the proxy. Raises `Unsupported` on a processor that it is not written for, `StartFailed`."""
+        seccomp.machine()
+        self._directory = tempfile.TemporaryDirectory(prefix="holdfast-links-")
+        self._path = Path(self._directory.name) / "door"
+        self._rules: dict[int, Rule] = {}
+        self._numbers = itertools.count()
+        self._control: frozenset[Address] = frozenset()
+        output = Path(self._directory.name) / "output"
+        self._process: Process = zygote().spawn(supervise(self._path, seed), name="links", output=output)
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self) -> Callable[[], None]:
+        """What a process must call before it opens any socket, so that its links lead through the proxy."""
+        return Joiner(self._path, self._process.pid)
+
+    def add(self, rules: Iterable[Rule]) -> tuple[int, ...]:
+        """Let rules hold from now on, on top of those that do; their numbers, for `remove`."""
+        new = dict(zip(self._numbers, rules, strict=False))
+        self._rules.update(new)
+        self._tell()
+        return tuple(new)
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Rules hold no longer. What was held back goes on."""
+        for number in numbers:
+            self._rules.pop(number, None)
+        self._tell()
+
+    def control_endpoints(self, addresses: Iterable[str]) -> None:
+        """Connections to these addresses ("host:port") are of the control plane."""
+        parted = (address.rpartition(":") for address in addresses)
+        found = frozenset((host.strip("[]"), int(port)) for host, _, port in parted)
+        if found != self._control:
+            self._control = found
+            self._tell()
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What has gone from whom to whom so far."""
+        self._process.channel.send(Ask())
+        return self._answer()
+
+    def close(self) -> None:
+        """End the proxy and every connection through it. Idempotent."""
+        self._process.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tell(self) -> None:
+        self._process.channel.send(SetRules(tuple(self._rules.values()), self._control))
+        self._answer()
+
+    def _answer(self) -> tuple[Traffic, ...]:
+        try:
+            answer = self._process.channel.recv(_SECONDS)
+        except ChannelClosed:
+            raise LinksLost(f"the proxy between the processes has ended: {self._process.epitaph()}") from None
+        if not isinstance(answer, Answer):
+            raise LinksLost(f"the proxy between the processes has failed: {answer.reason}")
+        return answer.traffic
+
+
+class Joiner:
+    """Puts the process that calls it under the supervisor at the other end of `path`."""
+
+    def __init__(self, path: Path, supervisor: int) -> None:
+        self._path, self._supervisor = path, supervisor
+
+    def __call__(self) -> None:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connect_unix(line, self._path)
+        listener = seccomp.install(self._supervisor)
+        socket.send_fds(line, [b"!"], [listener])
+        os.close(listener)
+        global _line
+        _line = line
+
+
+_line: socket.socket | None = None
+"""Open for as long as the process lives: its end tells the supervisor."""

@@ -1,0 +1,153 @@
+"""One connection through the proxy: two directions, each read piece by piece and written as its policy says.
+
+A direction that is cut is not read: the sender's buffers fill up, as they do when packets vanish, and what it sent goes
+on when the cut is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.harness.links.policy import BULK, RETRANSMISSION, Policy
+
+PIECE = 1 << 18
+"""Most bytes that are read at once."""
+
+WINDOW = 1 << 22
+"""Most bytes that one direction holds back: more would be more than TCP keeps in flight."""
+
+_LINGER_NOT = struct.pack("ii", 1, 0)
+
+
+@dataclass(slots=True)
+class Direction:
+    """The bytes from one process to another on one connection, and what became of them."""
+
+    source: int
+    target: int
+    control: bool
+    bytes: int = 0
+    lost: int = 0
+    corrupted: int = 0
+    _free_at: float = field(default=0.0, repr=False)
+
+    def due(self, policy: Policy, size: int, dice: random.Random, now: float) -> float:
+        """When a piece of `size` bytes that is read now may be written; never before an earlier one."""
+        at = now + policy.delay + policy.jitter * dice.random()
+        if policy.loss and dice.random() < policy.loss:
+            self.lost += 1
+            at += RETRANSMISSION
+        at = max(at, self._free_at)
+        if policy.rate:
+            at += size / policy.rate
+        self._free_at = at
+        return at
+
+    def spoil(self, policy: Policy, piece: bytearray, dice: random.Random) -> None:
+        """Flip one bit of a piece, if it is to be so. The end of the stream is an empty piece, and has none."""
+        if piece and policy.corrupt and (policy.headers or len(piece) >= BULK) and dice.random() < policy.corrupt:
+            place = dice.randrange(len(piece) // 2, len(piece))
+            piece[place] ^= 1 << dice.randrange(8)
+            self.corrupted += 1
+
+
+class Relay:
+    """A connection that was led here: `near` comes from the process that connected, `address` is where it wanted to.
+
+    `policy(direction)` says what holds now; `look_again` is called whenever that may have changed.
+    """
+
+    def __init__(
+        self,
+        near: socket.socket,
+        address: tuple[str, int],
+        there: Direction,
+        back: Direction,
+        policy: Callable[[Direction], Policy],
+        dice: random.Random,
+    ) -> None:
+        self.there, self.back = there, back
+        self.was_reset = False
+        self._near, self.address = near, address
+        self._far = socket.socket(near.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._policy, self._dice = policy, dice
+        self._changed = asyncio.Event()
+
+    def look_again(self) -> None:
+        """Policies have changed."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def run(self) -> None:
+        """Until both directions have ended. If one fails, or a policy says so, both sides are reset."""
+        tasks = [asyncio.create_task(self._until_reset()), asyncio.create_task(self._connected())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] in done or tasks[1].exception() is not None:
+                self.was_reset = True
+                for each in (self._near, self._far):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._near.close()
+            self._far.close()
+
+    async def _connected(self) -> None:
+        await self._open(self.there)
+        await asyncio.get_running_loop().sock_connect(self._far, self.address)
+        for each in (self._near, self._far):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.TaskGroup() as group:
+            for source, target, direction in (
+                (self._near, self._far, self.there),
+                (self._far, self._near, self.back),
+            ):
+                queue: asyncio.Queue[tuple[float, bytearray]] = asyncio.Queue(WINDOW // PIECE)
+                group.create_task(self._read(source, queue, direction))
+                group.create_task(self._write(queue, target, direction))
+
+    async def _until_reset(self) -> None:
+        while not (self._policy(self.there).reset or self._policy(self.back).reset):
+            await self._changed.wait()
+
+    async def _open(self, direction: Direction) -> None:
+        """Return once the direction is not cut."""
+        while self._policy(direction).cut:
+            await self._changed.wait()
+
+    async def _read(
+        self, source: socket.socket, queue: asyncio.Queue[tuple[float, bytearray]], direction: Direction
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        buffer = bytearray(PIECE)
+        while True:
+            await self._open(direction)
+            count = await loop.sock_recv_into(source, buffer)
+            policy, piece = self._policy(direction), buffer[:count]
+            direction.spoil(policy, piece, self._dice)
+            await queue.put((direction.due(policy, count, self._dice, time.monotonic()), piece))
+            if count == 0:
+                return
+
+    async def _write(
+        self, queue: asyncio.Queue[tuple[float, bytearray]], target: socket.socket, direction: Direction
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, piece = await queue.get()
+            if (early := due - time.monotonic()) > 0:
+                await asyncio.sleep(early)
+            await self._open(direction)
+            if not piece:
+                target.shutdown(socket.SHUT_WR)
+                return
+            await loop.sock_sendall(target, piece)
+            direction.bytes += len(piece)

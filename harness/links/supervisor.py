@@ -1,0 +1,290 @@
+"""The process that stands between the processes of a job: answers their trapped calls, and runs the proxy.
+
+Every process of the job gives it the descriptor of its seccomp filter over a Unix socket. From then on a `listen` is
+noted, a `connect` to somebody else's listener is led to the proxy by connecting a duplicate of the very socket, and
+`getpeername` tells the process what it wanted to hear: the address that it connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.comms.system.paths import bind_unix
+from holdfast.harness.links import seccomp
+from holdfast.harness.links.messages import Answer, Ask, Failed, SetRules
+from holdfast.harness.links.policy import Policy, Rule, Traffic, combined
+from holdfast.harness.links.proxy import Direction, Relay
+from holdfast.harness.processes.channel import Channel, ChannelClosed
+
+Address = tuple[str, int]
+
+_BACKLOG = 1024
+_KINDS = (socket.AF_INET, socket.AF_INET6)
+
+
+class Supervised:
+    """A process whose calls are answered here."""
+
+    def __init__(self, pid: int, line: socket.socket, listener: int) -> None:
+        self.pid, self.line, self.listener = pid, line, listener
+        self.pidfd = os.pidfd_open(pid)
+
+    def close(self) -> None:
+        for fd in (self.listener, self.pidfd):
+            os.close(fd)
+        self.line.close()
+
+
+class Supervisor:
+    """Made and used in one event loop."""
+
+    def __init__(self, channel: Channel, seed: int) -> None:
+        self._channel, self._dice = channel, random.Random(seed)
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[int, Supervised] = {}
+        self._listening: dict[Address, int] = {}
+        self._wanted: dict[int, bytes] = {}
+        self._coming: dict[Address, tuple[int, int, Address]] = {}
+        self._rules: tuple[Rule, ...] = ()
+        self._control: frozenset[Address] = frozenset()
+        self._relays: dict[asyncio.Task[None], Relay] = {}
+        self._finished: dict[tuple[int, int, bool], Traffic] = {}
+        self._over = asyncio.Event()
+
+    async def serve(self, path: Path) -> None:
+        """Until the channel is closed."""
+        with contextlib.ExitStack() as undo:
+            door = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            bind_unix(door, path)
+            door.listen(_BACKLOG)
+            self._loop.add_reader(door, self._enter, door)
+            self._doors: dict[int, socket.socket] = {}
+            for kind, host in zip(_KINDS, ("127.0.0.1", "::1"), strict=True):
+                with contextlib.suppress(OSError):
+                    each = undo.enter_context(socket.socket(kind, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+                    each.bind((host, 0))
+                    each.listen(_BACKLOG)
+                    self._doors[int(kind)] = each
+                    self._loop.add_reader(each, self._accept, each)
+            self._loop.add_reader(self._channel, self._hear)
+            self._channel.send(Answer(()))
+            await self._over.wait()
+            for task in self._relays:
+                task.cancel()
+            await asyncio.gather(*self._relays, return_exceptions=True)
+            for process in self._processes.values():
+                self._loop.remove_reader(process.listener)
+                process.close()
+
+    # -- the harness
+
+    def _hear(self) -> None:
+        try:
+            message = self._channel.recv(5.0)
+        except (ChannelClosed, TimeoutError):
+            self._loop.remove_reader(self._channel)
+            self._over.set()
+            return
+        if isinstance(message, SetRules):
+            self._rules, self._control = message.rules, message.control
+            for relay in self._relays.values():  # connections may be older than what is known of their endpoints
+                relay.there.control = relay.back.control = relay.address in self._control
+                relay.look_again()
+        elif not isinstance(message, Ask):
+            raise TypeError(f"the harness sends {message!r}")
+        self._channel.send(Answer(self._traffic()))
+
+    def _traffic(self) -> tuple[Traffic, ...]:
+        found = dict(self._finished)
+        for relay in self._relays.values():
+            _add(found, relay)
+        return tuple(found.values())
+
+    # -- processes
+
+    def _enter(self, door: socket.socket) -> None:
+        line, _ = door.accept()
+        line.settimeout(5.0)
+        pid = struct.unpack("iII", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        _, fds, _, _ = socket.recv_fds(line, 1, 1)
+        if not fds:
+            line.close()
+            return
+        line.setblocking(False)
+        process = Supervised(pid, line, fds[0])
+        self._processes[pid] = process
+        self._loop.add_reader(process.listener, self._answer, process)
+        self._loop.add_reader(line, self._leave, process)
+
+    def _leave(self, process: Supervised) -> None:
+        """The process has ended: what it listened at is nobody's any more."""
+        self._loop.remove_reader(process.line)
+        self._loop.remove_reader(process.listener)
+        del self._processes[process.pid]
+        process.close()
+        self._listening = {address: pid for address, pid in self._listening.items() if pid != process.pid}
+
+    def _answer(self, process: Supervised) -> None:
+        call = seccomp.receive(process.listener)
+        if call is None:
+            return
+        numbers, error = seccomp.machine(), None
+        try:
+            if call.number == numbers.connect:
+                error = self._connect(process, call)
+            elif call.number == numbers.listen:
+                self._listen(process, call)
+            else:
+                error = self._getpeername(process, call)
+        except OSError:
+            error = None  # not a socket, no such memory: the kernel will say so itself
+        if error is None:
+            seccomp.let_pass(process.listener, call)
+        else:
+            seccomp.done(process.listener, call, error)
+
+    def _listen(self, process: Supervised, call: seccomp.Call) -> None:
+        with _borrowed(process, call) as sock:
+            if sock.family in _KINDS:
+                self._listening[_plain(sock.getsockname())] = process.pid
+
+    def _connect(self, process: Supervised, call: seccomp.Call) -> int | None:
+        """The errno of the connection to the proxy, 0 for none; None if this is not a link between two processes."""
+        raw = _read(call, call.arguments[1], min(call.arguments[2], 128))
+        address = _address_of(raw)
+        if address is None:
+            return None
+        owner = self._listening.get(address, self._listening.get(("0.0.0.0", address[1])))
+        if owner is None or owner == process.pid:
+            return None
+        with _borrowed(process, call) as sock:
+            door = self._doors.get(int(sock.family))
+            if door is None or sock.type != socket.SOCK_STREAM:
+                return None
+            error = sock.connect_ex(door.getsockname())
+            self._coming[_plain(sock.getsockname())] = (process.pid, owner, address)
+            self._wanted[os.fstat(sock.fileno()).st_ino] = raw
+            return error
+
+    def _getpeername(self, process: Supervised, call: seccomp.Call) -> int | None:
+        with _borrowed(process, call) as sock:
+            wanted = self._wanted.get(os.fstat(sock.fileno()).st_ino)
+            if wanted is None or not _is_led_here(sock, self._doors):
+                return None
+            sock.getpeername()
+        _, into, length_at, *_ = call.arguments
+        room = struct.unpack("I", _read(call, length_at, 4))[0]
+        _write(call, into, wanted[:room])
+        _write(call, length_at, struct.pack("I", len(wanted)))
+        return 0
+
+    # -- connections
+
+    def _accept(self, door: socket.socket) -> None:
+        near, address = door.accept()
+        near.setblocking(False)
+        coming = self._coming.pop(_plain(address), None)
+        if coming is None:  # nobody of the job: this is no open proxy
+            near.close()
+            return
+        source, target, wanted = coming
+        control = wanted in self._control
+        relay = Relay(
+            near,
+            wanted,
+            Direction(source, target, control),
+            Direction(target, source, control),
+            self._policy,
+            self._dice,
+        )
+        task = self._loop.create_task(relay.run())
+        self._relays[task] = relay
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        _add(self._finished, self._relays.pop(task))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._channel.send(Failed(f"{type(error).__name__}: {error}"))
+
+    def _policy(self, direction: Direction) -> Policy:
+        return combined(self._rules, direction.source, direction.target, direction.control)
+
+
+def _add(found: dict[tuple[int, int, bool], Traffic], relay: Relay) -> None:
+    for direction in (relay.there, relay.back):
+        key = (direction.source, direction.target, direction.control)
+        before = found.get(key) or Traffic(source=key[0], target=key[1], control=key[2], connections=0, bytes=0)
+        found[key] = Traffic(
+            source=key[0],
+            target=key[1],
+            control=key[2],
+            connections=before.connections + (direction is relay.there),
+            bytes=before.bytes + direction.bytes,
+            lost=before.lost + direction.lost,
+            corrupted=before.corrupted + direction.corrupted,
+            reset=before.reset + relay.was_reset,
+        )
+
+
+@contextlib.contextmanager
+def _borrowed(process: Supervised, call: seccomp.Call) -> Iterator[socket.socket]:
+    """The socket that a call is about, as a duplicate."""
+    sock = socket.socket(fileno=seccomp.borrow(process.pidfd, int(call.arguments[0])))
+    try:
+        yield sock
+    finally:
+        sock.close()
+
+
+def _read(call: seccomp.Call, at: int, size: int) -> bytes:
+    with Path(f"/proc/{call.thread}/mem").open("rb", buffering=0) as memory:
+        memory.seek(at)
+        return memory.read(size)
+
+
+def _write(call: seccomp.Call, at: int, data: bytes) -> None:
+    with Path(f"/proc/{call.thread}/mem").open("r+b", buffering=0) as memory:
+        memory.seek(at)
+        memory.write(data)
+
+
+def _plain(address: tuple[object, ...]) -> Address:
+    """Host and port of a socket address; IPv4 in IPv6 is IPv4."""
+    return str(address[0]).removeprefix("::ffff:"), int(str(address[1]))
+
+
+def _address_of(raw: bytes) -> Address | None:
+    """Host and port of a sockaddr; None if it is not of the Internet."""
+    family = struct.unpack_from("H", raw)[0] if len(raw) >= 2 else 0
+    if family == socket.AF_INET and len(raw) >= 8:
+        return socket.inet_ntop(socket.AF_INET, raw[4:8]), struct.unpack_from("!H", raw, 2)[0]
+    if family == socket.AF_INET6 and len(raw) >= 24:
+        return _plain((socket.inet_ntop(socket.AF_INET6, raw[8:24]), struct.unpack_from("!H", raw, 2)[0]))
+    return None
+
+
+def _is_led_here(sock: socket.socket, doors: dict[int, socket.socket]) -> bool:
+    """Whether the socket is connected to the proxy: numbers of sockets are used again."""
+    try:
+        return any(sock.getpeername()[:2] == door.getsockname()[:2] for door in doors.values())
+    except OSError:
+        return False
+
+
+def supervise(path: Path, seed: int) -> Callable[[Channel], None]:
+    """What the supervisor's process runs."""
+
+    def target(channel: Channel) -> None:
+        async def serve() -> None:
+            await Supervisor(channel, seed).serve(path)
+
+        asyncio.run(serve())
+
+    return target

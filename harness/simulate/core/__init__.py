@@ -1,0 +1,1 @@
+"""The simulated world: processes, network, register, and the faults that break them."""

@@ -1,0 +1,131 @@
+"""What each kind of fault does to a simulated world, and when it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.harness.simulate.core.schedule import (
+    AtPoint,
+    Clog,
+    Crash,
+    CrashHost,
+    CrashRack,
+    CrashShare,
+    Cut,
+    Drift,
+    Fault,
+    Isolate,
+    Pause,
+    RegisterAway,
+    Restart,
+    Slow,
+)
+
+if TYPE_CHECKING:
+    from holdfast.harness.simulate.core.process import Process
+    from holdfast.harness.simulate.core.world import World
+
+
+def hosts_of(world: World, fault: Fault) -> list[int]:
+    """The hosts on which processes fall silent by a fault, or hear others no more."""
+    match fault:
+        case Crash(process=number) | Pause(process=number):
+            return [world.layout.host_of(number)]
+        case CrashHost(host=host):
+            return [host]
+        case CrashRack(rack=rack):
+            return [host for host in range(world.layout.hosts) if world.layout.rack_of(host) == rack]
+        case CrashShare(share=share):
+            return [int(index / share) for index in range(max(1, int(world.layout.hosts * share)))]
+        case Cut(source=source, target=target) | Clog(source=source, target=target):
+            return [source, target]
+        case Isolate(hosts=hosts):
+            return list(hosts)
+    return []
+
+
+def strike(world: World, fault: Fault) -> None:
+    """Let the fault begin; it ends by itself."""
+    _say(world, fault)
+    match fault:
+        case Crash(process=number):
+            if number < len(world.processes):
+                world.kill(world.processes[number], "SIGKILL")
+        case CrashHost() | CrashRack() | CrashShare():
+            _kill_hosts(world, hosts_of(world, fault))
+        case Pause(process=number, seconds=seconds):
+            if number < len(world.processes):
+                pause(world, world.processes[number], seconds)
+        case Restart(host=host):
+            world.start_another(host)
+        case Cut(source=source, target=target, seconds=seconds):
+            world.paths.cut(source, target, 1)
+            world.after(seconds, world.paths.cut, source, target, -1)
+        case Isolate(hosts=hosts, seconds=seconds, register=register):
+            world.paths.isolate(frozenset(hosts), register, True)
+            world.after(seconds, world.paths.isolate, frozenset(hosts), register, False)
+        case Clog(source=source, target=target, delay=delay, seconds=seconds):
+            world.paths.clog(source, target, delay, True)
+            world.after(seconds, world.paths.clog, source, target, delay, False)
+        case Slow(process=number, delay=delay, seconds=seconds):
+            if number < len(world.processes):
+                _slow(world.processes[number], delay)
+                world.after(seconds, _slow, world.processes[number], -delay)
+        case Drift(process=number, share=share):
+            if number < len(world.processes):
+                world.processes[number].drift(share)
+        case RegisterAway(seconds=seconds, writes=writes):
+            _register(world, writes, 1)
+            world.after(seconds, _register, world, writes, -1)
+        case AtPoint():
+            raise ValueError("a fault at a point strikes when the point is reached")
+
+
+def strike_at_point(world: World, process: Process, fault: AtPoint) -> None:
+    """The point of the fault is reached by `process`."""
+    _say(world, fault, process.member.id)
+    if fault.seconds:
+        pause(world, process, fault.seconds)
+    else:
+        world.kill(process, f"SIGKILL at {fault.point}")
+
+
+def pause(world: World, process: Process, seconds: float) -> None:
+    """Let a process stand still."""
+    if not process.alive:
+        return
+    process.paused_until = max(process.paused_until, world.now + seconds)
+    world.say(process.member.id, process.number, "stopped", {"seconds": seconds})
+    world.after(seconds, world.resume, process)
+
+
+def _say(world: World, fault: Fault, target: str = "") -> None:
+    if not target:
+        names = ("process", "host", "rack", "share", "source", "hosts")
+        target = next((f"{name} {getattr(fault, name)}" for name in names if hasattr(fault, name)), "register")
+    if isinstance(fault, Cut | Clog):
+        target += f" to host {fault.target}"
+    what = type(fault).__struct_config__.tag
+    fields = {name: getattr(fault, name) for name in fault.__struct_fields__ if name != "at"}
+    world.say(
+        "harness", 0, "fault", {"what": what, "target": target, **{k: w for k, w in fields.items() if k != "target"}}
+    )
+
+
+def _kill_hosts(world: World, hosts: list[int]) -> None:
+    """All at once: nobody on these hosts is left to notice."""
+    doomed = [process for host in hosts for process in world.on_host(host) if process.alive]
+    for process in doomed:
+        process.alive = False
+        process.backlog.clear()
+    for process in doomed:
+        world.say(process.member.id, process.number, "died", {"why": "its host is gone"})
+
+
+def _slow(process: Process, delay: float) -> None:
+    process.slow = max(0.0, process.slow + delay)
+
+
+def _register(world: World, writes: bool, by: int) -> None:
+    world.register.away += by
+    world.register.writes += by if writes else 0

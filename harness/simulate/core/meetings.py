@@ -1,0 +1,73 @@
+"""The ops of simulated communicators: ranks enter one with a value, and go on with all values when all have come.
+
+What has come lies at the host of the first of them; who is cut off from it tries again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from holdfast.ft.membership.view import View
+
+if TYPE_CHECKING:
+    from holdfast.harness.simulate.core.process import Process
+    from holdfast.harness.simulate.core.world import World
+
+RETRY_CUT = 0.05
+
+Then = Callable[[Sequence[Any]], None]
+
+
+@dataclass(slots=True)
+class Meeting:
+    """An op of a communicator: who is to come, who has come with what, and whom to tell."""
+
+    expected: tuple[str, ...]
+    host: int
+    values: dict[str, Any] = field(default_factory=dict)
+    waiting: list[tuple[Process, Then]] = field(default_factory=list)
+    complete: bool = False
+
+
+class Meetings:
+    """All ops of a world, by name."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._meetings: dict[str, Meeting] = {}
+
+    def enter(self, process: Process, view: View, op: str, value: Any, who: Sequence[str] | None, then: Then) -> None:
+        """`process` enters an op of the communicator of `view`, of which all of `who` are to be part."""
+        meeting = self._meetings.get(op)
+        if meeting is None:
+            expected = tuple(who) if who is not None else tuple(member.id for member in view.members)
+            meeting = self._meetings[op] = Meeting(expected, self._world.process_of(expected[0]).host)
+        meeting.waiting.append((process, then))
+        self._arrive(process, meeting, value)
+
+    def _arrive(self, process: Process, meeting: Meeting, value: Any) -> None:
+        world = self._world
+        if world.paths.is_cut(process.host, meeting.host):
+            world.after(RETRY_CUT, self._arrive, process, meeting, value)
+            return
+        delay = world.paths.latency(process.host, meeting.host, ordered=True) + process.slow
+        world.after(delay, self._arrived, process.member.id, meeting, value)
+
+    def _arrived(self, member_id: str, meeting: Meeting, value: Any) -> None:
+        meeting.values[member_id] = value
+        if not meeting.complete and all(who in meeting.values for who in meeting.expected):
+            meeting.complete = True
+            values = [meeting.values[who] for who in meeting.expected]
+            for process, then in meeting.waiting:
+                self._release(process, meeting, values, then)
+            meeting.waiting.clear()
+
+    def _release(self, process: Process, meeting: Meeting, values: Sequence[Any], then: Then) -> None:
+        world = self._world
+        if world.paths.is_cut(meeting.host, process.host):
+            world.after(RETRY_CUT, self._release, process, meeting, values, then)
+            return
+        delay = world.paths.latency(meeting.host, process.host, ordered=True) + process.slow
+        world.at(world.now + delay, process, then, values)

@@ -1,0 +1,414 @@
+"""One simulated process: the production core, detector and tenure, and what they ask for carried out in virtual time.
+
+This is the counterpart of `ft.reactor`: it moves events and effects, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
+from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.observers import Observing
+from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.evidence_reporting import left_to_another
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.membership.view_delta import between
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.harness.simulate.core.worker import Worker
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from holdfast.harness.simulate.core.world import World
+
+LOOKS_A_HEARTBEAT = 4
+FOLLOW_SECONDS = 0.002
+ANNOUNCED_SECONDS, DEFER_SECONDS = (0.003, 0.05), (0.005, 0.05)
+"""What the runtime does a moment later, it may come to do late: either happens."""
+
+
+class Process:
+    """Process number `number`. `backlog` is what is waiting for it while it stands still. `hops` away from the proposer
+    it was when it learnt of its newest view.
+    """
+
+    __slots__ = (
+        "alive",
+        "announced",
+        "backlog",
+        "beat_token",
+        "bytes",
+        "core",
+        "deferred",
+        "ended",
+        "follow_wanted",
+        "followers",
+        "hops",
+        "host",
+        "looking",
+        "loud",
+        "member",
+        "number",
+        "observing",
+        "paused_until",
+        "proposal",
+        "rate",
+        "received",
+        "sent",
+        "set_at",
+        "silence",
+        "slow",
+        "tenure",
+        "timer",
+        "timer_at",
+        "was_spare",
+        "watched",
+        "word",
+        "worker",
+        "world",
+    )
+
+    def __init__(self, world: World, number: int, host: int, member: Member, core: Membership) -> None:
+        self.world, self.number, self.host, self.member, self.core = world, number, host, member, core
+        self.alive, self.ended, self.was_spare = True, False, False
+        self.paused_until, self.slow = 0.0, 0.0
+        self.rate, self.set_at = 1.0, (0.0, 0.0)
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.timer, self.timer_at = 0, -1.0
+        self.tenure = EpochGuard(member.id, self)
+        self.announced: tuple[int, frozenset[str]] = (0, frozenset())
+        self.word = (0, b"")
+        self.deferred: tuple[v.Death, ...] = ()
+        self.silence: Silence | None = None
+        self.observing: Observing | None = None
+        self.watched: dict[str, Member] = {}
+        self.followers: dict[str, None] = {}
+        self.follow_wanted = self.looking = False
+        self.loud = not world.quiet
+        self.proposal = 0
+        self.sent = self.received = self.bytes = self.hops = 0
+        self.worker: Worker | None = None
+
+    # Time -----------------------------------------------------------------------------------------------------
+
+    def local(self) -> float:
+        """What this process's clock shows now."""
+        here, there = self.set_at
+        return there + (self.world.now - here) * self.rate
+
+    def drift(self, share: float) -> None:
+        self.set_at, self.rate = (self.world.now, self.local()), 1.0 + share
+
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` in so many seconds of this process's clock, if it lives and stands not still."""
+        self.world.at(self.world.now + seconds / self.rate, self, act, *args)
+
+    # The core -------------------------------------------------------------------------------------------------
+
+    def feed(self, event: v.Event) -> None:
+        before = self.core
+        try:
+            core, effects = before.on(event, self.local())
+        except Exception as error:
+            self.world.broken(self, error)
+            return
+        self.core = core
+        for effect in effects:
+            self._perform(effect)
+            if not self.alive:
+                return
+        if core.view is not before.view or core.spares is not before.spares:
+            self._follow_soon()
+        if core.wake_at is not None and core.wake_at != self.timer_at:
+            self.timer += 1
+            self.timer_at = core.wake_at
+            self.after(max(0.0, core.wake_at - self.local()), self._tick, self.timer)
+        elif core.wake_at is None:
+            self.timer_at = -1.0
+        if self.worker is not None and effects:
+            self.worker.look()
+
+    def _tick(self, timer: int) -> None:
+        if timer == self.timer and self.core.wake_at is not None:
+            self.timer_at = -1.0
+            self.feed(v.Tick())
+
+    def _perform(self, effect: v.Effect) -> None:
+        world = self.world
+        match effect:
+            case v.Revoke():
+                self._revoke(effect)
+            case v.Propose(expected, view):
+                world.emit(self, "proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
+                self.reach("rebuild.before_propose", lambda: self._ask_register(expected, view))
+            case v.Announce(view, to, change):
+                told: v.Event = (
+                    v.ViewRead(view, self.member.id) if change is None else v.Changed(change, self.member.id)
+                )
+                epoch, announced_to = self.announced
+                if epoch == view.epoch:
+                    later = tuple(member for member in to if member.id in announced_to)
+                    to = tuple(member for member in to if member.id not in announced_to)
+                    self.after(world.rng.choice(ANNOUNCED_SECONDS), world.send_all, self, later, told)
+                world.send_all(self, to, told)
+            case v.Ask():
+                world.read_register(self)
+            case v.Report(deaths, to):
+                world.send_all(self, to, v.Proof(deaths))
+            case v.Testify(seen, to):
+                for word in seen:
+                    world.send_all(self, to, word)
+            case v.AnnounceSelf(view, to):
+                if not self.was_spare:
+                    self.was_spare = True
+                    world.emit(self, "spare", epoch=view.epoch)
+                world.send_all(self, to, v.SpareAnnounced(self.member))
+            case v.Install(view):
+                self._install(view)
+            case v.Evicted(view, reason):
+                world.emit(self, "evicted", epoch=view.epoch, reason=reason)
+                self.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
+            case v.Refused(reason):
+                self.end(Mismatch(f"cannot join: {reason}"))
+            case v.Fence(member, reason):
+                world.emit(self, "fenced", member=member.id, reason=reason)
+                world.after(world.network.local, world.kill_member, member.id, f"fenced: {reason}")
+
+    def _revoke(self, effect: v.Revoke) -> None:
+        view = self.tenure.view
+        error: HoldfastError
+        if effect.dead and view is not None and view.epoch == effect.epoch:
+            error = PeerFailed(self.world.ranks_of(effect.dead, view), effect.reason)
+        else:
+            error = Revoked(effect.epoch, effect.reason)
+        if self.tenure.revoke(effect.epoch, error, effect.reason):
+            self._abort_ops(effect.epoch)
+
+    def installed(self, view: View) -> None:
+        """Its tenure says so."""
+        self.world.installed(self, view)
+
+    def revoked(self, epoch: int, reason: str) -> None:
+        """Its tenure says so."""
+        self.world.emit(self, "revoked", epoch=epoch, reason=reason)
+
+    def _install(self, view: View) -> None:
+        if view.phase == "failed":
+            self.end(HoldfastError(f"the job has ended: {view.reason}"))
+        self.tenure.install(view)
+
+    def end(self, error: HoldfastError) -> None:
+        """This process can do nothing more in the job."""
+        self.ended = True
+        self.tenure.end(error)
+        if self.worker is not None:
+            self.worker.look()
+
+    # The register ---------------------------------------------------------------------------------------------
+
+    def _ask_register(self, expected: int, view: View) -> None:
+        self.proposal += 1
+        number = self.proposal
+        late = v.CasFailed("the register did not answer in time")
+        self.after(self.core.timeouts.rebuild, self.answered, number, late)
+        self.world.propose(self, number, expected, view)
+
+    def answered(self, number: int, event: v.CasWon | v.CasLost | v.CasFailed) -> None:
+        """The register's answer to proposal `number`; the first counts."""
+        if number != self.proposal:
+            return
+        self.proposal += 1
+        if isinstance(event, v.CasFailed):
+            self.world.emit(self, "register_away", reason=event.reason)
+        if isinstance(event, v.CasWon):
+            self.reach("rebuild.after_propose", lambda: self._won(event))
+        else:
+            self.feed(event)
+
+    def _won(self, event: v.CasWon) -> None:
+        self._announce(event.view)
+        self.feed(event)
+
+    def _announce(self, view: View) -> None:
+        """In a job of one host, leave word of the next view where the others wait."""
+        before = self.tenure.view
+        if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
+            return
+        change = between(before, view)
+        if change is None:
+            return
+        self.announced = (view.epoch, frozenset(before.ranks))
+        for member in before.members:
+            other = self.world.process_of(member.id)
+            other.word = (before.epoch, change.encode())
+            self.world.at(self.world.now, other, other.adopt_announced_view)
+
+    def adopt_announced_view(self) -> None:
+        """Its session, if it waits in an op, looks whether word of the next view was left there."""
+        worker, (epoch, word) = self.worker, self.word
+        if worker is not None and worker.stage == "op" and worker.epoch == epoch:
+            self.tenure.adopt_announced_view(word)
+            self._abort_ops(epoch)
+            worker.look()
+
+    def reach(self, point: str, then: Callable[[], None]) -> None:
+        """Go on with `then`, unless a fault strikes at this point."""
+        view = self.tenure.view
+        self.world.reach(self, point, view.epoch if view is not None else 0, then)
+
+    # Whom it watches ------------------------------------------------------------------------------------------
+
+    def _follow_soon(self) -> None:
+        if not self.follow_wanted and self.loud:
+            self.follow_wanted = True
+            self.after(FOLLOW_SECONDS, self.follow)
+
+    def follow(self) -> None:
+        """Watch exactly those that the core wants watched. One of this host that is gone is noticed at once."""
+        self.follow_wanted = False
+        watched = {member.id: member for member in self.core.watched()}
+        for member_id in self.watched:
+            if member_id not in watched:
+                self.world.process_of(member_id).followers.pop(self.member.id, None)
+        for member_id, member in watched.items():
+            if member_id in self.watched:
+                continue
+            other = self.world.process_of(member_id)
+            other.followers[self.member.id] = None
+            if not other.alive and member.peer.host == self.member.peer.host:
+                self.world.prove(self, (member_id,))
+        self.watched = watched
+        here = [member for member in watched.values() if member.peer.host == self.member.peer.host]
+        self._detectors()[0].follow(here, self.local())
+        self._detectors()[1].follow(self.core.view, tuple(watched.values()))
+
+    def _detectors(self) -> tuple[Silence, Observing]:
+        """Those for its own host and for others, made when they are needed first."""
+        if self.silence is None or self.observing is None:
+            self.silence = Silence(self.member, self.core.timeouts, self.world.is_stopped)
+            self.observing = Observing(
+                DetectorContext(
+                    me=self.member,
+                    timeouts=self.core.timeouts,
+                    loop=cast("asyncio.AbstractEventLoop", LocalClock(self)),
+                    tell=self.hear,
+                    stop=self._stop,
+                    resign=lambda reason: self.world.leave(self, reason),
+                    note=self._note,
+                    place=lambda: OpPosition(0, 0, False),
+                    lost=lambda member_id: member_id in self.core.evidence.lost,
+                )
+            )
+        return self.silence, self.observing
+
+    def _stop(self, reason: str) -> None:
+        """End the epoch here, without agreement."""
+        view = self.tenure.view
+        if view is not None and self.tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
+            self._abort_ops(view.epoch)
+            if self.worker is not None:
+                self.worker.look()
+
+    def _abort_ops(self, epoch: int) -> None:
+        if self.worker is not None:
+            self.worker.interrupted = epoch
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        if kind == "suspected":
+            fields["of"] = self.world.jury(self, str(fields["member"]))
+        self.world.emit(self, kind, **fields)
+
+    def prove(self, deaths: tuple[v.Death, ...]) -> None:
+        """The kernel says that these have ended."""
+        self.deferred += deaths
+        gone = {death.id for death in self.deferred}
+        if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
+            self.after(self.world.rng.choice(DEFER_SECONDS), self._bury_deferred)
+        else:
+            self._bury_deferred()
+
+    def _bury_deferred(self) -> None:
+        if self.deferred:
+            deaths, self.deferred = self.deferred, ()
+            self.hear(v.Proof(deaths))
+
+    def hear(self, event: v.Event) -> None:
+        """What a detector of this process, or of another, has found."""
+        if isinstance(event, v.Proof):
+            ids = tuple(death.id for death in event.deaths)
+            self.world.emit(self, "detected", ids=ids, evidence=event.deaths[0].evidence)
+        elif self.observing is not None:
+            if isinstance(event, v.Suspicion) and event.observer != self.member.id:
+                self.observing.testified(event.observer, event.member, event.evidence, self.local())
+            elif isinstance(event, v.Cleared) and event.observer != self.member.id:
+                self.observing.testified(event.observer, event.member, None, self.local())
+        self.feed(event)
+
+    # Heartbeats -----------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Once a heartbeat: say that this process lives and in what epoch, look at the silent, and at the register."""
+        view = self.core.view
+        epoch = view.epoch if view is not None else 0
+        if not self.core.ended:  # what is left out in a quiet world changes nothing: see `World.wake`
+            for member_id in {**self.watched, **self.followers}:
+                self.world.beat(self, member_id, epoch)
+            if self.world.register.epoch > epoch:
+                self.world.read_register(self)
+        self.look()
+        self.after(self.core.timeouts.heartbeat, self.beat)
+
+    def hear_beat(self, sender: Process, epoch: int) -> None:
+        if self.silence is None or self.observing is None:
+            return
+        now = self.local()
+        for verdict in self.silence.hear(sender.member.id, now):
+            self.hear(verdict)
+        self.observing.heard(sender.member.id, now)
+        view = self.core.view
+        if view is not None and epoch not in (0, view.epoch) and sender.member.id in view.ranks:
+            self.feed(v.Heard(sender.member, epoch))
+
+    def look(self) -> None:
+        """Look at those who are silent, and again soon if there are any."""
+        if self.silence is None or self.observing is None or self.core.ended:
+            return
+        now = self.local()
+        if self.world.quiet:
+            self._hear_the_quiet(now)
+        for verdict in self.silence.look(now):
+            self.hear(verdict)
+        self.observing.look(now)
+        if (self.silence.somebody_is_silent or self.observing.doubtful) and not self.looking:
+            self.looking = True
+            self.after(self.core.timeouts.heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
+
+    def _hear_the_quiet(self, now: float) -> None:
+        """In a quiet world nobody's heartbeats are sent whose fate nothing befalls: they have been heard all the
+        time.
+        """
+        assert self.silence is not None and self.observing is not None
+        for member_id in self.watched:
+            other = self.world.process_of(member_id)
+            if not other.loud:
+                self.silence.hear(member_id, now)
+                self.observing.heard(member_id, now)
+
+    def _look_again(self) -> None:
+        self.looking = False
+        self.look()
+
+
+class LocalClock:
+    """All that a detector needs of an event loop: the time on its process's clock."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def time(self) -> float:
+        return self._process.local()

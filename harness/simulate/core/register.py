@@ -1,0 +1,38 @@
+"""The register in virtual time: linearizable, sometimes away. What is written in vain may have been written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import View
+
+Answer = v.CasWon | v.CasLost | v.CasFailed
+
+
+class SimulatedRegister:
+    """Holds the newest view. `away` counts the outages that it is in, `writes` those in which writes get through."""
+
+    def __init__(self, view: View | None) -> None:
+        self.view = view
+        self.away = 0
+        self.writes = 0
+        self.proposals = 0
+        self.on_write: Callable[[View], None] = lambda view: None
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self.view is None else self.view.epoch
+
+    def compare_and_set(self, expected: int, view: View) -> Answer:
+        """What becomes of a proposal that arrives now."""
+        self.proposals += 1
+        if view.epoch != expected + 1:
+            raise ValueError(f"the view after epoch {expected} has epoch {expected + 1}, not {view.epoch}")
+        if self.away and not self.writes:
+            return v.CasFailed("the register is away")
+        if self.epoch == expected:
+            self.view = view
+            self.on_write(view)
+            return v.CasFailed("the answer was lost") if self.away else v.CasWon(view)
+        return v.CasFailed("the register is away") if self.away else v.CasLost(self.view)

@@ -1,0 +1,415 @@
+"""The simulated world: virtual time, processes, the network between them, and the faults that befall them.
+
+Everything that happens is an entry in one queue, ordered by time and then by the order in which it was put there. All
+chance comes from the seed. Each process is driven by its own core; the world carries messages and keeps the register.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.console.words import counted
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.topology import Shape, observers
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.harness.invariants import Event
+from holdfast.harness.simulate.core import faults
+from holdfast.harness.simulate.core.meetings import Meetings
+from holdfast.harness.simulate.core.network import Paths
+from holdfast.harness.simulate.core.process import Process
+from holdfast.harness.simulate.core.register import SimulatedRegister
+from holdfast.harness.simulate.core.schedule import AtPoint, Fault, Schedule
+from holdfast.harness.simulate.core.trace import Trace, TraceWriter
+from holdfast.harness.simulate.core.worker import Worker
+
+PROOF_SECONDS = 0.0004
+"""How long the kernel takes, at the median, to tell of the end of a process."""
+UNTOLD = ("members", "min_size")
+"""What of an event is not in the trace, because it follows from the rest."""
+EARLY_BEATS = 3
+"""How many heartbeats before a fault a quiet world begins to send some."""
+
+Observer = Callable[[Event], None]
+
+
+class World:
+    """One run of a `Schedule`. `observe` sees what the processes would log; `trace` gets a line for all that happens.
+
+    `quiet` leaves out heartbeats that change nothing: for many ranks.
+    """
+
+    def __init__(
+        self, schedule: Schedule, observe: Observer | None = None, trace: TraceWriter | None = None, quiet: bool = False
+    ) -> None:
+        self.schedule, self.layout, self.network, self.quiet = schedule, schedule.layout, schedule.network, quiet
+        self.rng = random.Random(schedule.seed)
+        self.now = 0.0
+        self.events = 0
+        self.messages = 0
+        self.message_bytes = 0
+        self.paths = Paths(schedule.network, random.Random(schedule.seed ^ 0x5EED))
+        self.meetings = Meetings(self)
+        self.processes: list[Process] = []
+        self.register = SimulatedRegister(None)
+        if quiet:
+            self.register.on_write = lambda view: self.after(schedule.layout.heartbeat, self._sweep)
+        self._observe, self._trace = observe, Trace(trace)
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self._silent = False
+        self._by_id: dict[str, Process] = {}
+        self._hosts: list[list[Process]] = [[] for _ in range(self.layout.hosts)]
+        self._dead: tuple[tuple[v.Death, ...], View | None, tuple[int, ...]] = ((), None, ())
+        self._points: list[tuple[AtPoint, list[int]]] = []
+        self._sizes: dict[int, tuple[v.Event, int]] = {}
+        self._job = Job("job", self.layout.ranks, self.layout.min_size, self.layout.ranks, ("gloo",), "gloo")
+        self._begin()
+
+    # Setting up -----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        layout = self.layout
+        self.say("harness", 0, "simulated", {"ranks": layout.ranks, "hosts": layout.hosts})
+        members = [self._new_member(number, layout.host_of(number)) for number in range(layout.ranks + layout.spares)]
+        view: View | None = None
+        if not layout.form:
+            reason = f"all {counted(layout.ranks, 'member')} are here"
+            view = View(1, "running", tuple(members[: layout.ranks]), self._job, reason)
+            self.register.view = view
+        for number, member in enumerate(members):
+            self._start(number, layout.host_of(number), member, view)
+        for fault in self.schedule.faults:
+            if isinstance(fault, AtPoint):
+                self._points.append((fault, [fault.nth]))
+            else:
+                self.after(fault.at, faults.strike, self, fault)
+                if self.quiet:
+                    self.after(max(0.0, fault.at - EARLY_BEATS * layout.heartbeat), self.wake, fault)
+
+    def _new_member(self, number: int, host: int) -> Member:
+        name = f"h{host}"
+        return Member(f"p{number}", f"{name}:{7000 + number}", Peer(name, number + 1, 1))
+
+    def _start(self, number: int, host: int, member: Member, view: View | None) -> None:
+        job = msgspec.structs.replace(self._job, backend="") if self.layout.form else self._job
+        core = Membership(member, job, self.layout.timeouts(), shape=Shape(mesh=self.layout.mesh))
+        process = Process(self, number, host, member, core)
+        self.processes.append(process)
+        self._by_id[member.id] = process
+        self._hosts[host].append(process)
+        if self.layout.steps:
+            process.worker = Worker(process, self.layout.steps, self.layout.compute)
+        if self.quiet:  # everybody has read the register, and nobody has to tell anybody
+            self._silent = True
+            self._begin_process(process, view)
+            self._silent = False
+            return
+        self.at(self.now + self.rng.random() * self.layout.heartbeat * 0.2, process, self._begin_process, process, view)
+        self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
+
+    def _begin_process(self, process: Process, view: View | None) -> None:
+        process.feed(v.ViewRead(view))
+        process.feed(v.Started())
+
+    def wake(self, fault: Fault) -> None:
+        """In a quiet world, some time before a fault: those whom it befalls and those that watch them begin to send
+        heartbeats and to look. All others would only tell each other that nothing has happened.
+        """
+        doomed = [process for host in faults.hosts_of(self, fault) for process in self._hosts[host]]
+        loud = {process.number: process for process in doomed}
+        for process in doomed:
+            loud.update({self._by_id[m.id].number: self._by_id[m.id] for m in process.core.watched()})
+        for process in loud.values():
+            if not process.loud and process.alive:
+                process.loud = True
+                process.follow()
+                self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
+
+    def _sweep(self) -> None:
+        """In a quiet world: once a heartbeat after a new view, those who have missed it show what epoch they are in."""
+        behind = self.behind()
+        for process in behind:
+            view = process.core.view
+            if view is None:
+                continue
+            for member in process.core.watched():
+                other = self._by_id[member.id]
+                if not self.paths.loses(process.host, other.host, self.now):
+                    delay = self.paths.latency(process.host, other.host)
+                    self.at(self.now + delay, other, other.feed, v.Heard(process.member, view.epoch))
+        if behind:
+            self.after(self.layout.heartbeat, self._sweep)
+
+    def behind(self) -> list[Process]:
+        """Those in the job that have not heard of the newest view."""
+        epoch = self.register.epoch
+        return [p for p in self.processes if p.alive and not p.core.ended and _epoch(p.core.view) < epoch]
+
+    def start_another(self, host: int) -> None:
+        """A new process on `host`, which reads the register and wants to take part."""
+        number = len(self.processes)
+        self._start(number, host, self._new_member(number, host), self.register.view)
+
+    # Time -----------------------------------------------------------------------------------------------------
+
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + seconds, self._order, act, args))
+
+    def at(self, time: float, process: Process, act: Callable[..., None], *args: Any) -> None:
+        """Let `process` do something, at `time` or once it stands still no more."""
+        self._order += 1
+        heapq.heappush(self._queue, (time, self._order, self._act, (process, act, args)))
+
+    def _act(self, process: Process, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not process.alive:
+            return
+        if process.paused_until > self.now:
+            process.backlog.append((act, args))
+            return
+        act(*args)
+
+    @property
+    def pending(self) -> int:
+        """How many events are still to come."""
+        return len(self._queue)
+
+    def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
+        """Let everything happen up to time `until`, or until `stop()` after something has happened."""
+        queue, pop = self._queue, heapq.heappop
+        while queue and queue[0][0] <= until:
+            self.now, _, act, args = pop(queue)
+            self.events += 1
+            act(*args)
+            if stop():
+                return
+        self.now = max(self.now, until)
+
+    def resume(self, process: Process) -> None:
+        """What has piled up for a process that stood still happens now, in order."""
+        if process.paused_until > self.now or not process.alive:
+            return
+        backlog, process.backlog = process.backlog, []
+        for act, args in backlog:
+            self._act(process, act, args)
+
+    # What is said ---------------------------------------------------------------------------------------------
+
+    def trace(self, kind: str, who: str, what: str) -> None:
+        """One line of the trace; all of them together make its hash."""
+        self._trace.add(f"{self.now:.7f} {kind} {who} {what}\n")
+
+    def trace_hash(self) -> str:
+        """The hash of all that has happened so far."""
+        return self._trace.hash()
+
+    def emit(self, process: Process, kind: str, **fields: Any) -> None:
+        """An event as the process would log it."""
+        self.say(process.member.id, process.number, kind, fields)
+
+    def say(self, who: str, pid: int, kind: str, fields: dict[str, Any]) -> None:
+        words = ""
+        for name, value in fields.items():
+            if name not in UNTOLD:
+                words += f"{name}={value} "
+        self.trace(kind, who, words)
+        if self._observe is not None:
+            self._observe(Event(self.now, who, pid, kind, fields))
+
+    def installed(self, process: Process, view: View) -> None:
+        ids = view.__dict__.get("_ids")
+        if ids is None:
+            ids = view.__dict__["_ids"] = tuple(member.id for member in view.members)
+        rank = view.rank_of(process.member.id)
+        self.emit(
+            process,
+            "installed",
+            epoch=view.epoch,
+            members=ids,
+            rank=rank,
+            min_size=view.job.min_size,
+            reason=view.reason,
+        )
+
+    def broken(self, process: Process, error: Exception) -> None:
+        """The core of a process raised: it has a bug."""
+        self.emit(process, "broken", error=f"{type(error).__name__}: {error}")
+        self.kill(process, "its core is broken")
+
+    # Processes ------------------------------------------------------------------------------------------------
+
+    def process_of(self, member_id: str) -> Process:
+        return self._by_id[member_id]
+
+    def ranks_of(self, deaths: tuple[v.Death, ...], view: View) -> tuple[int, ...]:
+        """The ranks of these members of `view`, as one object for all who hear of a loss in the same words."""
+        if self._dead[0] is not deaths or self._dead[1] is not view:
+            ranks = (view.rank_of(death.id) for death in deaths)
+            self._dead = (deaths, view, tuple(rank for rank in ranks if rank is not None))
+        return self._dead[2]
+
+    def is_stopped(self, pid: int) -> bool:
+        process = self.processes[pid - 1]
+        return process.alive and process.paused_until > self.now
+
+    def on_host(self, host: int) -> list[Process]:
+        return self._hosts[host]
+
+    def kill_member(self, member_id: str, why: str) -> None:
+        self.kill(self._by_id[member_id], why)
+
+    def kill(self, process: Process, why: str) -> None:
+        """SIGKILL. The kernel tells those of its host that watch it."""
+        if not process.alive:
+            return
+        process.alive = False
+        process.backlog.clear()
+        self.say(process.member.id, process.number, "died", {"why": why})
+        watchers = self._watchers_here(process)
+        for other in watchers:
+            self.prove(other, (process.member.id,))
+
+    def _watchers_here(self, process: Process) -> list[Process]:
+        others = [other for other in self._hosts[process.host] if other.alive and other is not process]
+        if self.quiet:
+            return [other for other in others if not other.core.ended]
+        return [other for other in others if process.member.id in other.watched]
+
+    def prove(self, process: Process, member_ids: tuple[str, ...]) -> None:
+        delay = PROOF_SECONDS * (0.5 + self.rng.random())
+        self.at(self.now + delay, process, self._proved, process, member_ids)
+
+    def _proved(self, process: Process, member_ids: tuple[str, ...]) -> None:
+        process.prove(tuple(v.Death(member_id, "its process ended") for member_id in member_ids))
+
+    def leave(self, process: Process, why: str) -> None:
+        """The process says good-bye and ends, as a session does when it cannot go on."""
+        self.emit(process, "error", error=why)
+        proof = v.Proof((v.Death(process.member.id, f"it left: {why}"),))
+        self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
+        self.after(0.0, self.kill, process, f"it left: {why}")
+
+    def jury(self, process: Process, member_id: str) -> int:
+        """How many that live could say whether a member is heard."""
+        view = process.core.view
+        rank = view.rank_of(member_id) if view is not None else None
+        if view is None or rank is None:
+            return 0
+        jury = observers(view, view.members[rank], process.core.shape)
+        return sum(self._by_id[m.id].alive and not self._by_id[m.id].ended for m in jury)
+
+    def reach(self, process: Process, point: str, epoch: int, then: Callable[[], None]) -> None:
+        """Go on with `then`, unless a fault is armed at this point."""
+        for fault, left in self._points:
+            if fault.point == point and self.now >= fault.at and left[0] > 0:
+                left[0] -= 1
+                if left[0] == 0:
+                    faults.strike_at_point(self, process, fault)
+        if not process.alive:
+            return
+        if process.paused_until > self.now:
+            process.backlog.append((then, ()))
+            return
+        then()
+
+    # Messages -------------------------------------------------------------------------------------------------
+
+    def send_all(self, sender: Process, to: Iterable[Member], event: v.Event) -> None:
+        for member in to:
+            self.send(sender, member.id, event)
+
+    def send(self, sender: Process, member_id: str, event: v.Event) -> None:
+        """A message. It may come late, twice or never."""
+        receiver = self._by_id.get(member_id)
+        if receiver is None or self._silent:
+            return
+        sender.sent += 1
+        self.messages += 1
+        if self.quiet:
+            size = self._size(event)
+            sender.bytes += size
+            self.message_bytes += size
+        self._carry(sender, receiver, event, 0)
+
+    def _carry(self, sender: Process, receiver: Process, event: v.Event, tries: int) -> None:
+        source, target = sender.host, receiver.host
+        slow = sender.slow + receiver.slow
+        cut = self.paths.is_cut(source, target)
+        if cut or self.paths.loses(source, target, self.now):
+            wait = self.network.retransmit * 2**tries
+            if wait and tries < 4:
+                self.at(self.now + wait, sender, self._carry, sender, receiver, event, tries + 1)
+            return
+        for _ in range(self.paths.copies()):
+            delay = self.paths.latency(source, target) + slow
+            self.at(self.now + delay, receiver, self._deliver, sender, receiver, event)
+
+    def _deliver(self, sender: Process, receiver: Process, event: v.Event) -> None:
+        receiver.received += 1
+        if self.quiet:
+            receiver.bytes += self._size(event)
+        self.trace("message", f"{sender.member.id}>{receiver.member.id}", type(event).__name__)
+        before = receiver.core.view
+        receiver.hear(event)
+        if receiver.core.view is not before:
+            receiver.hops = sender.hops + 1
+
+    def _size(self, event: v.Event) -> int:
+        known = self._sizes.get(id(event))
+        if known is None or known[0] is not event:
+            body = msgspec.msgpack.encode(event)
+            known = self._sizes[id(event)] = (event, len(body))
+            if len(self._sizes) > 100_000:
+                self._sizes.pop(next(iter(self._sizes)))
+        return known[1]
+
+    def beat(self, sender: Process, member_id: str, epoch: int) -> None:
+        """A heartbeat. One that is lost is not sent again."""
+        receiver = self._by_id[member_id]
+        source, target = sender.host, receiver.host
+        if (
+            not receiver.loud
+            or not receiver.alive
+            or self.paths.is_cut(source, target)
+            or self.paths.loses(source, target, self.now)
+        ):
+            return
+        delay = self.paths.latency(source, target) + sender.slow + receiver.slow
+        self.at(self.now + delay, receiver, receiver.hear_beat, sender, epoch)
+
+    # The register ---------------------------------------------------------------------------------------------
+
+    def propose(self, process: Process, number: int, expected: int, view: View) -> None:
+        delay = self.paths.register_latency() + process.slow
+        self.after(delay, self._at_register, process, number, expected, view)
+
+    def _at_register(self, process: Process, number: int, expected: int, view: View) -> None:
+        if self.paths.reaches_register(process.host):
+            answer = self.register.compare_and_set(expected, view)
+        else:
+            answer = v.CasFailed("the register cannot be reached")
+        process.hops = 0
+        self.trace("register", process.member.id, f"{type(answer).__name__} epoch={view.epoch}")
+        back = self.paths.register_latency() + process.slow
+        self.at(self.now + back, process, process.answered, number, answer)
+
+    def read_register(self, process: Process) -> None:
+        if self.register.away or not self.paths.reaches_register(process.host):
+            return
+        self.after(self.paths.register_latency() + process.slow, self._read, process)
+
+    def _read(self, process: Process) -> None:
+        if not self.register.away and process.alive:
+            back = self.paths.register_latency() + process.slow
+            self.at(self.now + back, process, process.feed, v.ViewRead(self.register.view))
+
+
+def _epoch(view: View | None) -> int:
+    return 0 if view is None else view.epoch

@@ -1,0 +1,13 @@
+"""Known bugs of failure handling, ours and others', to be put back into the running code.
+
+A checker that finds none of them proves nothing. `tour.reproduce` looks for the first seed that shows a bug.
+"""
+
+from __future__ import annotations
+
+from holdfast.harness.simulate.known_bugs import commit_bugs, evidence_bugs, membership_bugs
+from holdfast.harness.simulate.known_bugs.known_bug import KnownBug
+
+KNOWN_BUGS: tuple[KnownBug, ...] = (*membership_bugs.KNOWN_BUGS, *evidence_bugs.KNOWN_BUGS, *commit_bugs.KNOWN_BUGS)
+
+__all__ = ["KNOWN_BUGS", "KnownBug"]

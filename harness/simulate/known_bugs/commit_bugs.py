@@ -1,0 +1,121 @@
+"""Bugs in committing steps and in handing over the state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from holdfast.ft.commit.commit_state import CommitState
+from holdfast.ft.commit.decision import HOLDER, NEWCOMER, Verdict, Vote
+from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.harness.simulate.core import worker
+from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
+
+Judge = Callable[[Sequence[Vote], int], Verdict]
+
+
+def _prepared_by_any(judge: Judge) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
+        some = any(vote.prepared for vote in votes if vote.standing != NEWCOMER)
+        return judge([dataclasses.replace(vote, prepared=vote.prepared or some) for vote in votes], rank)
+
+    return broken
+
+
+def _never_recovered(judge: Judge) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
+        newest = max(vote.done for vote in votes)
+        return judge([dataclasses.replace(v, prepared=v.prepared and v.done < newest) for v in votes], rank)
+
+    return broken
+
+
+def _straggler_left(judge: Judge) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
+        verdict = judge(votes, rank)
+        behind = votes[rank].done < max(vote.done for vote in votes)
+        return dataclasses.replace(verdict, committed=verdict.committed and not behind)
+
+    return broken
+
+
+def _claims_to_hold(vote: Callable[[CommitState], Vote]) -> object:
+    return lambda self: dataclasses.replace(vote(self), standing=HOLDER)
+
+
+def _a_step_behind(take_over: Callable[[CommitState, int], None]) -> object:
+    return lambda self, done: take_over(self, max(0, done - 1))
+
+
+def _unfenced(held: Any) -> object:
+    @contextlib.contextmanager
+    def broken(self: EpochGuard, epoch: int) -> Iterator[None]:
+        yield
+
+    return broken
+
+
+def _drops_open_step(finishes: Callable[[CommitState], bool]) -> object:
+    return lambda self: False
+
+
+KNOWN_BUGS: tuple[KnownBug, ...] = (
+    known_bug(
+        "commit by a minority",
+        "a step is committed if any survivor had prepared it, though others had not",
+        "two-phase commit classic",
+        worker,
+        "judge",
+        _prepared_by_any,
+    ),
+    known_bug(
+        "commit lost",
+        "a step that all survivors had prepared is done again, though one that died may have committed it",
+        "two-phase commit classic",
+        worker,
+        "judge",
+        _never_recovered,
+    ),
+    known_bug(
+        "straggler left behind",
+        "a survivor that missed the commit of a step does the step again, the others the next",
+        "torchft: should_commit by those who arrive",
+        worker,
+        "judge",
+        _straggler_left,
+    ),
+    known_bug(
+        "newcomer claims the state",
+        "a newcomer votes as if it held the state of the job",
+        "torchft: healthy replicas chosen by step alone",
+        CommitState,
+        "vote",
+        _claims_to_hold,
+    ),
+    known_bug(
+        "newcomer a step behind",
+        "the state is handed over with the number of the step before",
+        "checkpoint off by one",
+        CommitState,
+        "take_over",
+        _a_step_behind,
+    ),
+    known_bug(
+        "commit in a revoked epoch",
+        "a commit does not look whether its epoch still holds",
+        "missing fence",
+        EpochGuard,
+        "held",
+        _unfenced,
+    ),
+    known_bug(
+        "last step dropped",
+        "a rank that had prepared the last step when the job was finished does not commit it",
+        "ours, first draft",
+        CommitState,
+        "finishes",
+        _drops_open_step,
+    ),
+)

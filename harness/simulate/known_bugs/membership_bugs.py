@@ -1,0 +1,333 @@
+"""Bugs in agreeing on who is in the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership import state_machine as membership
+from holdfast.ft.membership.next_view import Composition
+from holdfast.ft.membership.state_machine import Membership, Step
+from holdfast.ft.membership.view import View
+from holdfast.ft.membership.view_dissemination import proclaimed
+from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
+
+Adopt = Callable[..., Step]
+FAR = 1e9
+
+
+def _adopts_older(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        if view is not None and self.view is not None and view.epoch < self.view.epoch:
+            return adopt(replace(self, view=None), view, teller)
+        return adopt(self, view, teller)
+
+    return _adopt
+
+
+def _on_answer(change: Callable[[Membership, v.Event], v.Event]) -> Callable[[Any], object]:
+    """Let the core hear another answer of the register than was given."""
+
+    def make(absorb: Callable[..., Step]) -> object:
+        def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+            return absorb(self, change(self, event), now)
+
+        return _absorb
+
+    return make
+
+
+def _unknown_is_won(core: Membership, event: v.Event) -> v.Event:
+    if isinstance(event, v.CasFailed) and core.in_flight is not None:
+        return v.CasWon(core.in_flight)
+    return event
+
+
+def _never_retries(absorb: Callable[..., Step]) -> object:
+    def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+        state, effects = absorb(self, event, now)
+        return (replace(state, retry_at=FAR), effects) if isinstance(event, v.CasFailed) else (state, effects)
+
+    return _absorb
+
+
+def _race_is_final(absorb: Callable[..., Step]) -> object:
+    def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+        state, effects = absorb(self, event, now)
+        return (replace(state, in_flight=self.in_flight), effects) if isinstance(event, v.CasLost) else (state, effects)
+
+    return _absorb
+
+
+def _installs_first(decide: Callable[..., Step]) -> object:
+    def _decide(self: Membership, now: float) -> Step:
+        state, effects = decide(self, now)
+        for effect in effects:
+            if isinstance(effect, v.Propose) and self.rank() is not None and effect.view.phase == "running":
+                state, more = state._adopt(effect.view)
+                return state, (*more, *proclaimed(effect.view, state.me, state.spares, state.shape), *effects)
+        return state, effects
+
+    return _decide
+
+
+def _keeps_spares(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        return replace(state, spares=self.spares), effects
+
+    return _adopt
+
+
+def _deaf_to_eviction(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        return (self, ()) if state.ended == "evicted" else (state, effects)
+
+    return _adopt
+
+
+def _returns(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        if state.ended != "evicted" or view is None or view.phase != "running":
+            return state, effects
+        kept = tuple(effect for effect in effects if not isinstance(effect, v.Evicted))
+        return replace(state, ended=""), (*kept, v.AnnounceSelf(view, view.members))
+
+    return _adopt
+
+
+def _no_revoke(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        return state, tuple(effect for effect in effects if not isinstance(effect, v.Revoke))
+
+    return _adopt
+
+
+def _install_before_revoke(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        return state, tuple(sorted(effects, key=lambda effect: isinstance(effect, v.Revoke)))
+
+    return _adopt
+
+
+def _same_size_same_group(adopt: Adopt) -> object:
+    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
+        state, effects = adopt(self, view, teller)
+        old = self.view
+        if old is None or view is None or state.view is not view or self.rank() is None or state.ended:
+            return state, effects
+        if len(old.members) != len(view.members) or view.phase != "running":
+            return state, effects
+        return state, tuple(effect for effect in effects if not isinstance(effect, v.Revoke | v.Install))
+
+    return _adopt
+
+
+def _one_at_a_time(bury: Callable[..., Membership]) -> object:
+    return lambda self, deaths: self if self.evidence.dead else bury(self, deaths[:1])
+
+
+def _only_rank_zero(turn: Callable[..., float]) -> object:
+    return lambda self, view: 0.0 if view.ranks[self.me.id] == 0 else FAR
+
+
+def _waits_for_ever(need: Callable[..., Any]) -> object:
+    def _need(self: Membership, view: View) -> Any:
+        found = need(self, view)
+        return None if found is not None and found.why[0] == "short" else found
+
+    return _need
+
+
+def _revoked_for_ever(revoking: Callable[..., Step]) -> object:
+    def _revoking(self: Membership, before: Membership) -> Step:
+        state, effects = revoking(self, before)
+        return replace(state, revoked=0), effects
+
+    return _revoking
+
+
+def _reordered(change: Callable[[View, Composition], tuple[Any, ...]]) -> Callable[[Any], object]:
+    def make(successors: Callable[..., Composition]) -> object:
+        def broken(view: View, gone: Any, spares: Any) -> Composition:
+            composed = successors(view, gone, spares)
+            return Composition(change(view, composed), composed.reason)
+
+        return broken
+
+    return make
+
+
+def _newcomers_first(view: View, composed: Composition) -> tuple[Any, ...]:
+    return tuple(sorted(composed.members, key=lambda member: member.id in view.ranks))
+
+
+def _newcomers_last(view: View, composed: Composition) -> tuple[Any, ...]:
+    return tuple(sorted(composed.members, key=lambda member: member.id not in view.ranks))
+
+
+def _by_address(view: View, composed: Composition) -> tuple[Any, ...]:
+    return tuple(sorted(composed.members, key=lambda member: member.address[::-1]))
+
+
+KNOWN_BUGS: tuple[KnownBug, ...] = (
+    known_bug(
+        "stale announcement",
+        "a view is taken over because it is announced, though it is older than the one in use",
+        "view-change classic",
+        Membership,
+        "_adopt",
+        _adopts_older,
+    ),
+    known_bug(
+        "lost answer taken for success",
+        "the register's answer is lost, and the proposal is taken for agreed on",
+        "compare-and-set over a network",
+        Membership,
+        "_absorb",
+        _on_answer(_unknown_is_won),
+    ),
+    known_bug(
+        "lost answer taken for failure",
+        "the register's answer is lost, the proposer gives up and never asks again",
+        "compare-and-set over a network",
+        Membership,
+        "_absorb",
+        _never_retries,
+    ),
+    known_bug(
+        "lost race is final",
+        "whoever loses a race for an epoch believes that it is still proposing, and proposes no other",
+        "ours, first draft",
+        Membership,
+        "_absorb",
+        _race_is_final,
+    ),
+    known_bug(
+        "install before agreement",
+        "the proposer installs and announces its view before the register has taken it",
+        "view-change classic",
+        Membership,
+        "_decide",
+        _installs_first,
+    ),
+    known_bug(
+        "spare promoted twice",
+        "a spare that was taken stays in the list of spares, and takes a second rank",
+        "hot-spare managers",
+        Membership,
+        "_adopt",
+        _keeps_spares,
+    ),
+    known_bug(
+        "deaf to its eviction",
+        "a process ignores views that it is not in, and goes on in the old epoch",
+        "ULFM applications; torchft without a fenced quorum",
+        Membership,
+        "_adopt",
+        _deaf_to_eviction,
+    ),
+    known_bug(
+        "evicted rank returns",
+        "an evicted process announces itself as a spare, with the state that it had",
+        "SWIM without incarnation numbers",
+        Membership,
+        "_adopt",
+        _returns,
+    ),
+    known_bug(
+        "stranded after a shrink",
+        "the old communicator is not aborted when a new view is installed: ops in it never end",
+        "NCCL shrink: survivors hang in the old communicator",
+        Membership,
+        "_adopt",
+        _no_revoke,
+    ),
+    known_bug(
+        "rebuild in the wrong order",
+        "the new epoch is installed before the old one is aborted, and the abort misses its target",
+        "NCCL rebuild ordering",
+        Membership,
+        "_adopt",
+        _install_before_revoke,
+    ),
+    known_bug(
+        "group reused for a new quorum",
+        "a view of as many members as before is taken for the same one, and the communicator kept",
+        "torchft: quorum id not changed",
+        Membership,
+        "_adopt",
+        _same_size_same_group,
+    ),
+    known_bug(
+        "one death at a time",
+        "a death is not noted while another is being dealt with",
+        "single-failure assumption",
+        Membership,
+        "_bury",
+        _one_at_a_time,
+    ),
+    known_bug(
+        "proposer death",
+        "only the first rank may propose, dead or alive",
+        "view-change classic: no new leader",
+        Membership,
+        "_turn",
+        _only_rank_zero,
+    ),
+    known_bug(
+        "below the minimum for ever",
+        "with too few members the job waits without a deadline",
+        "torchft: min_replica_size never reached",
+        Membership,
+        "_need_while_running",
+        _waits_for_ever,
+    ),
+    known_bug(
+        "minimum ignored",
+        "the job goes on with fewer members than it can run with",
+        "elastic launchers",
+        membership,
+        "next_size",
+        lambda _: lambda view, lost, waiting: len(view.members),
+    ),
+    known_bug(
+        "revoked for nothing",
+        "an epoch is revoked for a member that is heard again, and never followed by another",
+        "ours, found by this simulator",
+        Membership,
+        "_revoking",
+        _revoked_for_ever,
+    ),
+    known_bug(
+        "joiners first",
+        "newcomers get the first ranks, everybody else another one",
+        "NCCL grow: ranks out of order",
+        membership,
+        "successors",
+        _reordered(_newcomers_first),
+    ),
+    known_bug(
+        "replacement comes last",
+        "a spare does not take the dead rank's place: all after that move up",
+        "ULFM shrink and spawn",
+        membership,
+        "successors",
+        _reordered(_newcomers_last),
+    ),
+    known_bug(
+        "ranks by address",
+        "ranks are dealt out anew at each rebuild, by address",
+        "elastic launchers",
+        membership,
+        "successors",
+        _reordered(_by_address),
+    ),
+)

@@ -1,0 +1,83 @@
+"""Looks for every bug of the museum, on all cores: one process each, which takes the next bug when it is done."""
+
+from __future__ import annotations
+
+import os
+import select
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
+from holdfast.harness.simulate.known_bugs.reproduce import Sighting, reproduce
+
+
+def run_all(
+    seeds: int,
+    first: int = 0,
+    *,
+    chosen: Sequence[int] = range(len(KNOWN_BUGS)),
+    done: Callable[[Sighting], None] = lambda sighting: None,
+) -> list[Sighting]:
+    """What became of the search for each bug, in the museum's order. `done` is told of each as it ends.
+
+    `chosen` are places in the museum. Raises `StartFailed` if a process ends before it has answered.
+    """
+    found: dict[int, Sighting] = {}
+    todo, busy = list(reversed(chosen)), dict[Process, int]()
+    with tempfile.TemporaryDirectory(prefix="holdfast-museum-") as folder:
+        processes: list[Process] = []
+        try:
+            for number in range(min(len(os.sched_getaffinity(0)), len(todo))):
+                name = f"museum {number}"
+                processes.append(zygote().spawn(_Search(seeds, first), name=name, output=Path(folder) / name))
+            for process in processes:
+                busy[process] = todo.pop()
+                process.channel.send(busy[process])
+            while busy:
+                for process in _ready(busy):
+                    sighting = _answer(process)
+                    found[busy.pop(process)] = sighting
+                    done(sighting)
+                    if todo:
+                        busy[process] = todo.pop()
+                        process.channel.send(busy[process])
+        finally:
+            for process in processes:
+                process.close()
+    return [found[place] for place in chosen]
+
+
+class _Search:
+    """What each process does: it is sent places in the museum, and answers with what became of each."""
+
+    def __init__(self, seeds: int, first: int) -> None:
+        self._seeds, self._first = seeds, first
+
+    def __call__(self, channel: Channel) -> None:
+        while True:
+            try:
+                place = channel.recv()
+            except ChannelClosed:
+                return
+            channel.send(reproduce(KNOWN_BUGS[place], self._seeds, first=self._first))
+
+
+def _ready(busy: dict[Process, int]) -> list[Process]:
+    """The processes that have answered, or ended; waits for one."""
+    poller = select.poll()
+    by_descriptor = {process.channel.fileno(): process for process in busy}
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poller.poll()]
+
+
+def _answer(process: Process) -> Sighting:
+    try:
+        sighting: Sighting = process.channel.recv(30.0)
+    except ChannelClosed:
+        raise StartFailed(f"{process.name}: {process.epitaph()}") from None
+    return sighting

@@ -1,0 +1,1 @@
+"""Runs of the simulator: one seed, many seeds, and the smallest schedule that fails."""

@@ -1,0 +1,158 @@
+"""Schedules at random: which options are on, and which faults strike, all from the seed (swarm testing).
+
+Each seed leaves most options out, so that those that are on meet each other often (Groce et al., "Swarm Testing", ISSTA
+2012). Not more than half of the hosts are broken: with fewer left nobody can tell a loss from a cut.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from holdfast.ft.faultpoints import POINTS
+from holdfast.harness.simulate.core.schedule import (
+    AtPoint,
+    Clog,
+    Crash,
+    CrashHost,
+    CrashRack,
+    Cut,
+    Drift,
+    Fault,
+    Isolate,
+    Layout,
+    Network,
+    Pause,
+    RegisterAway,
+    Restart,
+    Schedule,
+    Slow,
+)
+
+LAST = 2.5
+"""Faults begin within so many seconds, or while the job runs."""
+FLAPPING = 0.2
+"""How many of the seeds with three hosts or more have links that flap, and no other faults."""
+POINTS_REACHED = tuple(point for point in POINTS if point != "sync.before_chunk")
+
+
+def draw(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed * 2 + 1)
+    layout, network = _layout(rng), _network(rng)
+    if layout.hosts >= 3 and rng.random() < FLAPPING:
+        faults = _flapping(rng, layout.hosts)
+        layout = replace(layout, form=False, compute=0.06, steps=int(faults[-1].at / 0.06) + 20)
+        return Schedule(seed=seed, layout=layout, network=network, faults=tuple(faults))
+    return Schedule(seed=seed, layout=layout, network=network, faults=tuple(_faults(rng, layout)))
+
+
+def _layout(rng: random.Random) -> Layout:
+    hosts = rng.choice((1, 2, 3, 3, 4, 4, 5))
+    ranks = hosts * rng.choice((1, 2, 2)) if hosts > 1 else rng.randint(2, 5)
+    return Layout(
+        ranks=ranks,
+        hosts=hosts,
+        racks=hosts,
+        spares=rng.choice((0, 0, 1, 2)),
+        min_size=1 if rng.random() < 0.7 else max(1, ranks - 2),
+        steps=rng.choice((10, 20, 40)),
+        compute=rng.choice((0.02, 0.06)),
+        form=rng.random() < 0.15,
+        join=3.0,
+        mesh=1 if rng.random() < 0.3 else 64,
+    )
+
+
+def _network(rng: random.Random) -> Network:
+    def sometimes(value: float) -> float:
+        return value if rng.random() < 0.35 else 0.0
+
+    return Network(
+        latency=rng.choice((0.0001, 0.0005, 0.003)),
+        spread=rng.choice((0.2, 0.5, 1.0)),
+        loss=sometimes(0.02),
+        shared=0.2,
+        burst=rng.choice((0.01, 0.03)),
+        duplicate=sometimes(0.1),
+        reorder=sometimes(0.15),
+        reorder_delay=rng.choice((0.05, 0.5)),
+        register=rng.choice((0.0005, 0.002, 0.02)),
+    )
+
+
+def _faults(rng: random.Random, layout: Layout) -> list[Fault]:
+    makers: list[Callable[[float], Fault]] = [
+        lambda at: Crash(at=at, process=rng.randrange(layout.ranks + layout.spares)),
+        lambda at: Pause(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
+        lambda at: AtPoint(
+            at=at, point=rng.choice(POINTS_REACHED), nth=rng.randint(1, 12), seconds=rng.choice((0, 0, 0.9))
+        ),
+        lambda at: Restart(at=at, host=rng.randrange(layout.hosts)),
+        lambda at: RegisterAway(at=at, seconds=rng.choice((0.01, 0.2, 1.0)), writes=rng.random() < 0.5),
+        lambda at: Slow(at=at, process=rng.randrange(layout.ranks), delay=rng.choice((0.01, 0.1)), seconds=1.0),
+        lambda at: Drift(at=at, process=rng.randrange(layout.ranks), share=rng.choice((-0.05, 0.05))),
+    ]
+    if layout.hosts > 1:
+        makers += [
+            lambda at: CrashHost(at=at, host=rng.randrange(layout.hosts)),
+            lambda at: CrashRack(at=at, rack=rng.randrange(layout.racks)),
+            lambda at: Isolate(
+                at=at,
+                hosts=(rng.randrange(layout.hosts),),
+                seconds=rng.choice((0.3, 1.0, 2.0)),
+                register=rng.random() < 0.5,
+            ),
+            lambda at: Cut(at=at, **_pair(rng, layout), seconds=rng.choice((0.3, 0.6, 0.8, 1.2))),
+            lambda at: Clog(
+                at=at, **_pair(rng, layout), delay=rng.choice((0.05, 0.3, 0.7)), seconds=rng.choice((0.2, 0.6))
+            ),
+        ]
+    kinds = rng.sample(makers, rng.randint(1, min(4, len(makers))))
+    budget = max(1, (layout.hosts - 1) // 2)
+    broken: set[int] = set()
+    faults: list[Fault] = []
+    for _ in range(rng.randint(1, 8)):
+        at = round(rng.random() * min(LAST, 1.1 * layout.steps * layout.compute), 3)
+        fault = rng.choice(kinds)(at)
+        risk = _at_risk(fault, layout, len(faults))
+        if layout.hosts > 1 and len(broken | risk) > budget:
+            continue
+        broken |= risk
+        faults.append(fault)
+        if rng.random() < 0.4 and isinstance(fault, Crash | AtPoint | Pause) and layout.hosts == 1:
+            faults.append(rng.choice(kinds)(round(at + rng.choice((0.0, 0.0005, 0.003)), 4)))
+    return faults
+
+
+def _flapping(rng: random.Random, hosts: int) -> list[Fault]:
+    """One host falls silent for others in turn, never for most at a time, and is always heard again."""
+    victim, *others = rng.sample(range(hosts), hosts)
+    gap, seconds = rng.choice((1.0, 1.7, 2.3)), rng.choice((0.6, 0.75, 0.9))
+    return [
+        Cut(at=round(0.3 + gap * turn, 3), source=victim, target=others[turn % len(others)], seconds=seconds)
+        for turn in range(rng.randint(2, 6))
+    ]
+
+
+def _pair(rng: random.Random, layout: Layout) -> dict[str, int]:
+    source, target = rng.sample(range(layout.hosts), 2)
+    return {"source": source, "target": target}
+
+
+def _at_risk(fault: Fault, layout: Layout, number: int) -> set[int]:
+    """The hosts that may fall silent by the fault. One at a point may strike anywhere: it counts as a host of its
+    own.
+    """
+    match fault:
+        case Crash(process=process) | Pause(process=process):
+            return {layout.host_of(process)}
+        case CrashHost(host=host) | CrashRack(rack=host):
+            return {host}
+        case Isolate(hosts=hosts):
+            return set(hosts)
+        case AtPoint():
+            return {-1 - number}
+    return set()

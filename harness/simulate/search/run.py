@@ -1,0 +1,113 @@
+"""One simulation from its schedule to its verdict: what happened, which invariants were broken, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violation
+from holdfast.harness.invariants.deadlines import Deadlines
+from holdfast.harness.invariants.progress import Progress
+from holdfast.harness.simulate.core.schedule import Schedule
+from holdfast.harness.simulate.core.trace import TraceWriter
+from holdfast.harness.simulate.core.world import World
+
+ENDS = ("finished", "error", "died", "broken")
+LIMIT_EVENTS = 2_000_000
+MOST_PENDING = 1000
+"""For each rank, pending events from which on messages multiply without end: what happens next shows nothing more."""
+BY_THE_CLOCK = (Deadlines, Progress)
+"""Checkers that are not asked: faults last as long as a schedule says, and `Completion` bounds all that comes after.
+"""
+
+
+class SimulationResult(msgspec.Struct, frozen=True):
+    """`trace` is the hash of everything that happened. `violation` is the first; None if every invariant held.
+
+    `seconds` of virtual time passed, in which `epochs` began and `steps` were committed.
+    """
+
+    seed: int
+    trace: str
+    events: int
+    messages: int
+    seconds: float
+    epochs: int
+    steps: int
+    faults: int
+    violation: Violation | None
+    invariants: int
+
+
+class Judges:
+    """The checkers, asked after every event. Stops at the first violation, and knows when all processes have ended."""
+
+    def __init__(self, bounds: Bounds, also: Callable[[Event], None] | None = None) -> None:
+        self.checkers: list[Checker] = [checker(bounds) for checker in CHECKERS if checker not in BY_THE_CLOCK]
+        self._also = also
+        self._open: set[str] = set()
+        self.steps = 0
+        self.violation: Violation | None = None
+
+    def observe(self, event: Event) -> None:
+        if self._also is not None:
+            self._also(event)
+        if event.kind in ("installed", "spare"):
+            self._open.add(event.process)
+        elif event.kind in ENDS:
+            self._open.discard(event.process)
+        elif event.kind == "committed":
+            self.steps = max(self.steps, event.integer("step") + 1)
+        if self.violation is None:
+            for checker in self.checkers:
+                checker.observe(event)
+                if checker.violations:
+                    self.violation = checker.violations[0]
+                    return
+
+    def all_ended(self) -> bool:
+        """Whether nobody is left in the job."""
+        return not self._open
+
+    def finish(self) -> None:
+        for checker in self.checkers:
+            if self.violation is None:
+                checker.finish()
+                if checker.violations:
+                    self.violation = checker.violations[0]
+
+
+def simulate(
+    schedule: Schedule, trace: TraceWriter | None = None, also: Callable[[Event], None] | None = None
+) -> SimulationResult:
+    """Run a schedule: first the faults, then `schedule.bound` seconds in which nothing is broken any more and the job
+    has to end. Stops at the first violation. `trace` gets every line, `also` every event that a process would log.
+    """
+    horizon = schedule.ends() + schedule.bound + schedule.layout.steps * schedule.layout.compute * 2
+    judges = Judges(Bounds(), also)
+    world = World(schedule, judges.observe, trace)
+    struck = schedule.ends()
+    most_pending = MOST_PENDING * (schedule.layout.ranks + schedule.layout.spares)
+
+    def over() -> bool:
+        if judges.violation is not None or world.events > LIMIT_EVENTS or world.pending > most_pending:
+            return True
+        return world.now > struck and world.register.view is not None and judges.all_ended()
+
+    world.run(horizon, over)
+    if judges.violation is None and not judges.all_ended():
+        world.say("harness", 0, "horizon", {"seconds": world.now - struck})
+    judges.finish()
+    return SimulationResult(
+        seed=schedule.seed,
+        trace=world.trace_hash(),
+        events=world.events,
+        messages=world.messages,
+        seconds=world.now,
+        epochs=world.register.epoch,
+        steps=judges.steps,
+        faults=len(schedule.faults),
+        violation=judges.violation,
+        invariants=len(judges.checkers),
+    )

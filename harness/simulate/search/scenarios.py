@@ -1,0 +1,75 @@
+"""Named scenarios for jobs of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from holdfast.harness.simulate.core.schedule import (
+    Crash,
+    CrashHost,
+    CrashRack,
+    CrashShare,
+    Fault,
+    Isolate,
+    Layout,
+    Network,
+    RegisterAway,
+    Schedule,
+)
+
+AT = 1.0
+"""When the faults of scenarios strike, in seconds."""
+HOSTS_A_RACK = 40
+
+Make = Callable[[Layout], tuple[Fault, ...]]
+
+SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
+    {
+        "quiet": ("nothing happens", lambda layout: ()),
+        "crash": (
+            "one process ends; others of its host see it",
+            lambda layout: (Crash(at=AT, process=layout.ranks // 2),),
+        ),
+        "host-loss": (
+            "all processes of one host end at once: only silence tells of it",
+            lambda layout: (CrashHost(at=AT, host=layout.hosts // 2),),
+        ),
+        "rack-loss": (
+            "all processes of one rack end at once",
+            lambda layout: (CrashRack(at=AT, rack=layout.racks // 2),),
+        ),
+        "tenth-loss": ("a tenth of all hosts end at once", lambda layout: (CrashShare(at=AT, share=0.1),)),
+        "first-host-loss": (
+            "the host of the first ranks ends, who propose and are told of evidence",
+            lambda layout: (CrashHost(at=AT, host=0),),
+        ),
+        "host-loss-register-away": (
+            "a host ends while the register is away for two seconds",
+            lambda layout: (CrashHost(at=AT, host=layout.hosts // 2), RegisterAway(at=AT, seconds=2.0)),
+        ),
+        "cut-off": (
+            "one host is cut off from all others for three seconds",
+            lambda layout: (Isolate(at=AT, hosts=(layout.hosts // 2,), seconds=3.0),),
+        ),
+    }
+)
+"""Each with what it is in words."""
+
+
+def scenario(
+    name: str, ranks: int, hosts: int, seed: int, *, steps: int = 0, spares: int = 0, network: Network | None = None
+) -> Schedule:
+    """The schedule of a scenario. Raises ValueError for a name that there is not."""
+    if name not in SCENARIOS:
+        raise ValueError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)} and swarm")
+    layout = Layout(
+        ranks=ranks,
+        hosts=hosts,
+        racks=max(1, min(hosts, -(-hosts // HOSTS_A_RACK) if hosts > HOSTS_A_RACK else hosts // 2)),
+        spares=spares,
+        steps=steps,
+        suspect=0.4,
+        join=60.0,
+    )
+    return Schedule(seed=seed, layout=layout, network=network or Network(), faults=SCENARIOS[name][1](layout))

@@ -1,0 +1,162 @@
+"""How often a healthy node is evicted by mistake: years of heartbeats under bursts of loss, with the dull parts left
+out.
+
+Whether a heartbeat is lost is decided by bursts: each path between a node and one of its observers loses everything
+for a while, again and again. A suspicion needs a burst that swallows several heartbeats in a row, an eviction most of
+a node's observers at once. So the bursts that are long enough are drawn for the whole time; only where those of three
+paths of a node overlap are heartbeats sent one by one, through the detectors and the core that run in production.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.topology import Shape, observers
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.timeouts import Timeouts
+
+HOSTS = 128
+NODES = 1000
+AROUND = 1.0
+LOOKS = 0.025
+
+
+class Soak(msgspec.Struct, frozen=True):
+    """`hours` of node time at a share `loss` of heartbeats lost, in bursts of `burst` seconds on average; `shared` is
+    the share of loss that hits all paths of a node at once. `long_bursts` could have led to a suspicion, `windows`
+    were played through, in which `suspicions` came up. `false_evictions` is what matters.
+    """
+
+    hours: float
+    loss: float
+    burst: float
+    shared: float
+    heartbeat: float
+    suspect: float
+    long_bursts: int
+    windows: int
+    suspicions: int
+    false_evictions: int
+
+
+PATHS = 3
+"""On how many paths of a node bursts must overlap for their heartbeats to be sent: an eviction takes more than half of
+its observers, which are eight.
+"""
+
+Burst = tuple[float, float, int]
+"""Beginning, end, and the path; -1 for all paths of a node."""
+Bursts = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
+
+
+def soak(
+    hours: float = 1e6,
+    loss: float = 0.01,
+    burst: float = 0.05,
+    shared: float = 0.0,
+    timeouts: Timeouts = Timeouts(suspect=0.4),  # noqa: B008  (frozen)
+    seed: int = 0,
+) -> Soak:
+    """Play `hours` node-hours. Every node has the same number of observers, each on a path of its own."""
+    rng = np.random.default_rng(seed)
+    bench = _Bench(timeouts, seed)
+    seconds = hours * 3600 / NODES
+    shortest = timeouts.suspect - 2 * timeouts.heartbeat
+    paths = len(bench.jury)
+    counts = [0, 0, 0, 0]
+    for _ in range(NODES):
+        bursts = _merged(
+            _long_bursts(rng, seconds, loss * (1 - shared), burst, shortest, paths),
+            _long_bursts(rng, seconds, loss * shared, burst, shortest, 0),
+        )
+        counts[0] += len(bursts[0])
+        for window in _overlapping(bursts, timeouts.heartbeat):
+            suspicions, evicted = bench.play(window)
+            counts[1] += 1
+            counts[2] += suspicions
+            counts[3] += evicted
+    return Soak(hours, loss, burst, shared, timeouts.heartbeat, timeouts.suspect, *counts)
+
+
+def _long_bursts(
+    rng: np.random.Generator, seconds: float, loss: float, burst: float, shortest: float, paths: int
+) -> Bursts:
+    """The bursts of at least `shortest` seconds on each of so many paths; 0 paths: on all of them at once."""
+    count = int(rng.poisson(loss / burst * math.exp(-shortest / burst) * max(1, paths) * seconds)) if loss else 0
+    begins = rng.uniform(0.0, seconds, count)
+    which = rng.integers(0, paths, count) if paths else np.full(count, -1)
+    return begins, begins + shortest + rng.exponential(burst, count), which
+
+
+def _merged(first: Bursts, second: Bursts) -> Bursts:
+    """Both, in the order in which they begin."""
+    begins, ends, paths = (np.concatenate(pair) for pair in zip(first, second, strict=True))
+    order = np.argsort(begins)
+    return begins[order], ends[order], paths[order]
+
+
+def _overlapping(bursts: Bursts, slack: float) -> Iterator[list[Burst]]:
+    """Groups of bursts in which at least `PATHS` paths, or all, are silent at about one time."""
+    begins, ends, paths = bursts
+    if not len(begins):
+        return
+    apart = np.flatnonzero(begins[1:] > np.maximum.accumulate(ends)[:-1] + slack) + 1
+    firsts, lasts = np.concatenate(([0], apart)), np.concatenate((apart, [len(begins)]))
+    common = np.add.reduceat(paths < 0, firsts) > 0
+    for index in np.flatnonzero((lasts - firsts >= PATHS) | common):
+        first, last = firsts[index], lasts[index]
+        group = list(
+            zip(begins[first:last].tolist(), ends[first:last].tolist(), paths[first:last].tolist(), strict=True)
+        )
+        if len({path for *_, path in group}) >= PATHS or common[index]:
+            yield group
+
+
+class _Bench:
+    """One node of a large job, its observers with their detectors, and a head that hears what they say."""
+
+    def __init__(self, timeouts: Timeouts, seed: int) -> None:
+        members = tuple(Member(f"p{n}", f"h{n}:1", Peer(f"h{n}", n + 1, 1)) for n in range(HOSTS))
+        self._view = View(1, "running", members, Job("job", HOSTS, 1, HOSTS, ("gloo",), "gloo"), "soak")
+        self._node, self._timeouts = members[HOSTS // 2], timeouts
+        self.jury = observers(self._view, self._node, Shape())
+        self._rng = random.Random(seed)
+
+    def play(self, bursts: list[Burst]) -> tuple[int, int]:
+        """Heartbeats around these bursts: how many suspicions there were, and whether the node was taken for lost."""
+        rng, beat = self._rng, self._timeouts.heartbeat
+        begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
+        head = Membership(self._view.members[0], self._view.job, self._timeouts)
+        head = head.on(v.ViewRead(self._view), begin)[0].on(v.Started(), begin)[0]
+        watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.jury]
+        happenings: list[tuple[float, int, int]] = []
+        at = begin + rng.random() * beat
+        while at < end:
+            arriving = at + 0.0002 * rng.lognormvariate(0.0, 0.5)
+            lost = {path for since, until, path in bursts if since <= at < until}
+            happenings += [(arriving, 0, path) for path in range(len(self.jury)) if not lost & {path, -1}]
+            at += beat
+        for path in range(len(self.jury)):
+            phase = rng.random() * LOOKS
+            happenings += [(begin + phase + n * LOOKS, 1, path) for n in range(int((end - begin) / LOOKS))]
+        suspicions = 0
+        for watch in watches:
+            watch.follow([self._node], begin)
+        for now, looks, path in sorted(happenings):
+            watch = watches[path]
+            for verdict in watch.look(now) if looks else watch.hear(self._node.id, now):
+                suspicions += isinstance(verdict, v.Suspicion)
+                head, _ = head.on(verdict, now)
+                if self._node.id in head.evidence.lost:
+                    return suspicions, 1
+        return suspicions, 0

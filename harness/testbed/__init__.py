@@ -1,0 +1,1 @@
+"""Things to break: network namespaces, etcd, a small disk."""

