@@ -42,7 +42,7 @@ unit: $(STAMP) peers  ## the tests, in one process more than there are cores (JO
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
-	$(BIN)/python tests/torch_suite.py compare
+	$(BIN)/python tests/support/torch_suite.py compare
 
 demo: $(STAMP)  ## the reference workload: train, break it three times, see it recover, write report/report.html
 	$(BIN)/holdfast demo

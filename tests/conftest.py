@@ -14,14 +14,14 @@ from typing import Any
 os.environ.setdefault("HOLDFAST_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import dispositions
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
-from leaks import Snapshot, settle
 
 from holdfast.harness import LocalCluster
 from holdfast.harness.processes import zygote_client as processes
+from support import dispositions
+from support.leaks import Snapshot, settle
 
 dispositions.restore()
 pytest.register_assert_rewrite("holdfast.harness.conformance")

@@ -16,7 +16,7 @@ has found a message of its tag scans all entries a second time, and takes the ol
   payload is overwritten while it is read.
 
 These are all orderings that the argument needs; `_native.Words` has them on every processor (x86 needs no instruction
-for them, aarch64 does). tests/test_channels.py runs this code through every order of loads that they allow.
+for them, aarch64 does). tests/comms/ops/test_channels.py runs this code through every order of loads that they allow.
 """
 
 from __future__ import annotations

@@ -1,0 +1,405 @@
+"""`nccl` and `rccl`: the real thing where there is a GPU (`-m gpu`), two ranks on one GPU included.
+
+Where there is none: what they say, how they carry reductions, and what they ask of torch's group, with torch's gloo
+group in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import comms
+from holdfast.backends.nccl import rccl
+from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl.device_reduction import carried, combine
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    HoldfastError,
+    OpTimeout,
+    PeerFailed,
+    ReduceOp,
+    Unsupported,
+    arithmetic,
+)
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.plugins.spec import Unavailable
+from holdfast.comms.transport.base import Context
+from holdfast.harness import LocalCluster
+from holdfast.harness.cluster.in_threads import in_threads
+from support.like_nccl import OnTheHost
+
+Tensor = torch.Tensor
+NAMES: tuple[Any, ...] = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
+OPS_BY_NAME = {each.name: each for each in (*map(ReduceOp, NAMES), ReduceOp.premul_sum(0.5))}
+
+# Without a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_both_say_what_is_missing_and_what_to_install() -> None:
+    for module, maker in ((nccl, "NVIDIA"), (rccl, "AMD")):
+        status = module.probe()
+        assert isinstance(status, Unavailable) and maker in status.install_hint
+    with pytest.raises(BackendUnavailable, match="NVIDIA GPU"):
+        comms.connect("nccl", rank=0, size=1, rendezvous=dist.HashStore(), device="cuda")
+    assert {"nccl", "rccl"} <= comms.backends().keys()
+
+
+def test_a_rocm_build_of_torch_has_rccl_and_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    refused = nccl.probe()
+    assert isinstance(refused, Unavailable) and "rccl" in refused.install_hint
+    asked = rccl.probe()
+    assert "ROCm" not in (asked.reason if isinstance(asked, Unavailable) else "")
+
+
+def test_tensors_of_the_host_are_not_for_them() -> None:
+    context = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(Unsupported, match="device='cuda'"):
+        nccl.connect(cast(Context, context))
+
+
+def test_the_options_are_those_of_the_installed_torch() -> None:
+    """torch ships the signatures of ProcessGroupNCCL even where it was built without it."""
+    stubs = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
+    declared = stubs[stubs.index("class ProcessGroupNCCL") : stubs.index("class ProcessGroupUCC")]
+    for name in ("class Options", "config", "blocking", "def abort", "store: Store", "rank: int", "size: int"):
+        assert name in declared
+    group = set(dir(torch._C._distributed_c10d.Backend))
+    asked = set(re.findall(r"_group\.([a-z_]+)", Path(nccl.__file__).read_text()))
+    assert [name for name in (*(asked - group), "_group_end") if f"def {name}(" not in declared] == []
+
+
+def numbers(dtype: torch.dtype, seed: int, count: int = 37) -> Tensor:
+    """Values of every kind: both signs, wrap-around, NaN and infinities."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_complex:
+        return torch.randn(count, generator=generator, dtype=dtype)
+    if dtype.is_floating_point:
+        values = torch.randn(count, generator=generator).to(dtype).float()
+        values[seed % 5 :: 9] = [float("nan"), float("inf"), -0.0, float("-inf"), 0.0][seed % 5]
+        return values.to(dtype)
+    bits = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator)
+    return bits.view(torch.uint8)[: count * dtype.itemsize].view(dtype).clone()
+
+
+def reduced_by_library(given: list[Tensor], op: ReduceOp) -> Tensor:
+    """What NCCL makes of the ranks' tensors; its comparisons drop NaNs."""
+    assert given[0].dtype in (
+        torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    )  # fmt: skip
+    total = given[0].clone()
+    for other in given[1:]:
+        match op.name:
+            case "min":
+                total = torch.fmin(total, other)
+            case "max":
+                total = torch.fmax(total, other)
+            case "product":
+                total = total * other
+            case _:
+                total = total + other
+    factor = {"avg": 1 / len(given), "premul_sum": op.factor}.get(op.name)
+    return total if factor is None else (total * factor).to(total.dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*arithmetic.REDUCIBLE, *EIGHT_BIT_FLOATS]),
+    st.sampled_from(sorted(OPS_BY_NAME)),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, name: str, ranks: int, seed: int) -> None:
+    op = OPS_BY_NAME[name]
+    inputs = [numbers(dtype, seed + rank) for rank in range(ranks)]
+    try:
+        plan = carried(dtype, op)
+    except Unsupported:
+        return
+    found = inputs[0].clone()
+    if plan is None:
+        combine(inputs, op, found)
+    else:
+        plan.finish(reduced_by_library([plan.given(each.clone()) for each in inputs], plan.native), found, ranks)
+    if dtype in EIGHT_BIT_FLOATS:
+        expected = reduced_by_library([each.float() for each in inputs], op) if op.name not in ("min", "max") else None
+        if expected is not None:
+            torch.testing.assert_close(found.float(), expected.to(dtype).float(), equal_nan=True)
+        return
+    wide = dtype if dtype.is_floating_point else arithmetic.wider(dtype, op) or dtype
+    first, *others = [arithmetic.before(each.to(wide), op) for each in inputs]
+    expected = first.clone()
+    for each in others:
+        arithmetic.combine(expected, each, op)
+    arithmetic.after(expected, op, ranks)
+    expected = expected.to(dtype)
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        assert bytes(found.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
+    else:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_averages_of_unsigned_numbers() -> None:
+    for dtype in (torch.uint16, torch.uint32):
+        plan = carried(dtype, ReduceOp.AVG)
+        assert plan is not None
+        inputs = [torch.tensor([1, 7, 40_000], dtype=dtype), torch.tensor([4, 2, 20_000], dtype=dtype)]
+        found = inputs[0].clone()
+        plan.finish(reduced_by_library([plan.given(each) for each in inputs], plan.native), found, 2)
+        assert found.tolist() == [2, 4, 30_000]
+    with pytest.raises(Unsupported, match="uint64"):
+        carried(torch.uint64, ReduceOp.AVG)
+
+
+def on_ranks(size: int, body: Callable[[OnTheHost], None]) -> None:
+    store = dist.HashStore()
+    in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_it_asks_of_torchs_group_is_each_op(size: int) -> None:
+    def body(transport: OnTheHost) -> None:
+        rank = transport.rank
+        for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint8):
+            for op in (ReduceOp.SUM, ReduceOp.BXOR, ReduceOp.AVG, ReduceOp.MAX):
+                try:
+                    arithmetic.check_reducible(dtype, op)
+                except Unsupported:
+                    continue
+                inputs = [(torch.arange(6) + r).to(dtype) for r in range(size)]
+                plan = carried(dtype, op)
+                expected = inputs[0].clone()
+                if plan is None:
+                    combine(inputs, op, expected)
+                else:
+                    plan.finish(
+                        reduced_by_library([plan.given(i.clone()) for i in inputs], plan.native), expected, size
+                    )
+                mine = inputs[rank].clone()
+                transport.all_reduce(mine, op, soon())
+                assert torch.equal(mine, expected), (dtype, op)
+                part = torch.empty(6, dtype=dtype)
+                transport.reduce_scatter(part, [inputs[rank].clone() for _ in range(size)], op, soon())
+                assert torch.equal(part, expected), (dtype, op)
+                mine = inputs[rank].clone()
+                transport.reduce(mine, size - 1, op, soon())
+                assert torch.equal(mine, expected if rank == size - 1 else inputs[rank])
+        uneven = torch.empty(rank + 1)
+        transport.reduce_scatter(uneven, [torch.full((r + 1,), 2.0) for r in range(size)], ReduceOp.SUM, soon())
+        assert torch.equal(uneven, torch.full((rank + 1,), 2.0 * size))
+
+    on_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_its_moves(size: int) -> None:
+    def body(transport: OnTheHost) -> None:
+        rank = transport.rank
+        lists = [torch.full((r,), r, dtype=torch.int16) for r in range(size)]
+        outputs = [torch.empty_like(each) for each in lists]
+        transport.all_gather(outputs, lists[rank], soon())
+        assert all(map(torch.equal, outputs, lists))
+        whole = torch.empty(size * 2, dtype=torch.float16)
+        transport.all_gather(list(whole.view(size, 2)), torch.full((2,), rank, dtype=torch.float16), soon())
+        assert whole.tolist() == [r for r in range(size) for _ in range(2)]
+        taken = torch.empty(rank, dtype=torch.int16)
+        transport.scatter(taken, lists if rank == 0 else None, 0, soon())
+        assert torch.equal(taken, lists[rank])
+        transport.gather(lists[rank], outputs if rank == size - 1 else None, size - 1, soon())
+        given = torch.tensor([rank + 0.5])
+        transport.broadcast(given, size - 1, soon())
+        assert given.item() == size - 0.5
+        if size > 1:
+            right, left = (rank + 1) % size, (rank - 1) % size
+            got = torch.empty(3)
+            transport.batch_send_recv([(torch.full((3,), float(rank)), right, 0)], [(got, left, 0)], soon())
+            assert got.tolist() == [left] * 3
+
+    on_ranks(size, body)
+
+
+def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:
+    def body(transport: OnTheHost) -> None:
+        transport.abort(PeerFailed((2,), "gone"))
+        transport.abort(OpTimeout("later", 1, 1.0))
+        assert transport._group.aborted == 1
+        with pytest.raises(PeerFailed, match="gone"):
+            transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+
+    on_ranks(1, body)
+
+
+# With a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2])
+def on_gpu(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[Callable[[Communicator], Any]], list[Any]]]:
+    """`run(body)` on 1 or 2 ranks of GPU 0. NCCL refuses two ranks on one GPU unless each says it is another host."""
+    size = int(request.param)
+    library = "rccl" if torch.version.hip else "nccl"
+    with LocalCluster(size, "gloo", timeout=120.0) as cluster:
+
+        def run(body: Callable[[Communicator], Any]) -> list[Any]:
+            def on_rank(outer: Communicator) -> Any:
+                os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"
+                place = f"file://{tmp_path}/meet"
+                with comms.connect(
+                    library, rank=outer.rank, size=size, rendezvous=place, device="cuda", timeout=30
+                ) as comm:
+                    return body(comm)
+
+            return cluster.run(on_rank)
+
+        yield run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]]) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+            tensor = torch.ones(1000, dtype=dtype, device="cuda")
+            comm.all_reduce(tensor)
+            assert torch.equal(tensor, torch.full_like(tensor, comm.size if dtype != torch.bool else 1))
+        large = torch.ones(1 << 22, device="cuda")
+        for _ in range(10):  # each needs the one before: no op may overtake a kernel
+            large.mul_(2)
+            work = comm.all_reduce(large, ReduceOp.AVG, async_op=True)
+            work.wait()
+        assert bool((large == 1024).all())
+        assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+        lists = [torch.full((r,), float(r), device="cuda") for r in range(comm.size)]
+        outputs = [torch.empty_like(each) for each in lists]
+        comm.all_gather(outputs, lists[comm.rank])
+        assert all(map(torch.equal, outputs, lists))
+        comm.barrier()
+
+    on_gpu(body)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> None:
+    def body(comm: Communicator) -> None:
+        comm._executor._agreement = None  # its words go through the host, which a graph cannot
+        tensor = torch.ones(1024, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            comm.all_reduce(tensor)
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            comm.all_reduce(tensor)
+            tensor.add_(1)
+        tensor.fill_(1)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        expected = 1.0
+        for _ in range(3):
+            expected = expected * comm.size + 1
+        assert bool((tensor == expected).all())
+
+    on_gpu(body)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_overhead_over_torchs_own_group(
+    on_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Printed, for docs/performance.md; asserted loosely."""
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        comm._executor._agreement = None
+        tensor = torch.ones(2, device="cuda")
+        group: Any = comm._transport._group  # type: ignore[attr-defined]
+
+        def a_call(run: Callable[[], object]) -> float:
+            for _ in range(100):
+                run()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(1000):
+                run()
+            took = time.perf_counter() - began
+            torch.cuda.synchronize()
+            return took / 1000
+
+        ours = a_call(lambda: comm.all_reduce(tensor))
+        limit = nccl.options(dist.AllreduceOptions, timedelta(seconds=30), asyncOp=False)
+        theirs = a_call(lambda: group.allreduce([tensor], limit).wait())
+        return ours, theirs
+
+    for ours, theirs in on_gpu(body):
+        with capsys.disabled():
+            print(
+                f"nccl all_reduce of 8 B, host time a call: holdfast {ours * 1e6:.1f} us, torch {theirs * 1e6:.1f} us"
+            )
+        assert ours < theirs + 100e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
+def test_gpu_a_hung_collective_ends_and_the_next_communicator_works(how: str, tmp_path: Path) -> None:
+    library = "rccl" if torch.version.hip else "nccl"
+
+    def body(outer: Communicator) -> str:
+        os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"
+        place = f"file://{tmp_path}/meet"
+        comm = comms.connect(library, rank=outer.rank, size=2, rendezvous=place, device="cuda", timeout=20)
+        if outer.rank == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(8)
+            comm.abort()
+            comm.close()
+            return ""
+        tensor = torch.ones(1 << 20, device="cuda")
+        if how == "abort":
+            threading.Timer(1.0, comm.abort, ("enough",)).start()
+        began = time.monotonic()
+        with pytest.raises(HoldfastError) as caught:
+            comm.all_reduce(tensor, timeout=2.0)
+            comm.barrier(timeout=10.0)
+        assert time.monotonic() - began < 9
+        comm.close()
+        alone = comms.connect(library, rank=0, size=1, rendezvous=f"file://{tmp_path}/alone", device="cuda", timeout=20)
+        fresh = torch.ones(4, device="cuda")
+        alone.all_reduce(fresh)
+        assert fresh.tolist() == [1, 1, 1, 1]
+        alone.close()
+        return type(caught.value).__name__
+
+    with LocalCluster(2, "gloo", timeout=120.0) as cluster:
+        outcome = cluster.outcomes(body)[0]
+        assert outcome.error is None, outcome.error
+        assert (
+            outcome.value in {"abort": ("Revoked",), "kill": ("PeerFailed",), "timeout": ("OpTimeout", "Revoked")}[how]
+        )

@@ -1,0 +1,512 @@
+"""How `nccl` ends, is bounded and is told apart, by torch's own rules for ProcessGroupNCCL (2.13).
+
+Without a GPU: over stand-ins that record what is asked of torch's group, in order, and that block and fail as it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.backends.nccl import cuda_devices, streams
+from holdfast.backends.nccl import settings as nccl_settings
+from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl.grouped_calls import _this_thread
+from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
+from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Available
+from holdfast.comms.transport.base import Peer
+from support.like_nccl import LikeNccl, OnTheHost
+from support.waiting import eventually
+
+
+class Recording:
+    """A group that notes the calls it gets, and does what `does` says of them, else nothing."""
+
+    def __init__(self, **does: Callable[..., Any]) -> None:
+        self.calls: list[str] = []
+        self._does = does
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_error" and name not in self._does:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> Any:
+            shown = f"({arguments[0].total_seconds():g} s)" if name == "_set_default_timeout" else ""
+            self.calls.append(name + shown)
+            return self._does[name](*arguments) if name in self._does else None
+
+        return call
+
+
+def over(group: Any) -> OnTheHost:
+    return OnTheHost(0, 2, dist.HashStore(), group)
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def fail(*_: Any) -> None:
+    raise dist.DistBackendError("NCCL error in: there, unhandled system error")
+
+
+@pytest.fixture
+def blocked() -> Iterator[Callable[..., None]]:
+    """A call that nothing ends before the test does."""
+    end = threading.Event()
+    yield lambda *_: end.wait(30) and None
+    end.set()
+
+
+# Timeouts -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group() -> None:
+    group = Recording()
+    transport, ones = over(group), torch.ones(2)
+    transport.all_reduce(ones, ReduceOp.SUM, soon(2.0))
+    transport.all_reduce(ones, ReduceOp.SUM, soon(2.0))
+    transport.broadcast(ones, 0, soon(0.5))
+    transport.send(ones, 1, 0, soon(float("inf")))
+    assert group.calls == [
+        "_set_default_timeout(2 s)", "allreduce", "allreduce", "_set_default_timeout(0.5 s)", "broadcast",
+        "_set_default_timeout(1e+08 s)", "_start_coalescing", "send", "_end_coalescing",
+    ]  # fmt: skip
+
+
+def test_torchs_group_takes_the_timeout_of_the_moment() -> None:
+    transport = OnTheHost(0, 1, dist.HashStore())
+    transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(2.0))
+    assert isinstance(transport._group, LikeNccl)
+    assert transport._group.options._timeout == timedelta(seconds=2)
+
+
+# Connecting ---------------------------------------------------------------------------------------------------------
+
+
+def test_connecting_ends_at_its_deadline_though_torch_goes_on_waiting(blocked: Callable[..., None]) -> None:
+    transport, began = over(Recording(allreduce=blocked)), time.monotonic()
+    with pytest.raises(OpTimeout, match="connect"):
+        transport.meet(soon(0.2), lambda: None)
+    assert time.monotonic() - began < 5
+
+
+def test_connecting_ends_when_a_peer_dies_or_there_is_no_point_any_more(blocked: Callable[..., None]) -> None:
+    transport = over(Recording(allreduce=blocked, abort=blocked))
+    threading.Timer(0.1, transport.abort, (PeerFailed((1,), "gone"),)).start()
+    with pytest.raises(PeerFailed, match="gone"):
+        transport.meet(soon(), lambda: None)
+    later = soon(0.1)
+    with pytest.raises(HoldfastError, match="another view"):
+        over(Recording(allreduce=blocked)).meet(
+            soon(), lambda: HoldfastError("another view") if time.monotonic() > later else None
+        )
+
+
+def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
+    blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 1.0)
+    ended: list[str] = []
+
+    def connecting(context: Any, library: str) -> OnTheHost:
+        group = Recording(allreduce=blocked, abort=blocked)
+        transport = over(group)
+        close = transport.close
+        transport.close = lambda: (close(), ended.extend(group.calls))[0]  # type: ignore[func-returns-value, method-assign]
+        return transport
+
+    monkeypatch.setattr(nccl, "NcclTransport", connecting)
+    began, place = time.monotonic(), context(0, "cuda")
+    place.deadline, place.over = soon(0.2), lambda: None
+    with pytest.raises(OpTimeout, match="connect"):
+        nccl.connect_over(place, "nccl")
+    assert time.monotonic() - began < 0.9
+    eventually(lambda: "abort" in ended)
+
+
+def test_it_connects_with_the_first_op_not_eagerly() -> None:
+    group = Recording()
+    over(group).meet(soon(), lambda: None)
+    assert [each for each in group.calls if not each.startswith("_set")] == ["allreduce"]
+
+
+# Ends ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_that_raises_does_not_end_the_watcher(caplog: pytest.LogCaptureFixture) -> None:
+    looks = iter([(), (1,), ()])
+    seen: list[HoldfastError | None] = []
+    ended = threading.Event()
+
+    def wait(wake: int, seconds: float) -> bool:
+        seen.append(transport._error)
+        return len(seen) < 4 or ended.set() is not None
+
+    transport = over(Recording(abort=fail))
+    transport._end_group = lambda: fail()  # type: ignore[method-assign]
+    transport._liveness = SimpleNamespace(wait=wait, dead=lambda: next(looks))  # type: ignore[assignment]
+    transport._wake = -1
+    with caplog.at_level(logging.CRITICAL):
+        transport._watch_peers("nccl")
+        assert ended.wait(10)
+    assert [str(each) for each in seen[:2]] == ["None", "None"] and isinstance(seen[2], PeerFailed)
+
+
+def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
+    blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.3)
+    group = Recording(abort=blocked)
+    transport, began = over(group), time.monotonic()
+    transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(60))
+    transport.abort(PeerFailed((1,), "gone"))
+    transport.close()
+    assert time.monotonic() - began < 5
+    assert group.calls[-2:] == ["_set_default_timeout(0.3 s)", "abort"]
+    assert "left behind" in caplog.text
+
+
+def test_a_close_that_others_do_not_join_becomes_an_abort(
+    blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.2)
+    group, began = Recording(shutdown=blocked), time.monotonic()
+    over(group).close()
+    assert group.calls == ["shutdown", "abort"] and time.monotonic() - began < 5
+    group = Recording(shutdown=fail)
+    over(group).close()
+    assert group.calls == ["shutdown", "abort"]
+    group = Recording()
+    over(group).close()
+    assert group.calls == ["shutdown"]
+
+
+def test_what_torchs_watchdog_found_is_told_and_so_is_that_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, error in (("TIMEOUT", OpTimeout), ("COMM_ERROR", PeerFailed)):
+        found = over(Recording(get_error=lambda kind=kind: SimpleNamespace(name=kind)))._own_failure()
+        assert type(found) is error
+    assert over(Recording(get_error=lambda: SimpleNamespace(name="SUCCESS")))._own_failure() is None
+    assert "cannot say" in str(over(Recording(get_error=fail))._own_failure())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("WithoutGetError", (), {}), raising=False)
+    assert not nccl.capabilities().finds_failures
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("With", (), {"get_error": None}), raising=False)
+    assert nccl.capabilities().finds_failures
+
+
+def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
+    def without_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        over(Recording(allreduce=without_memory)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+
+    def in_torchs_alltoall(*_: Any) -> None:
+        raise RuntimeError("NCCL Error 6: remote process exited or there was a network error")
+
+    with pytest.raises(PeerFailed, match="unhandled system error"):
+        over(Recording(allreduce=fail)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+    with pytest.raises(PeerFailed, match="network error"):
+        over(Recording(allreduce=in_torchs_alltoall)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+
+
+# Groups of calls ----------------------------------------------------------------------------------------------------
+
+
+class LikeNcclsThreads(Recording):
+    """NCCL's rule of open groups: what a thread calls while it has one open waits for its end."""
+
+    depth = threading.local()
+
+    def __init__(self, **does: Callable[..., Any]) -> None:
+        super().__init__(
+            **{"_start_coalescing": lambda: self.add(1), "_end_coalescing": lambda: self.add(-1)}
+            | {"_group_end": lambda: self.add(-1), "allreduce": self.launch}
+            | does
+        )
+        self.launched = 0
+
+    @classmethod
+    def open(cls) -> int:
+        return getattr(cls.depth, "value", 0)
+
+    def add(self, number: int) -> None:
+        if self.open() + number < 0:
+            raise dist.DistBackendError("ncclGroupEnd: not in a group call")
+        self.depth.value = self.open() + number
+
+    def launch(self, *_: Any) -> None:
+        self.launched += self.open() == 0
+
+
+@pytest.fixture
+def fresh_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Runs a body in a thread of its own, whose failures fail the test."""
+
+    def run(body: Callable[[], None]) -> None:
+        failures: list[BaseException] = []
+
+        def there() -> None:
+            try:
+                body()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=there)
+        thread.start()
+        thread.join(30)
+        assert failures == [] and not thread.is_alive()
+
+    yield run
+
+
+@pytest.mark.parametrize("which", ["send", "recv", "_end_coalescing", "both ends"])
+def test_ops_of_the_next_communicator_start_though_an_exception_came_amid_a_group_of_calls(
+    which: str, fresh_thread: Callable[[Callable[[], None]], None]
+) -> None:
+    def body() -> None:
+        names = ("_end_coalescing", "_group_end") if which == "both ends" else (which,)
+        broken, ones = LikeNcclsThreads(**dict.fromkeys(names, fail)), torch.ones(2)
+        with pytest.raises(PeerFailed):
+            over(broken).batch_send_recv([(ones, 1, 0)], [(torch.ones(2), 1, 0)], soon())
+        assert LikeNcclsThreads.open() == (which == "both ends")
+        after = LikeNcclsThreads()
+        next_one = over(after)
+        next_one.all_reduce(ones, ReduceOp.SUM, soon())
+        assert after.launched == 1
+        next_one.close()
+
+    fresh_thread(body)
+
+
+def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicators_ops(
+    fresh_thread: Callable[[Callable[[], None]], None],
+) -> None:
+    def broken_half_way(*_: Any) -> None:
+        group.add(1)
+        fail()
+
+    group = LikeNcclsThreads(alltoall=broken_half_way)
+
+    def body() -> None:
+        with pytest.raises(PeerFailed):
+            over(group).all_to_all([torch.ones(2)] * 2, [torch.ones(2)] * 2, soon())
+        assert LikeNcclsThreads.open() == 1 and _this_thread.left_open
+        after = LikeNcclsThreads()
+        next_one = over(after)
+        for _ in range(3):
+            next_one.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+        assert after.launched == 3
+        next_one.close()
+
+    fresh_thread(body)
+
+
+# torch's variables --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [each for each in os.environ if each.startswith("TORCH_NCCL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl_settings, "_said", set())
+    return monkeypatch
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
+
+
+def test_a_group_is_made_so_that_its_failures_neither_wait_nor_end_the_process(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nccl_settings.settings_of_a_group():
+        assert variables() == {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        }
+    assert variables() == {} and caplog.text == ""
+
+
+def test_what_a_user_has_set_stays_or_is_said_to_be_taken_otherwise(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+    }
+    for name, value in theirs.items():
+        environment.setenv(name, value)
+    for _ in range(2):
+        with nccl_settings.settings_of_a_group():
+            assert variables()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+            assert variables()["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert variables() == theirs
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1", "TORCH_NCCL_DUMP_ON_TIMEOUT=1", "TORCH_NCCL_BLOCKING_WAIT",
+    ]  # fmt: skip
+
+
+def test_torchs_waits_with_a_lock_held_are_bounded_once_for_the_process(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(nccl_settings.LONGEST_WAIT, "")
+    environment.delenv(nccl_settings.LONGEST_WAIT)
+    nccl_settings.bound_waits(7.2)
+    nccl_settings.bound_waits(90.0)
+    assert os.environ[nccl_settings.LONGEST_WAIT] == "8"
+
+
+def test_the_group_is_made_without_blocking_unless_the_user_says(environment: pytest.MonkeyPatch) -> None:
+    class Group:
+        class Options:
+            def __init__(self) -> None:
+                self.config = SimpleNamespace(blocking=None)
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            self.made, self.variables = options, variables()
+
+    environment.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    context: Any = SimpleNamespace(store=None, rank=0, size=1, deadline=soon(12))
+    group = nccl.make_group(context)
+    assert group.made.config.blocking == 0 and 11 < group.made._timeout.total_seconds() <= 12
+    assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "12"
+    environment.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+    assert nccl.make_group(context).made.config.blocking is None
+    environment.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+
+
+# Devices ------------------------------------------------------------------------------------------------------------
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it lies on the second GPU."""
+
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
+
+def test_a_tensor_of_another_gpu_is_refused_before_anything_moves() -> None:
+    checks = Arguments(0, 2, torch.device("cuda", 0), registry().backend("nccl").info)
+    with pytest.raises(ValueError, match=r"cuda:1, which a communicator on cuda:0 cannot use"):
+        checks.operand(torch.ones(2).as_subclass(Elsewhere))
+
+
+def context(rank: int, device: str, hosts: str = "aaaa") -> Any:
+    peers = tuple(Peer(host, 100 + number, 1) for number, host in enumerate(hosts))
+    return SimpleNamespace(rank=rank, device=torch.device(device), peers=peers)
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "gpus", "local_rank", "current", "expected"),
+    [
+        (3, "aaaa", 4, "", 0, 3),
+        (3, "aabb", 2, "", 0, 1),
+        (2, "aaaa", 4, "1", 0, 1),
+        (2, "aaaa", 3, "7", 0, 2),
+        (2, "aaaa", 4, "1", 3, 3),
+        (2, "aaaa", 1, "2", 0, 0),
+    ],
+)
+def test_plain_cuda_gives_each_rank_of_a_host_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, gpus: int, local_rank: str, current: int, expected: int
+) -> None:
+    monkeypatch.setattr(cuda_devices, "count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current > 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert cuda_devices.own_device(context(rank, "cuda", hosts)) == torch.device("cuda", expected)
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_devices, "count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ValueError, match=r"rank 3 uses: it is number 3 of its host, LOCAL_RANK=3.*2 GPUs"):
+        cuda_devices.own_device(context(3, "cuda"))
+    with pytest.raises(ValueError, match=r"'cuda:5', but torch sees 2 GPUs"):
+        cuda_devices.own_device(context(0, "cuda:5"))
+    assert cuda_devices.own_device(context(0, "cuda:1")) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("listed", [2, -1], ids=["the driver's library says", "a child is asked"])
+def test_probing_does_not_touch_cuda_in_this_process(monkeypatch: pytest.MonkeyPatch, listed: int) -> None:
+    def poisoned(*_: Any) -> int:
+        raise AssertionError("this process can fork no child that uses CUDA any more")
+
+    for name in ("_cuda_getDeviceCount", "_cuda_init"):
+        monkeypatch.setattr(torch._C, name, poisoned, raising=False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", poisoned)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: listed)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="2\n"))
+    cuda_devices._asked_in_a_child.cache_clear()
+    found = nccl.probe()
+    cuda_devices._asked_in_a_child.cache_clear()
+    assert isinstance(found, Available) and "NCCL 2.28.9, 2 GPUs" in str(found)
+
+
+def test_streams_are_those_of_the_communicators_device_whatever_device_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Queue:
+        def __init__(self, device: torch.device) -> None:
+            self.device, self.after = device, list[Any]()
+
+        def wait_stream(self, other: Any) -> None:
+            self.after.append(other)
+
+        wait_event = wait_stream
+
+    class Cuda:
+        """CUDA with the first GPU current."""
+
+        Stream = Queue
+        Event = staticmethod(lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
+
+        def __init__(self) -> None:
+            self.at = torch.device("cuda", 0)
+            self.current = {number: Queue(torch.device("cuda", number)) for number in (0, 1)}
+            self.asked: list[torch.device] = []
+
+        def current_stream(self, device: torch.device | None = None) -> Queue:
+            return self.current[(device or self.at).index]
+
+        @contextlib.contextmanager
+        def device(self, device: torch.device) -> Iterator[None]:
+            before, self.at = self.at, device
+            yield
+            self.at = before
+
+        @contextlib.contextmanager
+        def stream(self, stream: Queue) -> Iterator[None]:
+            with self.device(stream.device):
+                yield
+
+        def is_current_stream_capturing(self) -> bool:
+            self.asked.append(self.at)
+            return False
+
+    cuda, second = Cuda(), torch.device("cuda", 1)
+    monkeypatch.setattr(streams, "_cuda", cuda)
+    work = streams.SideStream(second, lambda: None).launch("all_reduce", lambda: None)
+    work.wait()
+    assert len(cuda.current[1].after) == 1 and cuda.current[0].after == []
+    assert cuda.asked == [second]

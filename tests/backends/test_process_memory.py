@@ -1,0 +1,37 @@
+"""Memory that other processes read through the kernel: on huge pages, where the kernel can move it there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
+from support.mappings import needs_huge_pages, said_of
+
+pytestmark = needs_huge_pages
+
+
+def huge_bytes(tensor: torch.Tensor) -> int:
+    """How much of the mapping that holds a tensor lies on huge pages."""
+    return int(said_of(tensor, "AnonHugePages").split()[0]) << 10
+
+
+def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0)
+    assert huge_bytes(tensor) > 0
+    assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
+
+
+def test_when_the_time_is_over_the_rest_stays_where_it_is() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    before = huge_bytes(tensor)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
+    assert huge_bytes(tensor) == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1])
+def test_what_is_smaller_than_a_page_is_left_alone(nbytes: int) -> None:
+    tensor = torch.ones(HUGE_PAGE, dtype=torch.uint8)
+    put_on_huge_pages(tensor.data_ptr() + 1, nbytes, 1.0)
+    assert bool((tensor == 1).all())

@@ -1,0 +1,680 @@
+"""What is special about ucx: transports by name, deaths that UCX does not report, reading and writing over both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import comms
+from holdfast.backends.ucx import memory_plane as memory
+from holdfast.backends.ucx import plugin
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.onesided import far_window, near_window
+from holdfast.backends.ucx.onesided.regions import Address
+from holdfast.backends.ucx.transport import UcxTransport
+from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.connect import connect_members
+from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.plugins.spec import Available
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness import LocalCluster
+from support.children import Child, children
+
+SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
+AS_IN_HARDWARE = "posix,cma,ib,self"
+"""A network that reads and writes memory itself, as far as holdfast knows; UCX has no such device here, and copies."""
+EVERY_KIND = pytest.mark.parametrize("tls", [SHARED_MEMORY, TCP, AS_IN_HARDWARE])
+
+
+@pytest.fixture(params=[SHARED_MEMORY, TCP])
+def tls(request: pytest.FixtureRequest) -> str:
+    """What UCX is told to use."""
+    return str(request.param)
+
+
+def over(comm: Communicator, tls: str) -> Communicator:
+    """A communicator of the same ranks over other transports, which does not end with the cluster's."""
+    os.environ["UCX_TLS"] = tls
+    try:
+        return comms.connect("ucx", rank=comm.rank, size=comm.size, rendezvous=comm._context.store, name=f"over {tls}")
+    finally:
+        del os.environ["UCX_TLS"]
+
+
+def entries(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def test_who_joins_a_job_loads_what_connecting_takes_in_the_background() -> None:
+    """Once a process; a spare then has it when it is promoted. It holds nothing afterwards."""
+
+    def body(comm: Communicator) -> None:
+        import sys
+
+        from holdfast.backends.ucx import worker
+        from holdfast.comms.connect import runnable_backends
+
+        assert "holdfast.backends.ucx.handshake" not in sys.modules
+        for expected in (1, 0):
+            assert runnable_backends("ucx", torch.device("cpu"))[0] == ["ucx"]
+            loading = [thread for thread in threading.enumerate() if thread.name == "holdfast-ucx-start"]
+            assert len(loading) == expected
+            for thread in loading:
+                thread.join(10.0)
+        assert "holdfast.backends.ucx.handshake" in sys.modules and not worker._in_use
+
+    with LocalCluster(1, "gloo") as cluster:
+        cluster.run(body)
+
+
+def test_ucx_says_which_version_it_is() -> None:
+    status = plugin.probe()
+    assert isinstance(status, Available)
+    assert status.detail.startswith("UCX 1.")
+
+
+# -- messages
+
+
+def test_payloads_of_all_sizes(tls: str) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            for count in (0, 1, 1000, 100_000, 3_000_001):
+                tensor = torch.arange(count, dtype=torch.int64) * (part.rank + 1)
+                part.all_reduce(tensor)
+                assert torch.equal(tensor, torch.arange(count, dtype=torch.int64) * 6)
+
+    with LocalCluster(3, "ucx", timeout=60.0) as cluster:
+        cluster.run(body)
+
+
+def test_a_message_arrives_while_its_sender_computes(tls: str) -> None:
+    def body(comm: Communicator) -> float:
+        with over(comm, tls) as part:
+            part.barrier()
+            if part.rank == 0:
+                part.send(torch.ones(50), 1)
+                time.sleep(1.0)
+                part.barrier()
+                return 0.0
+            began = time.monotonic()
+            part.recv(torch.empty(50), 0)
+            took = time.monotonic() - began
+            part.barrier()
+            return took
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        assert cluster.run(body)[1] < 0.8
+
+
+@pytest.mark.parametrize("sent", [3, 5, 200_000])
+def test_a_message_of_another_size_is_a_mismatch(tls: str, sent: int) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            if part.rank == 0:
+                try:
+                    part.send(torch.ones(sent), 1)
+                except HoldfastError:
+                    pass  # a large one waits for its receiver, which gives up
+            else:
+                with pytest.raises(Mismatch, match="rank 0 sent"):
+                    part.recv(torch.empty(4), 0)
+            comm.barrier()
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        cluster.run(body)
+
+
+def test_what_an_aborted_sender_left_is_not_taken_for_its_message(tls: str) -> None:
+    def body(comm: Communicator) -> None:
+        with over(comm, tls) as part:
+            tensor = torch.ones(1_000_000)
+            if part.rank == 0:
+                with pytest.raises(OpTimeout):
+                    part.send(tensor, 1, timeout=0.2)
+                tensor.zero_()
+                comm.barrier()
+            else:
+                comm.barrier()
+                with pytest.raises((Revoked, PeerFailed)):
+                    part.recv(tensor, 0, timeout=10.0)
+
+    with LocalCluster(2, "ucx", timeout=30.0) as cluster:
+        cluster.run(body)
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("count", [2, 5_000_000])
+def test_a_killed_rank_is_named_at_once(tls: str, count: int, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        part = over(comm, tls)
+        part.barrier()
+        if part.rank == 1:
+            time.sleep(0.1)
+            (tmp_path / "killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                part.all_reduce(torch.ones(count))
+        except (PeerFailed, Revoked) as error:
+            took = time.monotonic() - float((tmp_path / "killed").read_text())
+            (tmp_path / str(part.rank)).write_text(f"{took} {error}")
+        part.close()
+
+    with LocalCluster(3, "ucx", timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    for rank in (0, 2):
+        seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < 2.0
+        assert "rank 1" in said
+
+
+def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(tls: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        part.barrier()
+        if part.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        with pytest.raises(OpTimeout) as caught:
+            part.send(torch.ones(1_000_000), 1, timeout=0.5)
+        began = time.monotonic()
+        part.close()
+        (tmp_path / "said").write_text(f"{caught.value.missing_ranks} {time.monotonic() - began}")
+        os.kill(pids[1], signal.SIGKILL)
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    missing, seconds = (tmp_path / "said").read_text().split(" ")
+    assert missing == "(1,)"
+    assert float(seconds) < 3.0
+
+
+def test_abort_frees_a_rank_that_sleeps_in_an_op(tls: str) -> None:
+    def body(comm: Communicator) -> float:
+        part = over(comm, tls)
+        part.barrier()
+        aborted = [0.0]
+        if part.rank == 0:
+
+            def abort() -> None:
+                aborted[0] = time.monotonic()
+                part.abort("called off")
+
+            threading.Timer(0.2, abort).start()
+            with pytest.raises(Revoked, match="called off"):
+                part.recv(torch.ones(2), 1)
+            took = time.monotonic() - aborted[0]
+        else:
+            with pytest.raises(Revoked, match="called off"):
+                part.recv(torch.ones(2), 0)
+            took = 0.0
+        part.close()
+        return took
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        assert max(cluster.run(body)) < 1.0
+
+
+def test_communicators_end_without_a_trace(tls: str) -> None:
+    """Half of them with a message under way: neither descriptors, threads nor shared memory pile up."""
+
+    def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
+        def held() -> tuple[int, int, int]:
+            maps = Path("/proc/self/maps").read_text()
+            return entries("/proc/self/fd"), entries("/proc/self/task"), maps.count("/dev/shm")
+
+        over(comm, tls).close()
+        comm.barrier()
+        start = held()
+        for turn in range(rounds):
+            part = over(comm, tls)
+            part.all_reduce(torch.ones(100_000))
+            comm.barrier()  # the first to give up below ends what the other still is in
+            if turn % 2:
+                with pytest.raises((Revoked, PeerFailed, OpTimeout)):
+                    part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
+            part.close()
+        time.sleep(0.1)
+        return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+
+    with LocalCluster(2, "ucx", timeout=100.0) as cluster:
+        for grown in cluster.run(body, 30):
+            assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
+
+
+# -- the memory plane
+
+
+@pytest.fixture
+def start(tls: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
+    monkeypatch.setenv("UCX_TLS", tls)
+    with children() as starter:
+        yield starter
+
+
+def _expose(pipe: Connection) -> None:
+    with memory.open_plane() as plane:
+        tensor = torch.arange(1_000_000)
+        region = plane.expose(tensor, writable=True)
+        pipe.send(region.handle.encode())
+        while (said := pipe.recv()) != "end":
+            if said == "close":
+                region.close()
+            pipe.send(int(tensor.sum()))
+
+
+@EVERY_KIND
+def test_an_idle_process_is_read_and_written(start: Callable[..., Child]) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.zeros(1_000_000, dtype=torch.int64)
+    with memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        assert torch.equal(into, torch.arange(1_000_000))
+        plane.write(handle, torch.zeros(999_999, dtype=torch.int64), offset=8).wait()
+        child.tell("sum")
+        assert child.hear() == 0
+        child.tell("close")
+        child.hear()
+        with pytest.raises(RegionGone):
+            plane.read(handle, into).wait()
+        with pytest.raises(RegionGone):
+            plane.write(handle, into).wait()
+    child.tell("end")
+    child.end()
+
+
+def test_a_stopped_owner_is_read_over_shared_memory_and_times_out_over_tcp(
+    start: Callable[..., Child], tls: str
+) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.full((1_000_000,), 7)
+    with memory.open_plane() as plane:
+        plane.read(handle, into[:10]).wait()
+        child.stop()
+        if tls == SHARED_MEMORY:
+            plane.read(handle, into).wait()
+            assert torch.equal(into, torch.arange(1_000_000))
+        else:
+            into.fill_(7)
+            with pytest.raises(OpTimeout):
+                plane.read(handle, into, timeout=0.5).wait()
+            child.resume()
+            time.sleep(0.2)
+            assert torch.equal(into, torch.full((1_000_000,), 7)), "late bytes stay out of the user's memory"
+            plane.read(handle, into).wait()
+            assert torch.equal(into, torch.arange(1_000_000))
+
+
+@EVERY_KIND
+def test_a_killed_owner_is_gone(start: Callable[..., Child]) -> None:
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    into = torch.zeros(1_000_000, dtype=torch.int64)
+    with memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        child.kill()
+        for count in (0, 1, 1_000_000):
+            with pytest.raises(RegionGone):
+                plane.read(handle, into[:count], timeout=5.0).wait()
+    with memory.open_plane() as fresh, pytest.raises(RegionGone):
+        fresh.read(handle, into, timeout=5.0).wait()
+
+
+def _write_for_ever(pipe: Connection) -> None:
+    handle = Handle.decode(pipe.recv())
+    source = torch.zeros(handle.nbytes, dtype=torch.uint8)
+    with memory.open_plane() as plane:
+        plane.write(handle, source[:8]).wait()
+        pipe.send("writing")
+        while True:
+            plane.write(handle, source).wait()
+
+
+def test_a_writer_that_dies_holds_nobody_up(start: Callable[..., Child]) -> None:
+    writers = [start(_write_for_ever) for _ in range(5)]
+    with memory.open_plane() as plane:
+        for child in writers:
+            region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
+            child.tell(region.handle.encode())
+            child.hear()
+            time.sleep(0.01)
+            child.kill()
+            began = time.monotonic()
+            plane.write(region.handle, torch.ones(10, dtype=torch.uint8), timeout=5.0).wait()
+            region.close()
+            assert time.monotonic() - began < 1.9
+
+
+def _try_to_read(pipe: Connection) -> None:
+    with memory.open_plane() as plane:
+        try:
+            plane.read(Handle.decode(pipe.recv()), torch.zeros(8)).wait()
+        except BackendUnavailable as error:
+            pipe.send(str(error))
+
+
+def test_a_worker_waits_for_a_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
+    def body(pipe: Connection) -> None:
+        def one(epoch: int, previous: Communicator | None) -> Communicator:
+            return connect_members(
+                "ucx", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=epoch, previous=previous
+            )
+
+        def waiting() -> bool:
+            return standby._waiting is not None
+
+        first, other = one(1, None), one(1, None)
+        found = [waiting()]
+        first.abort("the epoch is over")
+        assert isinstance(first.transport, UcxTransport)
+        given_up = first.transport.hand_over([])
+        assert given_up is not None
+        given_up.close()
+        second = one(2, first)
+        found.append(waiting())
+        other.close()
+        found.append(waiting())
+        second.all_reduce(torch.ones(3))
+        second.close()
+        first.close()
+        pipe.send([*found, waiting()])
+
+    child = start(body)
+    assert child.hear() == [True, False, True, False]
+    child.end()
+
+
+@pytest.mark.parametrize("tls", [TCP])
+def test_a_fork_of_a_process_that_uses_tcp_is_told_that_it_cannot(start: Callable[..., Child]) -> None:
+    with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+        child = start(_try_to_read)
+        child.tell(region.handle.encode())
+        assert "forked" in child.hear()
+        child.end()
+
+
+def test_a_damaged_handle_is_refused() -> None:
+    with comms.memory("ucx") as plane, plane.expose(torch.ones(8)) as region:
+        for position in (0, 9, 50, 200):
+            address = bytearray(region.handle.address)
+            address[position] ^= 1
+            with pytest.raises(CorruptData):
+                plane.read(Handle("ucx", bytes(address), 32), torch.zeros(8)).wait()
+        with pytest.raises(CorruptData):
+            Address.decode(b"")
+
+
+# -- windows
+
+
+@EVERY_KIND
+def test_windows_of_every_kind(tls: str) -> None:
+    """Several pieces, unaligned; atomics of both widths; a signal behind a put of the last byte."""
+
+    def body(comm: Communicator) -> list[int]:
+        with over(comm, tls) as part:
+            count = 2 * far_window.BOUNCE_BYTES + near_window.BLOCK + 12345
+            mine = torch.zeros(count, dtype=torch.uint8)
+            numbers = torch.zeros(4, dtype=torch.int32)
+            right, left = (part.rank + 1) % part.size, (part.rank - 1) % part.size
+            with part.window(mine) as bytes_of, part.window(numbers) as numbers_of:
+                bytes_of.put((torch.arange(count - 1) % 251 + part.rank).to(torch.uint8), right, offset=1)
+                bytes_of.signal(right)
+                bytes_of.wait_signal(left)
+                assert torch.equal(mine[1:], (torch.arange(count - 1) % 251 + left).to(torch.uint8))
+                got = torch.zeros(count - 1, dtype=torch.uint8)
+                bytes_of.get(got, right, offset=1)
+                assert torch.equal(got, (torch.arange(count - 1) % 251 + part.rank).to(torch.uint8))
+                seen = [numbers_of.fetch_add(0, 3, 1) for _ in range(50)]
+                part.barrier()
+        return seen
+
+    with LocalCluster(3, "ucx", timeout=60.0) as cluster:
+        assert sorted(ticket for seen in cluster.run(body) for ticket in seen) == list(range(150))
+
+
+def test_a_stopped_target_and_a_window(tls: str) -> None:
+    """Over shared memory it is read, written and added to; over TCP it is named in time, and late bytes stay away."""
+
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        mine = torch.full((1_000_000,), part.rank)
+        shared = part.window(mine)
+        part.barrier()
+        if part.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            comm.barrier()
+            part.close()
+            return
+        time.sleep(0.1)
+        got = torch.full((1_000_000,), 7)
+        try:
+            if tls == SHARED_MEMORY:
+                shared.get(got, 1)
+                assert torch.equal(got, torch.ones_like(got))
+                shared.put(torch.zeros(10, dtype=torch.int64), 1)
+                assert shared.fetch_add(1, 0, 5) == 0
+                assert shared.fetch_add(1, 0, 5) == 5
+            else:
+                with pytest.raises(OpTimeout, match="rank 1"):
+                    shared.get(got, 1, timeout=0.3)
+                with pytest.raises(OpTimeout, match="rank 1"):
+                    shared.fetch_add(1, 0, 1, timeout=0.3)
+            began = time.monotonic()
+            part.close()
+            assert time.monotonic() - began < 3.0
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        comm.barrier()
+        assert torch.equal(got, torch.full_like(got, 1 if tls == SHARED_MEMORY else 7)), "no late bytes"
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        cluster.run(body)
+
+
+@EVERY_KIND
+def test_a_killed_target_is_named_within_a_tenth_of_a_second(tls: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        shared = part.window(torch.zeros(1_000_000))
+        part.barrier()
+        if part.rank == 1:
+            time.sleep(20.0)
+            return
+        killed = [0.0]
+
+        def kill() -> None:
+            killed[0] = time.monotonic()
+            os.kill(pids[1], signal.SIGKILL)
+
+        threading.Timer(0.2, kill).start()
+        with pytest.raises(RegionGone, match="rank 1"):
+            shared.wait_signal(1, timeout=10.0)
+        (tmp_path / "took").write_text(str(time.monotonic() - killed[0]))
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(body)
+    assert float((tmp_path / "took").read_text()) < 1.0, "a tenth on a quiet machine"
+
+
+def test_a_target_that_answers_the_dead_lives_on(tls: str) -> None:
+    """As an owner of the plane does. Its peer had asked, given up, and closed, while it was stopped."""
+
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        shared = part.window(torch.zeros(1_000_000, dtype=torch.int64))
+        part.barrier()
+        if part.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            comm.barrier()
+            part.close()
+            return
+        time.sleep(0.1)
+        got = torch.zeros(1_000_000, dtype=torch.int64)
+        for _ in range(3 if tls == TCP else 0):
+            with pytest.raises(OpTimeout):
+                shared.get(got, 1, timeout=0.1)
+            with pytest.raises(OpTimeout):
+                shared.fetch_add(1, 0, 1, timeout=0.1)
+        part.close()
+        os.kill(pids[1], signal.SIGCONT)
+        comm.barrier()
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        cluster.run(body)
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_an_atomic_that_a_target_dies_with_takes_nobody_along(tls: str, answering: bool) -> None:
+    """UCX ends the process that has to call off an atomic which could not leave: while it was `answering`, say."""
+
+    def body(comm: Communicator) -> None:
+        pids = comm.all_gather_object(os.getpid())
+        part = over(comm, tls)
+        shared = part.window(torch.zeros(8_000_000, dtype=torch.int64))
+        part.barrier()
+        if part.rank == 1:
+            if answering:
+                threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+                got = torch.empty(8_000_000, dtype=torch.int64)
+                while True:
+                    shared.get(got, 0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.3)
+        for _ in range(2 if tls == TCP else 0):
+            with pytest.raises(OpTimeout):
+                shared.fetch_add(1, 0, 1, timeout=0.2)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RegionGone):
+            while True:
+                shared.fetch_add(1, 0, 1, timeout=5.0)
+        held = entries("/proc/self/fd")
+        part.close()
+        assert entries("/proc/self/fd") < held
+
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        assert cluster.outcomes(body)[0].error is None
+
+
+def test_a_killed_holder_of_a_window_lock_blocks_nobody() -> None:
+    def body(comm: Communicator) -> int:
+        shared = comm.window(torch.zeros(2, dtype=torch.int64))
+        comm.barrier()
+        if comm.rank == 1:
+            memory = shared._memory
+            memory._take_lock(0, memory._parts[0], time.monotonic() + 5.0)  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        return shared.fetch_add(0, 0, 7, timeout=5.0)
+
+    with LocalCluster(2, "ucx") as cluster:
+        assert cluster.outcomes(body)[0].value == 0
+
+
+def test_a_writer_that_is_stopped_in_a_block_finds_no_memory_in_use(tmp_path: Path) -> None:
+    """Its target closes the window all the same, and moves its tensor away."""
+
+    def body(comm: Communicator) -> None:
+        mine = torch.arange(10)
+        shared = comm.window(mine)
+        memory = shared._memory
+        comm.barrier()
+        if comm.rank == 1:
+            memory._words[0][memory._busy] = 1  # type: ignore[attr-defined]
+            comm.barrier()
+            comm.barrier()
+            shared.close()
+            return
+        comm.barrier()
+        before = mine.data_ptr()
+        shared.close()
+        assert mine.data_ptr() != before
+        assert torch.equal(mine, torch.arange(10))
+        comm.barrier()
+
+    with LocalCluster(2, "ucx") as cluster:
+        cluster.run(body)
+
+
+def _use_for_ever(pipe: Connection) -> None:
+    handle = Handle.decode(pipe.recv())
+    memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
+    with memory.open_plane() as plane:
+        plane.read(handle, memory_of[:8]).wait()
+        pipe.send("using")
+        for turn in range(1_000_000):
+            (plane.write if turn % 2 else plane.read)(handle, memory_of).wait()
+
+
+def test_an_owner_that_answers_the_dead_lives_on(start: Callable[..., Child]) -> None:
+    """It comes to their requests late, with several under way: UCX's emulation of one-sided ops would end it there."""
+    owner = start(_expose)
+    handle = owner.hear()
+    for _ in range(3):
+        users = [start(_use_for_ever) for _ in range(3)]
+        for user in users:
+            user.tell(handle)
+            user.hear()
+        time.sleep(0.02)
+        owner.stop()
+        time.sleep(0.05)
+        for user in users:
+            user.kill()
+        owner.resume()
+        owner.tell("sum")
+        owner.hear()
+    owner.tell("end")
+    owner.end()
+
+
+def test_a_write_to_a_stopped_owner_over_tcp_times_out(start: Callable[..., Child], tls: str) -> None:
+    """Nor does the process end, or keep anything, when the plane is closed with the atomic still under way."""
+    child = start(_expose)
+    handle = Handle.decode(child.hear())
+    held = entries("/proc/self/fd")
+    with memory.open_plane() as plane:
+        plane.read(handle, torch.zeros(10, dtype=torch.int64)).wait()
+        child.stop()
+        if tls == SHARED_MEMORY:
+            plane.write(handle, torch.zeros(10, dtype=torch.int64), timeout=5.0).wait()
+        else:
+            with pytest.raises(OpTimeout):
+                plane.write(handle, torch.zeros(10, dtype=torch.int64), timeout=0.3).wait()
+    assert entries("/proc/self/fd") <= held
+    child.resume()
+    child.tell("sum")
+    child.hear()
+
+
+def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone() -> None:
+    """UCX listens on the outside interface by default, and takes whoever connects."""
+
+    def body(comm: Communicator) -> list[str]:
+        inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        comm.barrier()
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        comm.all_reduce(torch.ones(1 << 16))
+        return [f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes]
+
+    with LocalCluster(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP}) as cluster:
+        for addresses in cluster.run(body):
+            assert addresses and set(addresses) == {"0100007F"}, addresses

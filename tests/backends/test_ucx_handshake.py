@@ -1,0 +1,292 @@
+"""How ranks over ucx meet again: what stands is used again, the rest is found in the store, nothing old gets in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.backends.ucx import handshake as meeting
+from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx.endpoints import Connections, Link
+from holdfast.backends.ucx.farewells import Hello, Met, parse
+from holdfast.backends.ucx.libucp import UcxError
+from holdfast.backends.ucx.transport import UcxTransport
+from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.connect import connect_members
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness import LocalCluster
+from support.waiting import eventually
+
+
+class Epochs:
+    """One process's part in epoch after epoch, each with a store in `folder`."""
+
+    def __init__(self, comm: Communicator, folder: Path) -> None:
+        self.me, self._folder = comm.rank, folder
+        self._peers = [Peer(**peer) for peer in comm.all_gather_object(self._mine())]
+        self._store = dist.FileStore(str(folder / "store"), -1)
+        self.comm: Communicator | None = None
+        self._old: list[Communicator] = []
+
+    @staticmethod
+    def _mine() -> dict[str, str | int]:
+        peer = this_process()
+        return {"host": peer.host, "pid": peer.pid, "started": peer.started}
+
+    def enter(
+        self, epoch: int, processes: Sequence[int], *, alone: bool = False, timeout: float = 10.0
+    ) -> Communicator:
+        """Be one of `processes`, in this order, in the next epoch; `alone` with a store that nobody else sees."""
+        if self.comm is not None:
+            self.comm.abort("the epoch is over")
+            self._old.append(self.comm)
+        previous, self.comm = (self._old[-1] if self._old else None), None
+        self.comm = connect_members(
+            "ucx",
+            rank=processes.index(self.me),
+            size=len(processes),
+            store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
+            peers=[self._peers[process] for process in processes],
+            epoch=epoch,
+            timeout=timeout,
+            previous=previous,
+            connect_payload=[epoch, self.me],
+        )
+        return self.comm
+
+    def worker(self) -> object:
+        """The worker in use."""
+        assert self.comm is not None
+        assert isinstance(self.comm.transport, UcxTransport)
+        assert self.comm.transport.connections is not None
+        return self.comm.transport.connections.worker
+
+    def close(self) -> None:
+        for comm in [*self._old, *([self.comm] if self.comm is not None else [])]:
+            comm.close()
+
+
+@pytest.fixture(params=["posix,cma,self", "tcp,self"])
+def cluster(request: pytest.FixtureRequest) -> Callable[[int], LocalCluster]:
+    """Processes whose transports over ucx use shared memory, and TCP."""
+    return lambda size: LocalCluster(size, "ucx", timeout=40.0, environ={"UCX_TLS": request.param})
+
+
+def in_epochs(
+    size: int, cluster: Callable[[int], LocalCluster], body: Callable[[Epochs], object], at: Path
+) -> list[object]:
+    """What `body` returns in each process."""
+
+    def whole(comm: Communicator) -> object:
+        epochs = Epochs(comm, at)
+        try:
+            return body(epochs)
+        finally:
+            comm.barrier()
+            epochs.close()
+
+    with cluster(size) as ranks:
+        return ranks.run(whole)
+
+
+def total(comm: Communicator, count: int = 3) -> float:
+    tensor = torch.full((count,), 1.0 + comm.rank)
+    comm.all_reduce(tensor)
+    return float(tensor[-1])
+
+
+def test_survivors_go_on_over_what_stands_and_ask_nobody(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> object:
+        epochs.enter(1, [0, 1, 2, 3])
+        worker = epochs.worker()
+        if epochs.me == 1:
+            return None
+        second = epochs.enter(2, [3, 0, 2], alone=True)
+        assert second.connect_payloads == [(2, 3), (2, 0), (2, 2)]
+        sums = [total(second, count) for count in (3, 300_000)]
+        second.barrier()
+        if epochs.me != 2:
+            sums.append(total(epochs.enter(3, [0, 3], alone=True)))
+        return sums, epochs.worker() is worker
+
+    found = in_epochs(4, cluster, body, tmp_path)
+    assert found == [([6, 6, 3], True), None, ([6, 6], True), ([6, 6, 3], True)]
+
+
+def test_one_that_comes_new_and_one_that_begins_anew_are_found(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> float:
+        if epochs.me != 3:
+            first = epochs.enter(1, [0, 1, 2])
+            first.barrier()
+            if epochs.me == 1:
+                assert isinstance(first.transport, UcxTransport)
+                given_up = first.transport.hand_over([])
+                assert given_up is not None
+                given_up.close()
+        return total(epochs.enter(2, [0, 1, 2, 3], timeout=20.0))
+
+    assert in_epochs(4, cluster, body, tmp_path) == [10.0] * 4
+
+
+def test_one_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> float:
+        first = epochs.enter(1, [0, 1, 2])
+        total(first, 300_000)
+        first.barrier()
+        if epochs.me != 2:
+            total(epochs.enter(2, [0, 1]))
+        return total(epochs.enter(3, [0, 1, 2]), 300_000)
+
+    assert in_epochs(3, cluster, body, tmp_path) == [6.0] * 3
+
+
+def test_what_an_attempt_that_failed_had_is_there_for_the_next(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> object:
+        epochs.enter(1, [0, 1, 2])
+        worker = epochs.worker()
+        if epochs.me != 2:
+            with pytest.raises((OpTimeout, Revoked, PeerFailed)):
+                epochs.enter(2, [0, 1, 2], timeout=0.5)
+        result = total(epochs.enter(3, [0, 1, 2]))
+        return result, epochs.worker() is worker
+
+    assert in_epochs(3, cluster, body, tmp_path) == [(6.0, True)] * 3
+
+
+def test_what_an_attempt_that_failed_made_anew_is_closed_with_the_last_that_stood(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> bool:
+        first = epochs.enter(1, [0, 1])
+        first.barrier()
+        if epochs.me == 0:
+            assert isinstance(first.transport, UcxTransport)
+            given_up = first.transport.hand_over([])
+            assert given_up is not None
+            given_up.close()
+            with pytest.raises(OpTimeout):
+                epochs.enter(2, [0, 1], timeout=0.3)
+            first.abort("again")
+            first.close()
+            assert first.transport.hand_over([]) is None
+        return True
+
+    assert in_epochs(2, cluster, body, tmp_path) == [True, True]
+
+
+@pytest.mark.parametrize("count", [3, 2_000_000])
+def test_messages_of_an_epoch_that_is_over_are_nobodys(
+    count: int, cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> float:
+        first = epochs.enter(1, [0, 1])
+        if epochs.me == 0:
+            work = first.send(torch.full((count,), 7.0), 1, async_op=True)
+            with pytest.raises(HoldfastError):
+                first.recv(torch.zeros(count), 1, tag=5, timeout=0.3)
+            with suppress(HoldfastError):
+                work.wait()
+        second = epochs.enter(2, [0, 1])
+        if epochs.me == 0:
+            second.send(torch.full((count,), 8.0), 1)
+            return 8.0
+        tensor = torch.zeros(count)
+        second.recv(tensor, 0)
+        return float(tensor[0])
+
+    assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
+
+
+def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> str:
+        comm = epochs.enter(1, [0, 1])
+        if epochs.me == 0:
+            transport = comm.transport
+            assert isinstance(transport, UcxTransport)
+            transport.notices.say([transport.links[1].endpoint], 9, "what nobody says")
+            transport.notices._said = False
+            comm.abort("called off")
+            (tmp_path / "said").touch()
+            eventually((tmp_path / "heard").exists, 10.0)  # who goes takes along what it could not yet send
+            return ""
+        eventually((tmp_path / "said").exists, 10.0)  # nobody takes leave of one that has left
+        with pytest.raises(CorruptData, match="neither connect_payload nor farewell"):
+            comm.recv(torch.zeros(1), 0)
+        transport = comm.transport
+        assert isinstance(transport, UcxTransport)
+
+        def heard() -> bool:
+            with transport._lock:
+                transport._worker.progress()
+                transport.notices.look()
+            return 0 in transport.notices.left
+
+        eventually(heard, 10.0)
+        (tmp_path / "heard").touch()
+        return transport.notices.left[0][1]
+
+    assert "called off" in str(in_epochs(2, cluster, body, tmp_path)[1])
+
+
+@given(st.binary(max_size=64))
+def test_a_notice_that_is_none_is_refused(text: bytes) -> None:
+    try:
+        kind, body = parse(text)
+    except CorruptData:
+        return
+    assert kind == text[0]
+    assert isinstance(body, Hello) == (kind == 2)
+    assert isinstance(body, Met) == (kind == 3)
+
+
+def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(
+    cluster: Callable[[int], LocalCluster], tmp_path: Path
+) -> None:
+    """UCX 1.22 ends a process that is asked to connect by one whose shared memory is gone."""
+    gone = tmp_path / "gone"
+
+    def leave(connections: Connections, address: bytes) -> Link:
+        link = Connections.link(connections, address)
+        connections.worker.flush([link.endpoint], seconds=0.2)
+        raise UcxError("leaving", -3, "of its own accord")
+
+    look = meeting._Meeting._look_in_store
+
+    def look_late(self: meeting._Meeting) -> bool:
+        if self._published:
+            return look(self)
+        self._published = True
+        self._context.store.set("ucx/0", self._worker.address.hex())
+        eventually(gone.exists)
+        return False
+
+    def body(epochs: Epochs) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if epochs.me == 0:
+                patch.setattr(meeting._Meeting, "_look_in_store", look_late)
+            else:
+                patch.setattr(meeting, "Connections", type("Leaving", (Connections,), {"link": leave}))
+                patch.setattr(standby, "make", lambda over: None)
+            with pytest.raises((PeerFailed, OpTimeout)):
+                epochs.enter(1, [0, 1], timeout=1.0)
+        gone.touch()
+        return True
+
+    assert in_epochs(2, cluster, body, tmp_path) == [True, True]

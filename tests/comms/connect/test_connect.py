@@ -1,0 +1,472 @@
+"""How ranks find each other: every form of rendezvous, preference lists, and what happens when they disagree."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import comms
+from holdfast.backends.gloo.transport import _CONNECT_SECONDS
+from holdfast.comms.connect import connect_members
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness import LocalCluster
+from support.meeting import free_port, in_threads, total
+
+
+def test_meet_in_a_file(tmp_path: Path, backend: str) -> None:
+    place = f"file://{tmp_path}/meeting"
+    sums = in_threads(
+        2,
+        lambda rank: total(
+            comms.connect("gloo" if backend == "gloo" else "inproc", rank=rank, size=2, rendezvous=place)
+        ),
+    )
+    assert sums == [3.0, 3.0]
+
+
+def test_meet_at_a_port_and_in_a_store() -> None:
+    port = free_port()
+    connect = comms.connect
+    assert in_threads(2, lambda r: total(connect("inproc", rank=r, size=2, rendezvous=f"tcp://127.0.0.1:{port}"))) == [
+        3,
+        3,
+    ]
+    store = dist.HashStore()
+    assert in_threads(3, lambda r: total(connect("inproc", rank=r, size=3, rendezvous=store))) == [6, 6, 6]
+
+
+def test_meet_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    for backend in ("inproc", "shm", "gloo", "auto"):
+        assert total(comms.connect(backend, name=backend)) == 1.0
+
+
+def test_a_name_may_be_used_again_after_close(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+    for _ in range(3):
+        assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
+
+
+def test_the_first_backend_that_all_can_run_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast.comms"):
+        comm = comms.connect("inproc,shm,gloo", rank=0, size=1, rendezvous=f"file://{tmp_path}/m")
+    assert comm.backend == "inproc"
+    assert [record.message for record in caplog.records] == ["communicator 'default' of 1 ranks uses inproc"]
+    comm.close()
+
+
+def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
+    with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/m") as comm:
+        assert (comm.backend, comm.rank, comm.size, comm.epoch, str(comm.device)) == ("shm", 0, 1, 0, "cpu")
+
+
+def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
+    from holdfast.comms.connect import choose_backend
+    from holdfast.comms.transport.liveness import this_process
+
+    here = this_process()
+    there = Peer("another host", 1, 1)
+    assert choose_backend("auto", [here, here]) == "shm"
+    assert choose_backend("auto", [here, there]) == "gloo"
+    with pytest.raises(comms.BackendUnavailable, match="different hosts"):
+        choose_backend("shm", [here, there])
+
+
+def test_an_unknown_backend_names_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(comms.BackendUnavailable) as caught:
+        comms.connect("smoke-signals", rank=0, size=1)
+    assert caught.value.name == "smoke-signals"
+    assert all(name in str(caught.value) for name in ("gloo", "inproc", "shm", "ucx"))
+    with pytest.raises(comms.BackendUnavailable, match="torch") as caught:
+        comms.connect("rccl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
+    assert caught.value.install_hint
+    with pytest.raises(comms.Unsupported, match="memory plane only"):
+        comms.connect("nixl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": 2, "size": 2}, "out of range"),
+        ({"rank": -1, "size": 2}, "out of range"),
+        ({"rank": 0, "size": 0}, "out of range"),
+        ({"rank": 0, "size": 1, "rendezvous": "carrier://pigeon"}, "none of env://"),
+        ({"rank": 0, "size": 1, "rendezvous": "tcp://nowhere"}, "host and a port"),
+        ({"rank": 0, "size": 1, "rendezvous": "file://relative"}, "absolute path"),
+        ({"rank": 0, "size": 1, "rendezvous": "env://"}, "MASTER_ADDR"),
+        ({"size": 1}, "RANK is not in the environment"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match=said):
+        comms.connect("inproc", **arguments)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcome = in_threads(
+        2,
+        lambda rank: comms.connect("inproc", rank=rank, size=4, rendezvous=f"file://{tmp_path}/meeting", timeout=0.5),
+    )
+    assert time.monotonic() - began < 5.0
+    for error in outcome:
+        assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
+
+
+def test_a_server_that_never_comes_is_a_timeout() -> None:
+    with pytest.raises(comms.OpTimeout):
+        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+
+
+def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+
+    def body(rank: int) -> float:
+        comm = comms.connect("inproc", rank=rank, size=2, rendezvous=place)
+        if rank == 1:
+            with pytest.raises(comms.Mismatch, match="rank 1 of 'default' is connected"):
+                comms.connect("inproc", rank=1, size=2, rendezvous=place)
+        return total(comm)
+
+    assert in_threads(2, body) == [3.0, 3.0]
+
+
+def test_a_rank_taken_by_another_process_is_refused_at_once(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+    with comms.connect("shm", rank=0, size=1, rendezvous=place):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                module = importlib.import_module("holdfast.comms.connect")
+                module._open.clear()
+                module._counts.clear()
+                comms.connect("shm", rank=0, size=1, rendezvous=place)
+            except comms.Mismatch as error:
+                status = 0 if "taken by another process" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"), [({"size": 3}, "must pass the same size"), ({"backend": "inproc,gloo"}, "must ask for the same")]
+)
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
+    def body(rank: int) -> comms.Communicator:
+        arguments: dict[str, Any] = {"backend": "inproc", "size": 2} | (odd if rank else {})
+        place = f"file://{tmp_path}/meeting"
+        return comms.connect(arguments.pop("backend"), rank=rank, rendezvous=place, timeout=2.0, **arguments)
+
+    for error in in_threads(2, body):
+        assert isinstance(error, comms.HoldfastError)
+        assert said in str(error) or isinstance(error, comms.OpTimeout)
+
+
+def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
+    from holdfast.comms.connect import connect_members
+    from holdfast.comms.transport.liveness import this_process
+
+    stranger = Peer(this_process().host, 2**22, 1)
+    with pytest.raises(comms.Unsupported):
+        connect_members(
+            "inproc", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=1.0
+        )
+    with pytest.raises(comms.PeerFailed) as caught:
+        connect_members(
+            "shm", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=5.0
+        )
+    assert caught.value.ranks == (1,)
+
+
+# -- a rank that dies on the way
+
+
+def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
+    """Connect once more; rank 1 is killed when it comes to call the function `where`."""
+    if comm.rank == 1:
+        module, _, name = where.rpartition(".")
+        setattr(importlib.import_module(module), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        comms.connect(comm.backend, rank=comm.rank, size=comm.size, rendezvous=place, name="again").close()
+    except comms.PeerFailed as error:
+        return f"lost {error.ranks}"
+    return "did not notice"
+
+
+def test_who_connects_with_a_rank_that_dies_is_told_at_once(process_backend: str, tmp_path: Path) -> None:
+    with LocalCluster(3, process_backend) as cluster:
+        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._build")
+    survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
+    assert "lost (1,)" in survivors, "the other may be told of the one that gives up first"
+    assert all(str(value).startswith("lost") for value in survivors)
+
+
+def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) -> None:
+    with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
+        outcomes = cluster.outcomes(
+            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.transport.run_interruptible"
+        )
+    assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
+
+
+def late(store: dist.Store) -> dist.Store:
+    """The same store, whose answers are slow to come."""
+
+    class Late(dist.Store):
+        def set(self, key: str, value: str) -> None:
+            store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            value = store.get(key)
+            time.sleep(0.01)
+            return value
+
+        def check(self, keys: list[str]) -> bool:
+            return store.check(keys)
+
+        def wait(self, keys: list[str], *limit: Any) -> None:
+            store.wait(keys, *limit)
+            time.sleep(0.01)
+
+    return Late()
+
+
+def connect_and_close(comm: comms.Communicator, folder: str) -> None:
+    """Again and again; one of two ranks is late each time, and the other one does not wait for it."""
+    said = comm.all_gather_object(msgspec.to_builtins(this_process()))
+    peers = [msgspec.convert(each, Peer) for each in said]
+    for turn in range(60):
+        store: dist.Store = dist.FileStore(f"{folder}/{turn}", comm.size)
+        connect_members(
+            comm.backend,
+            rank=comm.rank,
+            size=comm.size,
+            store=late(store) if comm.rank == turn % 2 else store,
+            peers=peers,
+            epoch=0,
+            name=f"turn-{turn}",
+        ).close()
+
+
+def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend: str, tmp_path: Path) -> None:
+    with LocalCluster(2, process_backend) as cluster:
+        cluster.run(connect_and_close, str(tmp_path))
+
+
+# -- ranks that fail at different times meet again
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
+    """One rank (a thread) finds that it lacks the backend `inproc`."""
+    module = importlib.import_module("holdfast.comms.connect")
+    asked = module._asked
+
+    def lacking(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
+        names, unavailable = asked(backend, device)
+        return names, {"inproc": "not installed here"} if threading.current_thread().name == str(
+            on_rank
+        ) else unavailable
+
+    monkeypatch.setattr(module, "_asked", lacking)
+
+
+def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    def named(rank: int) -> Any:
+        threading.current_thread().name = str(rank)
+        return body(rank)
+
+    return in_threads(size, named)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.parametrize("place", ["file", "tcp"])
+def test_a_rank_that_lacks_the_backend_is_named_on_all_and_breaks_no_later_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
+) -> None:
+    where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def body(rank: int) -> Any:
+        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=where, timeout=10.0))
+
+    with monkeypatch.context() as patch:
+        missing(patch, lacking)
+        for error in in_named_threads(2, body):
+            assert isinstance(error, comms.BackendUnavailable), error
+            assert f"rank {lacking}: not installed here" in str(error)
+    assert in_named_threads(2, body) == [3.0, 3.0]
+
+
+def test_an_unknown_backend_on_one_rank_only_is_told_to_all(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        name = "shm,pigeon" if rank else "shm,gloo"
+        return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
+
+    assert all(isinstance(error, comms.Mismatch) for error in in_threads(2, body))
+
+
+def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+    for _ in range(2):
+        with pytest.raises(comms.OpTimeout):
+            comms.connect("inproc", rank=0, size=2, rendezvous=where, timeout=0.3)
+    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=where))) == [3.0, 3.0]
+
+
+def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+
+    given_up = threading.Event()
+
+    def body(rank: int) -> float:
+        with comms.connect("inproc", rank=rank, size=2, rendezvous=where) as comm:
+            if rank == 0:
+                with pytest.raises(comms.OpTimeout):
+                    comm.split([0, 1], timeout=0.3)
+                given_up.set()
+            given_up.wait(10.0)
+            return total(comm.split([0, 1]))
+
+    assert in_threads(2, body) == [3.0, 3.0]
+
+
+def test_a_second_process_of_a_rank_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+    """It is refused each time it comes, and the rank can connect again."""
+    place = f"file://{tmp_path}/meeting"
+    script = f"""
+from holdfast import comms
+for _ in range(2):
+    try:
+        comms.connect("shm", rank=0, size=1, rendezvous={place!r}, timeout=20.0)
+    except comms.Mismatch as error:
+        print(error)
+"""
+    with comms.connect("shm", rank=0, size=1, rendezvous=place):
+        said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90).stdout
+    assert said.count("rank 0 is taken by another process") == 2
+    comms.connect("shm", rank=0, size=1, rendezvous=place).close()
+
+
+def test_the_same_store_may_be_opened_anew_for_each_connect(tmp_path: Path) -> None:
+    def body(rank: int) -> float:
+        store = dist.FileStore(str(tmp_path / "meeting"), -1)
+        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=store, timeout=10.0))
+
+    for _ in range(3):
+        assert in_threads(2, body) == [3.0, 3.0]
+
+
+# -- Ctrl-C
+
+INTERRUPTED = """
+import faulthandler, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from holdfast import comms
+from holdfast.comms.transport.liveness import this_process
+
+faulthandler.dump_traceback_later(60, exit=True)
+comms.backends()  # what is imported now is not imported when the signal comes
+backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+sent = []
+
+def interrupt():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+def soon():
+    threading.Timer(1.0, interrupt).start()
+
+try:
+    if what == "connect":
+        soon()
+        comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
+    elif what == "init_process_group":
+        import holdfast.comms.torchdist
+        soon()
+        store = dist.FileStore(place.removeprefix("file://"), -1)
+        dist.init_process_group("holdfast", store=store, rank=rank, world_size=2)
+    else:
+        comm = comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
+        if rank == 1:
+            time.sleep(60)
+        soon()
+        {
+            "split": lambda: comm.split([0, 1]),
+            "barrier": comm.barrier,
+            "recv": lambda: comm.recv(torch.ones(4), 1),
+            "wait": lambda: comm.all_reduce(torch.ones(4), async_op=True).wait(),
+            "window": lambda: comm.window(torch.ones(4)),
+        }[what]()
+except KeyboardInterrupt:
+    print(f"heard after {time.monotonic() - sent[0]:.2f} s", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [("shm", "init_process_group")]
+    + [(name, what) for name in ("shm", "gloo", "ucx") for what in ("connect", "split", "barrier", "wait")]
+    + [(name, what) for name in ("shm", "ucx") for what in ("recv", "window")],
+)
+def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
+    place = f"file://{tmp_path}/meeting"
+    ranks = range(1) if what in ("connect", "init_process_group") else range(2)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, backend, place, str(rank), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        for rank in ranks
+    ]
+    try:
+        said, _ = started[0].communicate(timeout=90.0)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    heard = re.search(r"heard after (.*) s", said)
+    assert heard is not None, said
+    assert float(heard[1]) < 1.0 + 2.0, "a second, and what a loaded machine may take"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "foreign"])
+def test_ctrl_c_is_heard_while_the_place_does_not_answer(kind: str) -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        if kind == "foreign":
+            door.listen()
+        place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, "shm", place, "1", "connect"],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+    assert "heard after" in done.stdout, done.stdout + done.stderr
+    assert float(done.stdout.split()[2]) < 3.0

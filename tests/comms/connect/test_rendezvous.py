@@ -1,0 +1,407 @@
+"""Places to meet: what stands there instead of the ranks' store, what is left over there, and who may come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast import comms
+from holdfast.comms.connect import connect_members
+from holdfast.comms.rendezvous import place as places
+from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous.offers import Offer, decode_offer
+from holdfast.comms.rendezvous.seal import Seal
+from holdfast.comms.system.keys import create_key
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import is_gone, this_process
+from holdfast.harness import LocalCluster
+from support.meeting import free_port, in_threads, total
+
+GENEROUS = 8.0
+"""Seconds beyond a timeout that a loaded machine may take."""
+
+
+def python(script: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+# -- a place that does not answer
+
+
+@contextlib.contextmanager
+def listener(answer: bytes | None) -> Iterator[int]:
+    """Something else at a port: it never answers, or says the same to everybody."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen(8)
+        door.settimeout(0.05)
+        lines: list[socket.socket] = []
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    line, _ = door.accept()
+                    lines.append(line)
+                    if answer is not None:
+                        line.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield int(door.getsockname()[1])
+        finally:
+            over.set()
+            thread.join()
+            for line in lines:
+                line.close()
+
+
+@pytest.mark.parametrize("answer", [None, b"220 mail.example ESMTP\r\n", b"\0" * 64])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_something_else_at_the_port_is_an_error_in_time(answer: bytes | None, rank: int) -> None:
+    with listener(answer) as port:
+        began = time.monotonic()
+        with pytest.raises(comms.HoldfastError, match=rf"127\.0\.0\.1:{port}"):
+            comms.connect("inproc", rank=rank, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=1.0)
+        assert time.monotonic() - began < 1.0 + GENEROUS
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(comms.HoldfastError, match="nowhere"):
+        comms.connect("inproc", rank=0, size=2, rendezvous=f"file://{tmp_path}/nowhere/meeting", timeout=300.0)
+
+
+def test_a_store_whose_process_is_stopped_is_a_timeout() -> None:
+    port = free_port()
+    serve = f"""
+import time
+from holdfast.comms.rendezvous import tcp
+store = tcp.serve("127.0.0.1", {port}, 30.0)
+print("serving", flush=True)
+time.sleep(60)
+"""
+    with python(serve) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == "serving\n"
+            client = tcp.dial("127.0.0.1", port, 10.0)
+            server.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(comms.OpTimeout):
+                comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
+            assert time.monotonic() - began < 1.0 + GENEROUS
+        finally:
+            server.kill()
+
+
+def test_a_store_that_goes_away_is_told_at_once() -> None:
+    port = free_port()
+    server = tcp.serve("127.0.0.1", port, 30.0)
+    client = tcp.dial("127.0.0.1", port, 10.0)
+    del server
+    with pytest.raises(comms.PeerFailed, match="gone"):
+        comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=60.0)
+
+
+def come_and_go(comm: comms.Communicator, place: str) -> list[float]:
+    return [total(comms.connect("shm", rank=comm.rank, size=comm.size, rendezvous=place)) for _ in range(12)]
+
+
+def test_ranks_may_meet_again_and_again_at_a_port_that_rank_0_serves_anew() -> None:
+    """Rank 1 may come while rank 0 has yet to leave the meeting before, and to take its store away."""
+    with LocalCluster(2, "shm") as cluster:
+        assert cluster.run(come_and_go, f"tcp://127.0.0.1:{free_port()}") == [[3.0] * 12] * 2
+
+
+# -- a place that is taken
+
+
+@pytest.mark.parametrize("first", ["torch", "holdfast"])
+def test_torch_and_holdfast_share_the_store_at_the_masters_port(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    if first == "torch":
+        dist.init_process_group("gloo")
+        try:
+            assert total(comms.connect("inproc")) == 1.0
+        finally:
+            dist.destroy_process_group()
+    else:
+        with comms.connect("inproc") as comm:
+            dist.init_process_group("gloo")
+            dist.destroy_process_group()
+            comm.barrier()
+
+
+def test_a_file_that_a_killed_job_left_is_named(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+    killed = python(
+        f"""
+import os, signal
+from holdfast import comms
+comms.connect("shm", rank=0, size=1, rendezvous={where!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    killed.communicate()
+    with pytest.raises(comms.Mismatch, match=rf"pid {killed.pid}\), which has ended.*left over.*rm {tmp_path}/meeting"):
+        comms.connect("shm", rank=0, size=1, rendezvous=where)
+
+
+def test_an_offer_that_a_killed_job_left_is_named(tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting"
+    killed = python(
+        f"""
+import os, pathlib, signal, threading, time
+from holdfast import comms
+
+def die_once_known():
+    meeting = pathlib.Path("{tmp_path}/meeting")
+    while not meeting.exists() or b"offer/0" not in meeting.read_bytes():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=die_once_known, daemon=True).start()
+comms.connect("shm", rank=0, size=2, rendezvous={where!r})
+"""
+    )
+    killed.communicate()
+    with pytest.raises(comms.PeerFailed, match="left over from an earlier run") as caught:
+        comms.connect("shm", rank=1, size=2, rendezvous=where, timeout=20.0)
+    assert caught.value.ranks == (0,)
+
+
+# -- torchrun
+
+WORKER = """
+import os, sys, torch
+from holdfast import comms
+
+with comms.connect("shm", timeout=60.0) as comm:
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if comm.rank == 1 and restart == 0:
+        os._exit(3)
+    tensor = torch.ones(1)
+    comm.all_reduce(tensor)
+    print(f"restart {restart} rank {comm.rank} sum {tensor.item():g}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path, adapter: bool) -> None:
+    script = tmp_path / "worker.py"
+    text = WORKER
+    if adapter:
+        text = text.replace("from holdfast import comms", "import torch.distributed as dist, holdfast.comms.torchdist")
+        text = text.replace(
+            'with comms.connect("shm", timeout=60.0) as comm:', 'dist.init_process_group("holdfast")\nif True:'
+        )
+        text = text.replace("comm.rank", "dist.get_rank()").replace("comm.all_reduce", "dist.all_reduce")
+    script.write_text(text)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*run, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"restart 1 rank {rank} sum 2" in done.stdout
+
+
+# -- strangers
+
+
+@pytest.fixture
+def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The key of a job that this process is of."""
+    create_key(tmp_path / "key")
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(tmp_path / "key"))
+    return tmp_path / "key"
+
+
+def forged(**changes: Any) -> bytes:
+    """The offer of a stranger who read our code: it lacks nothing but the key."""
+    fields = {"nonce": "f" * 32, "peer": this_process(), "size": 2, "preference": ["inproc"], "unavailable": {}}
+    return Offer(**{**fields, "check": False, **changes}).encode()
+
+
+def test_the_store_listens_at_the_named_interface_only() -> None:
+    port = free_port()
+
+    def body(rank: int) -> list[str]:
+        with comms.connect("inproc", rank=rank, size=2, rendezvous=f"tcp://127.0.0.1:{port}") as comm:
+            comm.barrier()
+            lines = [*Path("/proc/net/tcp").read_text().splitlines(), *Path("/proc/net/tcp6").read_text().splitlines()]
+            listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+            comm.barrier()
+            return [each for each in listening if each.endswith(f":{port:04X}")]
+
+    assert in_threads(2, body) == [[f"0100007F:{port:04X}"]] * 2
+
+
+def test_a_machine_whose_own_name_means_loopback_can_be_reached_by_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost.localdomain")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    assert places._interface("localhost.localdomain") == "0.0.0.0"
+    assert "listens on all interfaces" in caplog.text
+    assert places._interface("localhost") == "localhost"
+    assert places._interface("127.0.0.1") == "127.0.0.1"
+
+
+def test_an_address_of_another_machine_is_refused_with_the_reason() -> None:
+    with pytest.raises(comms.HoldfastError, match="name an address of its machine"):
+        comms.connect("inproc", rank=0, size=1, rendezvous="tcp://192.0.2.1:29500", timeout=5.0)
+
+
+def test_a_stranger_cannot_take_a_rank_of_a_job_with_a_key(key_file: Path) -> None:
+    store = dist.HashStore()
+    store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
+    store.set("holdfast/default/0/offer/0", "x" * (1 << 20))
+
+    def body(rank: int) -> Any:
+        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=store, timeout=10.0))
+
+    assert in_threads(2, body) == [3.0, 3.0]
+
+
+def test_an_offer_without_the_key_is_told_to_the_rank_that_has_it(key_file: Path) -> None:
+    store = dist.HashStore()
+    store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
+    with pytest.raises(comms.CorruptData, match="written without this job's key"):
+        comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
+
+
+def test_a_rank_without_the_key_is_told_that_the_others_have_one(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    with pytest.raises(comms.OpTimeout):
+        comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=0.3)
+    store.delete_key("holdfast/default/0/left")
+    monkeypatch.delenv("HOLDFAST_KEY_FILE")
+    with pytest.raises(comms.Mismatch, match="same HOLDFAST_KEY_FILE"):
+        comms.connect("inproc", rank=1, size=2, rendezvous=store, timeout=10.0)
+
+
+def test_what_was_said_at_one_meeting_does_not_verify_at_another(key_file: Path) -> None:
+    store = dist.HashStore()
+    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=store))) == [3.0, 3.0]
+    repeated = store.get("holdfast/default/0/offer/1")
+    store.set("holdfast/default/1/offer/1", repeated)  # type: ignore[arg-type]
+    with pytest.raises(comms.CorruptData, match="does not verify"):
+        comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
+
+
+def test_addresses_are_bound_to_the_offers_of_their_meeting() -> None:
+    seal = Seal(b"k" * 32, b"meeting 0")
+    ours, theirs = seal.within(b"offers"), seal.within(b"other offers")
+    assert ours.open("board", ours.close("board", b"here")) == b"here"
+    with pytest.raises(comms.CorruptData):
+        ours.open("board", theirs.close("board", b"here"))
+    with pytest.raises(comms.CorruptData):
+        ours.open("board", seal.close("board", b"here"))
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
+def test_no_change_of_a_sealed_value_goes_unseen(name: bytes, value: bytes, where: int, flip: int) -> None:
+    seal = Seal(b"k" * 32, b"meeting 0")
+    sealed = bytearray(seal.close(name.hex(), value))
+    assert seal.open(name.hex(), bytes(sealed)) == value
+    sealed[where % len(sealed)] ^= flip
+    for wrong in (bytes(sealed), bytes(sealed)[: where % len(sealed)]):
+        with pytest.raises(comms.CorruptData):
+            seal.open(name.hex(), wrong)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+json_values = scalars | st.lists(scalars, max_size=4) | st.dictionaries(st.text(max_size=8), scalars, max_size=4)
+
+
+@given(
+    st.binary(max_size=300)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.tuples(
+        st.sampled_from(["nonce", "peer", "size", "preference", "unavailable", "check", "more"]), json_values
+    ).map(lambda change: json.dumps({**json.loads(forged()), change[0]: change[1]}).encode())
+    | st.builds(
+        lambda pid, started: forged(peer=Peer("host", pid, started)),
+        st.integers(-(2**63), 2**64 - 1),
+        st.integers(-5, 5),
+    )
+)
+def test_a_forged_offer_is_a_typed_error_or_an_offer_that_makes_sense(data: bytes) -> None:
+    try:
+        offer = decode_offer("offer/1", data)
+    except comms.CorruptData as error:
+        assert "offer/1" in str(error)
+    else:
+        assert 0 < offer.peer.pid < 1 << 31 and offer.size > 0
+        is_gone(offer.peer)
+
+
+def test_an_offer_that_is_too_large_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(comms.CorruptData, match="more than 65536"):
+        decode_offer("offer/1", forged() + b" " * 70_000)
+
+
+class Garbage(dist.Store):
+    """Says the same, which makes no sense, whatever it is asked for."""
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__()
+        self.value = value
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return self.value
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, keys: list[str], *limit: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"{}", b"[1]", b"x" * (1 << 17), b"0" * 64])
+@pytest.mark.parametrize("name", ["inproc", "shm", "gloo", "ucx"])
+def test_an_address_that_makes_no_sense_is_a_typed_error(name: str, value: bytes) -> None:
+    with pytest.raises(comms.HoldfastError):
+        connect_members(
+            name,
+            rank=1,
+            size=2,
+            store=Garbage(value),
+            peers=[this_process()] * 2,
+            epoch=0,
+            name=uuid4().hex,
+            timeout=1.0,
+        )

@@ -1,0 +1,639 @@
+"""Memory planes: what `MemoryPlane` promises, on every plane, with the owner of the memory alive, stopped
+and dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from holdfast.backends.common import block_copy, process_memory
+from holdfast.backends.common.region_table import Address
+from holdfast.backends.inproc import memory_plane as inproc_memory
+from holdfast.backends.nixl import plane as nixl_plane
+from holdfast.backends.nixl.agent import Agent
+from holdfast.backends.shm import memory_plane as shm_memory
+from holdfast.backends.ucx import memory_plane as ucx_memory
+from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
+from holdfast.comms.plugins.spec import Available
+from support.children import Child, children
+from support.mappings import needs_huge_pages, said_of
+
+OPENERS: dict[str, Callable[[], MemoryPlane]] = {
+    "inproc": inproc_memory.open_plane,
+    "shm": shm_memory.open_plane,
+    "ucx": ucx_memory.open_plane,
+    "nixl": nixl_plane.open_plane,
+}
+
+
+@pytest.fixture(params=sorted(OPENERS))
+def plane(request: pytest.FixtureRequest) -> Iterator[MemoryPlane]:
+    with OPENERS[request.param]() as opened:
+        yield opened
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+# -- on every plane
+
+
+def test_a_region_is_read_with_nothing_but_its_handle(plane: MemoryPlane) -> None:
+    tensor = torch.arange(1000, dtype=torch.float32)
+    with plane.expose(tensor) as region:
+        handle = Handle.decode(region.handle.encode())
+        into = torch.zeros(1000)
+        work = plane.read(handle, into)
+        work.wait()
+        assert work.done() and work.exception() is None
+        assert torch.equal(into, tensor)
+    assert len(handle.encode()) < 512
+
+
+def test_a_region_shows_its_tensor_as_it_is_now(plane: MemoryPlane) -> None:
+    tensor, into = torch.zeros(8), torch.ones(8)
+    with plane.expose(tensor) as region:
+        tensor.fill_(5)
+        plane.read(region.handle, into).wait()
+        assert into.tolist() == [5.0] * 8
+
+
+def test_part_of_a_region_by_byte_offset(plane: MemoryPlane) -> None:
+    with plane.expose(torch.arange(100, dtype=torch.int64)) as region:
+        into = torch.zeros(10, dtype=torch.int64)
+        plane.read(region.handle, into, offset=40 * 8).wait()
+        assert into.tolist() == list(range(40, 50))
+
+
+def test_regions_larger_than_a_block_arrive_whole(plane: MemoryPlane) -> None:
+    tensor = torch.randint(0, 256, (2 * block_copy.BLOCK_BYTES + 12345,), dtype=torch.uint8)
+    with plane.expose(tensor) as region:
+        into = torch.zeros_like(tensor)
+        plane.read(region.handle, into).wait()
+        assert torch.equal(into, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_any_dtype(plane: MemoryPlane, dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, (33,)).to(dtype)
+    with plane.expose(tensor) as region:
+        into = torch.zeros(33, dtype=dtype)
+        plane.read(region.handle, into).wait()
+        assert torch.equal(into.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_zero_bytes_still_need_a_region_that_is_there(plane: MemoryPlane) -> None:
+    region = plane.expose(torch.empty(0))
+    plane.read(region.handle, torch.empty(0)).wait()
+    region.close()
+    with pytest.raises(RegionGone):
+        plane.read(region.handle, torch.empty(0)).wait()
+
+
+def test_writing_to_a_writable_region(plane: MemoryPlane) -> None:
+    tensor = torch.zeros(6, dtype=torch.int32)
+    with plane.expose(tensor, writable=True) as region:
+        plane.write(region.handle, torch.tensor([7, 8], dtype=torch.int32), offset=8).wait()
+    assert tensor.tolist() == [0, 0, 7, 8, 0, 0]
+
+
+def test_a_read_only_region_is_not_written(plane: MemoryPlane) -> None:
+    tensor = torch.zeros(6)
+    with plane.expose(tensor) as region, pytest.raises(Unsupported, match="read-only"):
+        plane.write(region.handle, torch.ones(6)).wait()
+    assert tensor.tolist() == [0.0] * 6
+
+
+def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
+    """Block by block it would read what it has overwritten."""
+    base = torch.arange(3 * block_copy.BLOCK_BYTES // 4, dtype=torch.int32)
+    before, half = base.clone(), base.numel() // 2
+    with plane.expose(base, writable=True) as region:
+        for copy in (plane.read, plane.write):
+            for first, offset in ((1, 0), (0, 4), (half - 1, 0)):
+                with pytest.raises(ValueError, match="overlaps"):
+                    copy(region.handle, base[first : first + half], offset)
+        assert torch.equal(base, before)
+        plane.read(region.handle, base[:half]).wait()
+        assert torch.equal(base, before)
+        plane.read(region.handle, base[half:], 0).wait()
+        assert torch.equal(base, torch.cat([before[:half], before[:half]]))
+    with plane.expose(before) as region:
+        plane.read(region.handle, base).wait()
+        assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize("offset", [-1, 1, 1 << 70])
+def test_a_range_outside_the_region_is_refused_at_once(plane: MemoryPlane, offset: int) -> None:
+    tensor, into = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+    with plane.expose(tensor, writable=True) as region:
+        with pytest.raises(ValueError, match="outside"):
+            plane.read(region.handle, into, offset=offset)
+        with pytest.raises(ValueError, match="outside"):
+            plane.write(region.handle, into, offset=offset)
+    assert tensor.sum() == 0 and into.sum() == 4
+
+
+def test_tensors_that_are_not_plain_memory_are_refused(plane: MemoryPlane) -> None:
+    with plane.expose(torch.zeros(4, 4)) as region:
+        with pytest.raises(ValueError, match="contiguous"):
+            plane.read(region.handle, torch.zeros(4, 4).t())
+        with pytest.raises(Unsupported):
+            plane.read(region.handle, torch.zeros(4, 4, device="meta"))
+        with pytest.raises(TypeError):
+            plane.read(region.handle, [0.0] * 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="contiguous"):
+        plane.expose(torch.zeros(4, 4)[:, 1])
+    with pytest.raises(ValueError, match="resolve"):
+        plane.expose(torch.zeros(4, dtype=torch.complex64).conj())
+    with pytest.raises(Unsupported):
+        plane.expose(torch.zeros(4).to_sparse())
+
+
+def test_a_closed_region_is_gone_even_if_the_same_memory_is_exposed_again(plane: MemoryPlane) -> None:
+    tensor = torch.ones(8)
+    first = plane.expose(tensor)
+    first.close()
+    first.close()
+    with plane.expose(tensor) as second, pytest.raises(RegionGone):
+        plane.read(first.handle, torch.zeros(8)).wait()
+    with pytest.raises(RegionGone):
+        plane.read(second.handle, torch.zeros(8)).wait()
+
+
+def test_closing_a_plane_closes_its_regions_and_ends_its_use(plane: MemoryPlane) -> None:
+    with OPENERS[plane.name]() as other:
+        region = other.expose(torch.ones(8), writable=True)
+        plane.read(region.handle, torch.zeros(8)).wait()
+    other.close()
+    for attempt in (plane.read, plane.write):
+        with pytest.raises(RegionGone):
+            attempt(region.handle, torch.zeros(8)).wait()
+    with pytest.raises(RegionGone, match="plane was closed"):
+        other.expose(torch.ones(8))
+    with pytest.raises(RegionGone, match="plane was closed"):
+        other.read(region.handle, torch.zeros(8))
+
+
+def test_a_region_keeps_its_tensor_alive(plane: MemoryPlane) -> None:
+    region = plane.expose(torch.full((1 << 20,), 3.0))
+    gc.collect()
+    into = torch.zeros(1 << 20)
+    plane.read(region.handle, into).wait()
+    assert bool((into == 3.0).all())
+
+
+def test_a_copy_ends_at_its_timeout(plane: MemoryPlane) -> None:
+    with plane.expose(torch.zeros(8)) as region, pytest.raises(OpTimeout, match="memory read"):
+        plane.read(region.handle, torch.zeros(8), timeout=-1.0).wait()
+
+
+def test_handles_of_another_plane_are_refused(plane: MemoryPlane) -> None:
+    other = next(name for name in OPENERS if name != plane.name)
+    with OPENERS[other]() as stranger, stranger.expose(torch.zeros(8)) as region:
+        into = torch.zeros(8)
+        with pytest.raises(Unsupported, match="plane"):
+            plane.read(region.handle, into)
+
+
+def test_garbage_for_a_handle_is_corrupt_data(plane: MemoryPlane) -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        garbage = dice.randbytes(dice.randrange(60))
+        with pytest.raises(CorruptData):
+            plane.read(Handle(plane.name, garbage, 8), torch.zeros(2)).wait()
+        with pytest.raises(CorruptData):
+            Handle.decode(garbage)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: MemoryPlane, known: bool) -> None:
+    """Whether or not the plane knows the region already. Around the region there is memory that is nobody's else."""
+    memory = torch.zeros(32)
+    with plane.expose(memory[:8], writable=True) as region:
+        if known:
+            plane.read(region.handle, torch.empty(8)).wait()
+        forged = Handle(plane.name, region.handle.address, memory.nbytes)
+        into = torch.ones(16)
+        with pytest.raises(CorruptData, match="forged"):
+            plane.read(forged, into).wait()
+        with pytest.raises(CorruptData, match="forged"):
+            plane.write(forged, into).wait()
+        assert into.tolist() == [1.0] * 16
+        assert not memory.any()
+
+
+def test_a_region_closed_in_the_middle_of_a_read_is_found_out(plane: MemoryPlane) -> None:
+    """The owner closes and overwrites while others read: a read that succeeds has only bytes from before."""
+    nbytes = 4 * block_copy.BLOCK_BYTES
+    gone = threading.Event()
+    outcomes: list[bool] = []
+
+    def reader(handle: Handle) -> None:
+        into = torch.zeros(nbytes, dtype=torch.uint8)
+        with OPENERS[plane.name]() as mine:
+            while not gone.is_set():
+                try:
+                    mine.read(handle, into).wait()
+                except RegionGone:
+                    return
+                outcomes.append(bool((into == 1).all()))
+
+    for _ in range(5):
+        tensor = torch.ones(nbytes, dtype=torch.uint8)
+        region = plane.expose(tensor)
+        gone.clear()
+        done = len(outcomes)
+        threads = [threading.Thread(target=reader, args=(region.handle,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10.0
+        while len(outcomes) == done and time.monotonic() < until:
+            time.sleep(0.002)
+        region.close()
+        tensor.fill_(2)
+        gone.set()
+        for thread in threads:
+            thread.join()
+    assert outcomes and all(outcomes)
+
+
+def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
+    """Autograd finds out that a tensor it saved was overwritten, as it does for an in-place op."""
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * weight).sum()
+    with plane.expose(torch.zeros(4)) as region:
+        plane.read(region.handle, weight).wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_huge_pages
+def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
+    """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
+    assert " hg" in said_of(plane.empty(32 << 20).fill_(3), "VmFlags")
+    small = [plane.empty(100) for _ in range(3)]
+    assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "pages of their own"
+    assert {each.shape for each in small} == {(100,)}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """What torch would share a large copy among."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
+    """Odd sizes and an offset too; a region that closes meanwhile is gone for all of them, and none goes on."""
+    tensor = torch.arange(2 * block_copy.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
+    into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
+    with plane.expose(tensor) as region:
+        plane.read(region.handle, into, 7).wait()
+        assert torch.equal(into, tensor[7:])
+        with pytest.raises(OpTimeout):
+            plane.read(region.handle, into, timeout=0.0).wait()
+    running = threading.active_count()
+    with pytest.raises(RegionGone):
+        plane.read(region.handle, into).wait()
+    assert threading.active_count() == running
+
+
+# -- inproc
+
+
+def test_an_inproc_handle_is_worth_nothing_in_another_process(start: Callable[..., Child]) -> None:
+    def child(pipe: Connection, handle: Handle) -> None:
+        try:
+            inproc_memory.open_plane().read(handle, torch.zeros(8)).wait()
+        except Unsupported as error:
+            pipe.send(str(error))
+
+    with inproc_memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+        assert "shm" in start(child, region.handle).hear()
+
+
+# -- shm: the memory belongs to another process
+
+
+def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
+    """Expose a tensor of ones; do as told until the pipe closes."""
+    plane = shm_memory.open_plane()
+    tensor = torch.ones(nbytes, dtype=torch.uint8)
+    region = plane.expose(tensor, writable=True)
+    pipe.send(region.handle)
+    while True:
+        match pipe.recv():
+            case "sum":
+                pipe.send(int(tensor.sum()))
+            case "close":
+                region.close()
+                pipe.send("closed")
+            case "swap":
+                region.close()
+                tensor.fill_(9)
+                region = plane.expose(tensor)
+                pipe.send(region.handle)
+            case "exec":
+                os.execvp("sleep", ["sleep", "60"])
+
+
+def test_another_process_memory_is_read_and_written_in_place(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    with shm_memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        assert int(into.sum()) == 1 << 20
+        plane.write(handle, torch.full((10,), 101, dtype=torch.uint8), offset=5).wait()
+        owner.tell("sum")
+        assert owner.hear() == (1 << 20) + 1000
+
+
+def test_a_stopped_process_can_be_read_and_written(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    owner.stop()
+    with shm_memory.open_plane() as plane:
+        plane.write(handle, torch.zeros(24, dtype=torch.uint8)).wait()
+        plane.read(handle, into).wait()
+        assert int(into.sum()) == (1 << 20) - 24
+
+
+def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    with shm_memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        owner.kill()
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(RegionGone, match=str(owner.pid)):
+                plane.read(handle, into).wait()
+            with pytest.raises(RegionGone, match=str(owner.pid)):
+                plane.write(handle, into).wait()
+            assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_process_killed_in_the_middle_of_a_read(start: Callable[..., Child]) -> None:
+    owner = start(_owner, 64 << 20)
+    handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
+    with shm_memory.open_plane() as plane:
+        killer = threading.Timer(0.1, owner.kill)
+        killer.start()
+        with pytest.raises(RegionGone):
+            while True:
+                plane.read(handle, into).wait()
+        killer.join()
+
+
+def test_the_same_memory_exposed_again_is_another_region(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    with shm_memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        owner.tell("swap")
+        again = owner.hear()
+        with pytest.raises(RegionGone):
+            plane.read(handle, into).wait()
+        plane.read(again, into).wait()
+        assert int(into.sum()) == 9 << 20
+
+
+def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[..., Child]) -> None:
+    """Same pid, same start time, other memory."""
+    owner = start(_owner)
+    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    with shm_memory.open_plane() as plane:
+        plane.read(handle, into).wait()
+        owner.tell("exec")
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{owner.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(RegionGone):
+            plane.read(handle, into).wait()
+        with shm_memory.open_plane() as fresh, pytest.raises(RegionGone):
+            fresh.read(handle, into).wait()
+
+
+def test_a_recycled_pid_is_told_apart(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle = owner.hear()
+    address = Address.decode(handle.address)
+    earlier = msgspec.structs.replace(address.owner, started=address.owner.started - 1)
+    forged = Handle("shm", msgspec.structs.replace(address, owner=earlier).encode(), handle.nbytes)
+    with shm_memory.open_plane() as plane, pytest.raises(RegionGone):
+        plane.read(forged, torch.zeros(8)).wait()
+
+
+def test_forged_handles_touch_nothing(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle = owner.hear()
+    true = Address.decode(handle.address)
+    forgeries = [
+        {"descriptor": 0},
+        {"descriptor": 1 << 30},
+        {"table": true.table ^ 1},
+        {"slot": true.slot + 1},
+        {"slot": (1 << 20) - 1},
+        {"generation": true.generation + 1},
+        {"owner": msgspec.structs.replace(true.owner, pid=1)},
+    ]
+    with shm_memory.open_plane() as plane:
+        for forgery in forgeries:
+            forged = Handle("shm", msgspec.structs.replace(true, **forgery).encode(), handle.nbytes)
+            into = torch.zeros(1 << 20, dtype=torch.uint8)
+            with pytest.raises((RegionGone, BackendUnavailable)):
+                plane.read(forged, into).wait()
+            with pytest.raises((RegionGone, BackendUnavailable)):
+                plane.write(forged, into).wait()
+            assert int(into.sum()) == 0
+        for bad in ({"pid": 0}, {"pid": -1}, {"pid": 1 << 40}):
+            forged_owner = msgspec.structs.replace(true.owner, **bad)
+            forged = Handle("shm", msgspec.structs.replace(true, owner=forged_owner).encode(), handle.nbytes)
+            with pytest.raises(CorruptData):
+                plane.read(forged, torch.zeros(8)).wait()
+        elsewhere = msgspec.structs.replace(true.owner, host="another")
+        forged = Handle("shm", msgspec.structs.replace(true, owner=elsewhere).encode(), handle.nbytes)
+        with pytest.raises(Unsupported, match="another host"):
+            plane.read(forged, torch.zeros(8)).wait()
+    owner.tell("sum")
+    assert owner.hear() == 1 << 20
+
+
+def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Child]) -> None:
+    def child(pipe: Connection) -> None:
+        region.close()
+        mine = plane.expose(torch.full((8,), 2.0))
+        pipe.send(mine.handle)
+        into = torch.zeros(8)
+        plane.read(region.handle, into).wait()
+        pipe.send(into.tolist())
+        plane.close()
+        pipe.send("closed")
+        pipe.recv()
+
+    with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
+        forked = start(child)
+        theirs, into = forked.hear(), torch.zeros(8)
+        assert forked.hear() == [1.0] * 8
+        assert forked.hear() == "closed"
+        plane.read(region.handle, into).wait()
+        assert into.tolist() == [1.0] * 8
+        with pytest.raises(RegionGone):
+            plane.read(theirs, into).wait()
+
+
+def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callable[..., Child]) -> None:
+    """The child would find it first, and end it in memory that both map: that ended the parent."""
+
+    def collects(pipe: Connection) -> None:
+        gc.collect()
+        pipe.send("collected")
+
+    def drops(pipe: Connection) -> None:
+        gc.disable()
+        circle: list[object] = [Agent()]
+        circle.append(circle)
+        del circle
+        with children() as begin:
+            assert begin(collects).hear() == "collected"
+        gc.collect()
+        pipe.send("ended it")
+
+    assert start(drops).hear() == "ended it"
+
+
+def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:
+    """What the owner puts there after `close` is never overwritten by a writer."""
+
+    def writer(pipe: Connection, handle: Handle) -> None:
+        source = torch.ones(handle.nbytes, dtype=torch.uint8)
+        with shm_memory.open_plane() as mine:
+            pipe.send("writing")
+            try:
+                while True:
+                    mine.write(handle, source).wait()
+            except RegionGone:
+                pipe.send("gone")
+
+    with shm_memory.open_plane() as plane:
+        for _ in range(3):
+            tensor = plane.empty(16 << 20).zero_()
+            region = plane.expose(tensor, writable=True)
+            child = start(writer, region.handle)
+            child.hear()
+            time.sleep(0.03)
+            region.close()
+            tensor.fill_(2)
+            assert child.hear() == "gone"
+            assert bool((tensor == 2).all())
+
+
+def test_a_writer_stopped_in_the_middle_of_a_block_does_not_hold_close_up_for_ever(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
+) -> None:
+    def writer(pipe: Connection, descriptor: int) -> None:
+        fd = os.open(f"/proc/{os.getppid()}/fd/{descriptor}", os.O_RDONLY)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, b"\0" * 32)
+        pipe.send("locked")
+        pipe.recv()
+
+    monkeypatch.setattr("holdfast.backends.common.region_table.WRITER_SECONDS", 0.2)
+    with shm_memory.open_plane() as plane:
+        region = plane.expose(torch.zeros(8), writable=True)
+        child = start(writer, Address.decode(region.handle.address).descriptor)
+        child.hear()
+        with pytest.raises(OpTimeout, match="writing"):
+            region.close()
+        with pytest.raises(RegionGone):
+            plane.read(region.handle, torch.zeros(8)).wait()
+
+
+def test_thousands_of_regions_reuse_their_slots() -> None:
+    with shm_memory.open_plane() as plane:
+        tensor, into = torch.ones(8), torch.zeros(8)
+        open_now = [plane.expose(tensor) for _ in range(3000)]
+        slots = {region.slot for region in open_now}
+        assert len(slots) == 3000
+        for region in open_now:
+            plane.read(region.handle, into).wait()
+            region.close()
+        again = plane.expose(tensor)
+        assert again.slot in slots
+        plane.read(again.handle, into).wait()
+
+
+def test_a_plane_leaves_no_descriptor_behind(start: Callable[..., Child]) -> None:
+    owner = start(_owner)
+    handle = owner.hear()
+    before = set(Path("/proc/self/fd").iterdir())
+    for _ in range(3):
+        with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
+            plane.read(handle, torch.zeros(8)).wait()
+            plane.write(handle, torch.zeros(8)).wait()
+            plane.read(region.handle, torch.zeros(8)).wait()
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_where_the_system_forbids_it_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
+) -> None:
+    assert isinstance(process_memory.probe(), Available)
+    handle = start(_owner).hear()
+
+    def forbidden(pid: int, *pieces: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(shm_memory, "read_process", forbidden)
+    with shm_memory.open_plane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
+        plane.read(handle, torch.zeros(8)).wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to drop its own capabilities")
+def test_a_process_of_another_user_may_not_read(start: Callable[..., Child]) -> None:
+    def reader(pipe: Connection, handle: Handle) -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            shm_memory.open_plane().read(handle, torch.zeros(8)).wait()
+        except BackendUnavailable as error:
+            pipe.send(str(error))
+
+    with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
+        assert "one user" in start(reader, region.handle).hear()
+
+
+# -- by name
+
+
+def test_memory_opens_a_plane_by_name() -> None:
+    with memory("auto") as plane:
+        assert plane.name == "shm"
+    with memory("inproc") as plane:
+        assert plane.name == "inproc"
+    with pytest.raises(BackendUnavailable, match="known are"):
+        memory("nonsense")
+    with pytest.raises(BackendUnavailable, match="no memory plane"):
+        memory("gloo")

@@ -1,0 +1,164 @@
+"""System calls that move fewer bytes than they were asked for: all of ours go on, and nothing else makes them."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.backends.common.process_memory import MOST_BYTES, read_process, write_process
+from holdfast.comms import Communicator
+from holdfast.comms.system.file_io import read_all, read_at, write_all
+from holdfast.harness import LocalCluster
+from support.source_tree import ROOT, modules
+
+TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "pwritev", "sendfile", "copy_file_range"}
+"""Functions of `os` that may move fewer bytes than they were asked for."""
+
+AS_THEY_COME = {
+    "comms/system/file_io.py": "the loops themselves",
+    "ft/telemetry/event_log.py": "a line is appended whole or taken back",
+    "ft/registers/inotify.py": "notifications are drained, not looked at",
+    "harness/bench/collectives/counters.py": "a counter is read whole or not at all",
+    "harness/chaos/faults/disk.py": "it writes until the disk is full",
+    "ft/launch/guarded_process.py": "single bytes",
+    "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
+    "ft/launch/local_launcher.py": "lines are put together from what has come",
+    "harness/testbed/netns.py": "single bytes",
+}
+
+
+def test_every_other_transfer_goes_through_file_io() -> None:
+    wrong = [
+        f"{path}:{node.lineno}: os.{node.func.attr}"
+        for path in modules()
+        if str(path) not in AS_THEY_COME
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "os"
+        and node.func.attr in TRANSFERS
+    ]
+    assert not wrong, "a short result is no error: use comms/system/file_io.py: " + ", ".join(wrong)
+
+
+def test_only_process_copy_copies_between_processes() -> None:
+    """Neither from Python nor elsewhere in C; compiled code makes no other transfers."""
+    sources = [*(ROOT / "comms/native").glob("*.[ch]"), *(ROOT / "backends/ucx/native").glob("*.[ch]")]
+    transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
+    assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.h"]
+    calls = re.compile(r"\.process_vm_(?:readv|writev)\(")
+    assert not [path for path in modules() if calls.search((ROOT / path).read_text())]
+
+
+def test_a_socket_that_takes_a_part_is_sent_the_rest() -> None:
+    """`sendall` does so by itself; where `send` is used its result is."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr == "send"
+        and ast.unparse(node.value.func.value).lower().endswith(("sock", "socket"))
+    ]
+    assert not wrong, ", ".join(wrong)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50))
+def test_pieces_are_copied_whole_whatever_one_call_moves(pieces: list[bytes], most: int) -> None:
+    sources = [ctypes.create_string_buffer(piece, len(piece) or 1) for piece in pieces]
+    targets = [ctypes.create_string_buffer(len(piece) or 1) for piece in pieces]
+    reads: list[int] = []
+    for source, target, piece in zip(sources, targets, pieces, strict=True):
+        reads += ctypes.addressof(target), ctypes.addressof(source), len(piece)
+    assert read_process(os.getpid(), *reads, most=most) == sum(map(len, pieces))
+    assert [target.raw[: len(piece)] for target, piece in zip(targets, pieces, strict=True)] == pieces
+
+
+def test_a_write_goes_on_after_a_short_one() -> None:
+    source, target = ctypes.create_string_buffer(b"twelve bytes"), ctypes.create_string_buffer(13)
+    addresses = ctypes.addressof(source), ctypes.addressof(target)
+    assert write_process(os.getpid(), *addresses, 13, most=5) == 13
+    assert target.value == b"twelve bytes"
+
+
+def test_a_copy_ends_where_no_memory_is_and_says_how_far_it_came() -> None:
+    page = 4096
+    memory = torch.empty(4 * page, dtype=torch.uint8)
+    hole = memory.data_ptr() // page * page + 2 * page
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(hole), ctypes.c_size_t(page), 0) == 0
+    try:
+        into = torch.empty(2 * page, dtype=torch.uint8)
+        for most in (MOST_BYTES, 1000, page):
+            assert read_process(os.getpid(), into.data_ptr(), hole - page, 2 * page, most=most) == page
+        with pytest.raises(OSError, match="Bad address"):
+            read_process(os.getpid(), into.data_ptr(), hole, page)
+    finally:
+        libc.mprotect(ctypes.c_void_p(hole), ctypes.c_size_t(page), 3)
+
+
+@given(st.binary(max_size=100), st.integers(1, 30), st.integers(0, 110), st.integers(0, 110))
+def test_files_are_read_and_written_whole(data: bytes, at_once: int, offset: int, nbytes: int) -> None:
+    fd = os.memfd_create("short-results")
+    try:
+        write_all(fd, data, at_once)
+        assert read_at(fd, nbytes, offset, at_once) == data[offset : offset + nbytes]
+        os.lseek(fd, 0, os.SEEK_SET)
+        assert read_all(fd, at_once) == data
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "ucx"])
+def test_messages_and_sums_of_more_than_2_gib_arrive(backend: str) -> None:
+    """One tensor a rank, for machines with little memory."""
+    nbytes = (1 << 31) + (1 << 20)
+
+    def body(comm: Communicator) -> None:
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        ends = tensor[:3], tensor[-3:], tensor[MOST_BYTES - 1 : MOST_BYTES + 2]
+        for end in ends:
+            end.fill_(1 + comm.rank)
+        comm.all_reduce(tensor)
+        assert all(bool((end == 3).all()) for end in ends)
+        if comm.rank == 0:
+            tensor[-1] = 7
+            comm.send(tensor, 1)
+        else:
+            comm.recv(tensor, 0)
+            assert int(tensor[-1]) == 7
+            assert int(tensor[:-1].count_nonzero()) == 8
+        comm.barrier()
+
+    with LocalCluster(2, backend, timeout=120.0) as cluster:
+        cluster.run(body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "ucx"])
+def test_windows_of_more_than_2_gib_are_read_and_written(backend: str) -> None:
+    nbytes = (1 << 31) + (1 << 20)
+
+    def body(comm: Communicator) -> None:
+        mine = torch.zeros(nbytes if comm.rank == 0 else 1, dtype=torch.uint8)
+        with comm.window(mine) as window:
+            if comm.rank == 1:
+                other = torch.full((nbytes,), 3, dtype=torch.uint8)
+                window.put(other, 0, timeout=60.0)
+                other.zero_()
+                window.get(other, 0, timeout=60.0)
+                assert int(other.count_nonzero()) == nbytes
+            comm.barrier()
+
+    with LocalCluster(2, backend, timeout=120.0) as cluster:
+        cluster.run(body)

@@ -1,0 +1,100 @@
+"""Large ops of every kind, one after another on one communicator: nothing of one is left to the next. They are staged
+through the caches where the ranks find each other near, and past them otherwise, or read where the inputs are, with the
+same results."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms import Communicator, ReduceOp
+from holdfast.comms.algorithms.shared_memory.board import NEAR, WANTED
+from holdfast.harness import LocalCluster
+from support.boards import ALL_SORTS, board_of
+
+LARGE = 40_000  # elements: beyond a slot
+COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
+OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
+
+
+def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> None:
+    """Each op on numbers that say who gave them, checked in full; all tensors are let go of between ops.
+
+    Before it some ranks are made to say that they are near, whether they are or not, and some that they would rather
+    read inputs where they are: bit r for rank r.
+    """
+    size, rank = comm.size, comm.rank
+    board = board_of(comm)
+    for step, (op, root, count, near, wanted) in enumerate(program):
+        root %= size
+        board.words[board.rows[rank] + NEAR] = near >> rank & 1
+        board.words[board.rows[rank] + WANTED] = ALL_SORTS * (wanted >> rank & 1)
+        mine = torch.full((count,), float(100 * step + rank))
+        everyones = [torch.full((count,), float(100 * step + r)) for r in range(size)]
+        total = torch.stack(everyones).sum(0)
+        parts = [torch.full((count,), float(1000 * rank + r)) for r in range(size)]
+        from_all = [torch.full((count,), float(1000 * r + rank)) for r in range(size)]
+        outputs = [torch.empty(count) for _ in range(size)]
+        out = torch.empty(count)
+        if op == "all_reduce":
+            comm.all_reduce(mine)
+            assert torch.equal(mine, total)
+        elif op == "reduce":
+            comm.reduce(mine, root)
+            assert torch.equal(mine, total if rank == root else everyones[rank])
+        elif op == "reduce_scatter":
+            comm.reduce_scatter(out, parts)
+            assert torch.equal(out, torch.stack(from_all).sum(0))
+        elif op == "broadcast":
+            comm.broadcast(mine, root)
+            assert torch.equal(mine, everyones[root])
+        elif op == "all_gather":
+            comm.all_gather(outputs, mine)
+            assert all(torch.equal(a, b) for a, b in zip(outputs, everyones, strict=True))
+        elif op == "all_to_all":
+            comm.all_to_all(outputs, parts)
+            assert all(torch.equal(a, b) for a, b in zip(outputs, from_all, strict=True))
+        elif op == "gather":
+            comm.gather(mine, outputs if rank == root else None, root)
+            assert rank != root or all(torch.equal(a, b) for a, b in zip(outputs, everyones, strict=True))
+        else:
+            comm.scatter(out, parts if rank == root else None, root)
+            assert torch.equal(out, torch.full((count,), float(1000 * root + rank)))
+
+
+def test_large_ops_follow_each_other_in_any_order() -> None:
+    with LocalCluster(3, "shm") as cluster:
+        steps = st.tuples(
+            st.sampled_from(OPS),
+            st.integers(0, 2),
+            st.sampled_from(COUNTS),
+            st.integers(0, 7),
+            st.sampled_from([0, 7, 7, 5]),
+        )
+
+        @settings(max_examples=20, deadline=None)
+        @given(st.lists(steps, min_size=1, max_size=12))
+        def holds(program: list[tuple[str, int, int, int, int]]) -> None:
+            cluster.run(run, program)
+
+        holds()
+
+
+def find_out_how_near(comm: Communicator) -> bool:
+    """Whether a rank, of some that share a processor, has come to say that what it takes is near."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    board, tensor = board_of(comm), torch.ones(LARGE)
+    assert not board.words[board.rows[comm.rank] + NEAR], "nothing is near before it was measured"
+    said = False
+    for _ in range(100):
+        comm.all_reduce(tensor, op=ReduceOp.MAX)
+        said |= bool(board.words[board.rows[comm.rank] + NEAR])
+    return said
+
+
+def test_ranks_on_one_processor_find_each_other_near() -> None:
+    with LocalCluster(2, "shm") as cluster:
+        assert cluster.run(find_out_how_near) == [True, True]

@@ -1,0 +1,290 @@
+"""A forked child is not its parent: it can use, close and destroy nothing of it, and lives and ends in silence."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import comms
+from holdfast.comms import Communicator, UsedAfterFork, Work
+from holdfast.comms.system import forks
+from holdfast.ft import Session
+from holdfast.ft.control.rpc import RpcClient, RpcServer
+from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
+from support.children import Child
+from support.source_tree import ROOT
+
+
+def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """What `body()` returns in a forked child."""
+
+    def run(pipe: Any) -> None:
+        pipe.send(body())
+
+    child = Child(run)
+    try:
+        heard = child.hear(seconds)
+        child.end()
+        return heard
+    finally:
+        child.kill()
+        child.pipe.close()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What `call` is refused with in a forked child; "" if it is not."""
+    try:
+        call()
+    except UsedAfterFork as error:
+        return str(error)
+    return ""
+
+
+def test_a_forked_child_cannot_use_its_parents_communicator(process_backend: str) -> None:
+    def body(comm: Communicator) -> object:
+        tensor = torch.ones(8)
+        comm.all_reduce(tensor)
+        calls: list[Callable[[], object]] = [
+            lambda: comm.all_reduce(torch.full((8,), 100.0)),
+            lambda: comm.all_reduce(torch.full((8,), 100.0), async_op=True),
+            lambda: comm.send(tensor, 1 - comm.rank),
+            lambda: comm.broadcast_object({"a": 1}, 0),
+            lambda: comm.barrier(),
+            lambda: comm.split([comm.rank]),
+            lambda: comm.window(tensor),
+            lambda: comm.announce(b"word"),
+            lambda: comm.over,
+            lambda: comm.__enter__(),
+        ]
+        said = in_child(lambda: [refusal(call) for call in calls])
+        comm.all_reduce(tensor)
+        words = f"communicator {comm.name!r} belongs to process {os.getpid()}"
+        return all(words in each and "make one here" in each for each in said), tensor.tolist()
+
+    with LocalCluster(2, process_backend, timeout=60.0) as cluster:
+        assert cluster.run(body) == [(True, [4.0] * 8)] * 2
+
+
+def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> None:
+    with comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        assert "communicator 'default'" in in_child(lambda: refusal(lambda: comm.barrier()))
+        comm.barrier()
+
+
+def test_a_forked_child_ends_nothing_of_its_parents(process_backend: str) -> None:
+    def body(comm: Communicator) -> object:
+        window = None if comm.backend == "gloo" else comm.window(torch.zeros(4))
+
+        def child() -> str:
+            if window is not None:
+                assert "a window of rank" in refusal(lambda: window.put(torch.ones(1), 0))
+                window.close()
+                window.__exit__(None, None, None)
+            comm.abort("a child ends")
+            comm.close()
+            comm.__exit__(ValueError, ValueError("raised in a child"), None)
+            gc.collect()
+            return "ended"
+
+        assert in_child(child) == "ended"
+        if window is not None:
+            window.put(torch.ones(1), 1 - comm.rank)
+            comm.barrier()
+            window.close()
+        tensor = torch.ones(4)
+        comm.all_reduce(tensor)
+        return tensor.tolist()
+
+    with LocalCluster(2, process_backend, timeout=60.0) as cluster:
+        assert cluster.run(body) == [[2.0] * 4] * 2
+
+
+def test_a_forked_child_still_knows_which_rank_its_parent_is(tmp_path: Path) -> None:
+    """A data loader's worker shards its data by these."""
+    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        assert in_child(lambda: (comm.rank, comm.size, comm.name, comm.epoch, comm.backend)) == (
+            0,
+            1,
+            "default",
+            0,
+            "shm",
+        )
+        assert in_child(lambda: "of a parent process" in repr(comm))
+
+
+def test_a_forked_child_can_connect_by_itself(tmp_path: Path) -> None:
+    def child() -> list[float]:
+        with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/childrens") as mine:
+            tensor = torch.ones(2)
+            mine.all_reduce(tensor)
+            return tensor.tolist()
+
+    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting"):
+        assert in_child(child) == [1.0, 1.0]
+
+
+def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -> None:
+    """Its thread is not there: to wait for it would never end."""
+    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        done = comm.all_reduce(torch.ones(1), async_op=True)
+        done.wait()
+        begun, go = multiprocessing.get_context("fork").Event(), __import__("threading").Event()
+
+        def slow(deadline: float) -> None:
+            begun.set()
+            go.wait(20.0)
+
+        works: list[Work] = [comm._executor.issue("slow", 0, lambda: slow, True, None, None) for _ in range(3)]
+        assert begun.wait(20.0)
+        try:
+            assert in_child(lambda: [bool(refusal(work.wait)) for work in works] + [bool(refusal(done.wait))]) == [
+                True,
+                True,
+                True,
+                False,
+            ]
+        finally:
+            go.set()
+        for work in works:
+            work.wait()
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """What a user writes: it holds the communicator, and asks it for its rank."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index * self.comm.size + self.comm.rank))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_workers_of_a_data_loader_live_and_end_in_silence(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Communicator) -> float:
+        loader = torch.utils.data.DataLoader(Samples(comm), num_workers=2, multiprocessing_context="fork")
+        total = torch.zeros(())
+        for sample in loader:
+            comm.all_reduce(sample)
+            total += sample.sum()
+        return float(total)
+
+    with LocalCluster(2, backend, timeout=60.0) as cluster:
+        assert cluster.run(body) == [sum(4.0 * index + 1.0 for index in range(8))] * 2
+    said = capfd.readouterr()
+    assert said.err.strip() == ""
+
+
+_SCRIPT = """
+import os, sys, torch
+from holdfast import comms
+comm = comms.connect({backend!r}, rank=0, size=1, rendezvous="file://" + sys.argv[1])
+comm.all_reduce(torch.ones(4))
+window = comm.window(torch.ones(4)) if {backend!r} != "gloo" else None
+plane = comms.memory("shm"); region = plane.expose(torch.ones(4))
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    comm.all_reduce(torch.ones(4))
+    plane.read(region.handle, torch.zeros(4)).wait()
+    comm.close()
+    plane.close()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_a_forked_child_ends_as_any_interpreter_does(backend: str, tmp_path: Path) -> None:
+    """Atexit handlers and destructors run, and neither wait for the parent's threads nor take away what is its."""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT.format(backend=backend), str(tmp_path / "meeting")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_of_a_session_leaves_it_alone() -> None:
+    def train(session: Session) -> object:
+        said = []
+        model = torch.nn.Linear(2, 2)
+        session.attach("model", model)
+        for attempt in session.steps(3):
+            with attempt:
+                attempt.comm.all_reduce(torch.ones(2))
+                if attempt.step == 1:
+
+                    def child(attempt: Any = attempt) -> object:
+                        calls = [
+                            lambda: session.attach("more", model),
+                            lambda: session.steps(2),
+                            lambda: session.subscribe(print),
+                            lambda: session.process_group(),
+                            lambda: attempt.process_group(),
+                            lambda: attempt.comm.barrier(),
+                        ]
+                        refused = [bool(refusal(call)) for call in calls]
+                        attempt.__exit__(None, None, None)
+                        session.__exit__(None, None, None)
+                        return all(refused), session.rank == attempt.rank, session.step
+
+                    said.append(in_child(child))
+        return said
+
+    with LocalCluster(2, "shm", timeout=60.0) as cluster:
+        job = cluster.start(train)
+        assert job.results(timeout=60) == [[(True, True, 1)]] * 2
+
+
+def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"key": b"k" * 32, "job": "job"}
+    handlers = {"echo": lambda peer, body: body}
+    with (
+        WeightStore(f"sqlite://{tmp_path}/job.sqlite", replicas=1) as store,
+        RpcServer(identity="server", handlers=handlers, **known) as server,
+        RpcClient(server.address, identity="client", **known) as client,
+    ):
+        store.publish(1, {"w": torch.ones(4)})
+        lease = store.pin(1)
+
+        def child() -> object:
+            said = [refusal(lambda: store.latest()), refusal(lambda: client.call("echo"))]
+            lease.release()
+            store.close()
+            client.close()
+            server.close()
+            return [bool(each) for each in said]
+
+        assert in_child(child) == [True, True]
+        assert client.call("echo", b"still here") == b"still here"
+        assert store.latest() == 1
+        lease.release()
+
+
+def test_whoever_asks_in_which_process_it_is_asks_the_one_helper() -> None:
+    """A comparison of process ids, or a handler of its own, would be a second way."""
+    wrong = []
+    for package in ("comms", "backends", "ft", "store", "rl"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)):
+                words = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call) else ""
+                own_pid = isinstance(node, ast.Compare) and "getpid()" in words and "_pid" in words
+                handler = isinstance(node, ast.Call) and words.startswith("os.register_at_fork")
+                if (own_pid or handler) and path.name != Path(forks.__file__).name:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {words[:60]}")
+    assert not wrong, "use comms.forks: " + "; ".join(wrong)

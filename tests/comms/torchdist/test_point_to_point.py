@@ -1,0 +1,215 @@
+"""Point to point over `torch.distributed`: receives from whoever sends first, and what a closed group leaves behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.harness import LocalCluster
+from support.torch_groups import ENVIRON, in_group
+
+
+@pytest.fixture(scope="module", params=["shm", "gloo", "ucx"])
+def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Three processes whose transport is chosen by the environment."""
+    backend = str(request.param)
+    with LocalCluster(3, backend, timeout=90.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
+        yield cluster
+
+
+def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
+    """Rank 0 receives from rank 1 and then from rank 2, without naming them: it goes on looking out for rank 1."""
+    for sender in (1, 2):
+        if rank == 0:
+            got = torch.empty(1)
+            assert dist.recv(got, group=group) == sender and got.item() == sender
+        if rank == sender:
+            dist.send(torch.tensor([float(rank)]), 0, group=group)
+        dist.barrier()
+
+
+def test_a_receive_after_one_from_anybody_keeps_its_own_timeout(three: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        take_one_of_each(rank, group)
+        if rank == 0:
+            with pytest.raises(OpTimeout):
+                dist.recv(torch.empty(1), src=1, group=group)
+        dist.barrier()
+
+    in_group(three, tmp_path, body)
+
+
+def test_a_receive_after_one_from_anybody_may_have_another_shape(three: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        take_one_of_each(rank)
+        if rank == 1:
+            dist.send(torch.arange(300_000), 0)
+            dist.send(torch.tensor([7.0]), 0)
+        if rank == 0:
+            got, after = torch.empty(300_000, dtype=torch.int64), torch.empty(1)
+            dist.recv(got, src=1)
+            assert dist.recv(after) == 1
+            assert torch.equal(got, torch.arange(300_000)) and after.item() == 7
+        dist.barrier()  # who may send must not leave while somebody waits for anybody
+
+    in_group(three, tmp_path, body)
+
+
+def test_receives_from_anybody_at_once_get_a_message_each(three: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        sys.setswitchinterval(1e-6)  # threads meet more often
+        for _ in range(10):
+            if rank == 0:
+                got = [torch.full((1,), -1.0) for _ in range(4)]
+                for work in [dist.irecv(each) for each in got]:
+                    work.wait()
+                assert sorted(each.item() for each in got) == [10, 11, 20, 21]
+            else:
+                for work in [dist.isend(torch.tensor([10.0 * rank + i]), 0) for i in range(2)]:
+                    work.wait()
+            dist.barrier()
+        sys.setswitchinterval(0.005)
+
+    in_group(three, tmp_path, body)
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_what_is_pending_ends_with_the_group(three: LocalCluster, tmp_path: Path, met: bool) -> None:
+    def body(rank: int, size: int) -> None:
+        group = dist.new_group()
+        if rank == 0:
+            if met:
+                dist.recv(torch.empty(1), src=1, group=group)
+            pending = dist.irecv(torch.empty(1), src=1, group=group)
+            time.sleep(0.1)  # until its thread waits for rank 1, which nothing tells
+            began = time.monotonic()
+            dist.destroy_process_group(group)
+            assert time.monotonic() - began < 8
+            with pytest.raises(Revoked):
+                pending.wait()
+            assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-p2p-")]
+        elif rank == 1 and met:
+            dist.send(torch.ones(1), 0, group=group)
+        dist.barrier()
+
+    in_group(three, tmp_path, body)
+
+
+def test_a_thousand_tags_take_no_more_descriptors_and_threads_than_one(three: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        def exchange(tags: Sequence[int]) -> None:
+            """Ranks 0 and 1 send each other a message of each tag, and receive them in the opposite order."""
+            peer = 1 - rank
+            works = [dist.isend(torch.tensor([tag]), peer, tag=tag) for tag in tags]
+            got = {tag: torch.zeros(1, dtype=torch.int64) for tag in reversed(tags)}
+            works += [dist.irecv(tensor, peer, tag=tag) for tag, tensor in got.items()]
+            for work in works:
+                work.wait()
+            assert [tensor.item() for tensor in got.values()] == list(got)
+
+        if rank < 2:
+            exchange([0])
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+            threads = threading.active_count()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, limits[1]))
+            try:
+                exchange(range(1000))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert threading.active_count() <= threads
+        dist.barrier()
+
+    in_group(three, tmp_path, body)
+
+
+def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives(
+    three: LocalCluster, tmp_path: Path
+) -> None:
+    def body(rank: int, size: int) -> None:
+        for sent, taken in (
+            (torch.ones(2), torch.ones(5)),
+            (torch.ones(300_000), torch.ones(2)),
+            (torch.ones(2), torch.ones(2, dtype=torch.int32)),
+        ):
+            if rank == 1:
+                dist.send(sent, 0)
+                dist.send(torch.tensor([3.0]), 0)
+            if rank == 0:
+                with pytest.raises(Mismatch, match="rank 1 sent"):
+                    dist.recv(taken, src=1)
+                after = torch.zeros(1)
+                dist.recv(after, src=1)
+                assert after.item() == 3
+        dist.barrier()
+
+    in_group(three, tmp_path, body)
+
+
+def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(three: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        got = torch.zeros(1)
+        if rank == 0:
+            with pytest.raises(OpTimeout, match="rank 1"):
+                dist.recv(got, src=1, group=group)
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.ones(1), 0, group=group)
+        if rank == 0:
+            dist.recv(got, src=1, group=group)
+            assert got.item() == 1
+        dist.barrier()
+
+    in_group(three, tmp_path, body)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("met", [True, False], ids=["connected", "not connected"])
+def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tmp_path: Path) -> None:
+    """Their timeout is 60 seconds."""
+
+    def body(comm: Communicator) -> float | None:
+        import holdfast.comms.torchdist  # noqa: F401
+
+        dist.init_process_group(
+            "holdfast",
+            init_method=f"file://{tmp_path}/meet",
+            rank=comm.rank,
+            world_size=2,
+            timeout=timedelta(seconds=60),
+        )
+        one, much = torch.ones(1), torch.ones(1_000_000)
+        if met:
+            works = [dist.isend(one, 1 - comm.rank), dist.irecv(torch.ones(1), 1 - comm.rank)]
+            for work in works:
+                work.wait()
+        dist.barrier()
+        if comm.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        pending = [dist.irecv(one, 1), dist.irecv(one, 1, tag=5), dist.isend(much, 1, tag=6), dist.irecv(one)]
+        for work in pending:
+            with pytest.raises(PeerFailed, match="rank 1"):
+                work.wait()
+        taken = time.monotonic() - began
+        dist.destroy_process_group()
+        return taken
+
+    with LocalCluster(2, backend, timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
+        survivor = cluster.outcomes(body)[0]
+    assert isinstance(survivor.value, float) and survivor.value < 10

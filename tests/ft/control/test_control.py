@@ -1,0 +1,839 @@
+"""The control channel: who may speak on it, what it carries, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
+from holdfast.ft.control import frames
+from holdfast.ft.control.channel import dial, listen, split_address
+from holdfast.ft.control.connection import Connection
+from holdfast.ft.control.errors import (
+    BadFrame,
+    CallTimeout,
+    ConnectionLost,
+    ControlError,
+    ForgedFrame,
+    FrameTooLarge,
+    RemoteError,
+    TruncatedFrame,
+    UnknownVersion,
+    WrongJob,
+    WrongKey,
+)
+from holdfast.ft.control.frames import DiallerHandshake, ListenerHandshake, Session
+from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcClient, RpcConnection, RpcServer, dial_rpc
+from support.children import Child, children
+from support.mutations import mutated
+
+KEY = bytes(range(32))
+OTHER_KEY = bytes(32)
+ME = {"key": KEY, "job": "job", "identity": "me"}
+SERVER = {"key": KEY, "job": "job", "identity": "server"}
+
+
+def shake_hands(dialler: DiallerHandshake, listener: ListenerHandshake) -> tuple[Session, Session]:
+    """The sessions of a handshake that goes well: the dialler's, the listener's."""
+    welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
+    assert dialler.receive(welcome) == b""
+    assert dialler.session is not None
+    assert listener.session is not None
+    return dialler.session, listener.session
+
+
+def sessions() -> tuple[Session, Session]:
+    return shake_hands(DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server"))
+
+
+# The protocol, without I/O.
+
+
+def test_two_that_hold_the_key_learn_who_they_talk_to() -> None:
+    mine, theirs = sessions()
+    assert (mine.peer, theirs.peer) == ("server", "me")
+    assert theirs.receive(mine.seal(b"ping")) == [b"ping"]
+    assert mine.receive(theirs.seal(b"pong")) == [b"pong"]
+
+
+def test_messages_arrive_whole_in_whatever_pieces_they_come() -> None:
+    mine, theirs = sessions()
+    sent = [b"", b"a", bytes(1 << 20), b"last"]
+    stream = b"".join(mine.seal(payload) for payload in sent)
+    received = []
+    for start in range(0, len(stream), 99_991):
+        received += theirs.receive(stream[start : start + 99_991])
+    assert received == sent
+    theirs.end()
+
+
+def test_what_follows_the_handshake_in_the_same_bytes_is_kept() -> None:
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
+    welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
+    assert listener.session is not None
+    dialler.receive(welcome + listener.session.seal(b"early"))
+    assert dialler.session is not None
+    assert dialler.session.receive(b"") == [b"early"]
+
+
+@pytest.mark.parametrize(
+    ("key", "job", "error"), [(OTHER_KEY, "job", WrongKey), (KEY, "another", WrongJob), (OTHER_KEY, "x", WrongKey)]
+)
+def test_who_has_another_key_or_job_is_refused_and_told_why(key: bytes, job: str, error: type[ControlError]) -> None:
+    dialler, listener = DiallerHandshake(key, job, "me"), ListenerHandshake(KEY, "job", "server")
+    proof = dialler.receive(listener.receive(dialler.hello()))
+    with pytest.raises(error, match="me"):
+        listener.receive(proof)
+    assert listener.session is None
+    with pytest.raises(error):
+        dialler.receive(listener.farewell)
+
+
+def test_a_listener_without_the_key_is_found_out() -> None:
+    dialler = DiallerHandshake(KEY, "job", "me")
+    impostor = ListenerHandshake(OTHER_KEY, "job", "server")
+    dialler.receive(impostor.receive(dialler.hello()))
+    with pytest.raises(WrongKey):
+        dialler.receive(frames.frame(frames._encode(frames.Welcome("server", bytes(32)))))
+    assert dialler.session is None
+
+
+def test_neither_key_nor_job_name_is_sent() -> None:
+    dialler, listener = DiallerHandshake(KEY, "secret job", "me"), ListenerHandshake(KEY, "secret job", "server")
+    said = [dialler.hello()]
+    for side in (listener, dialler, listener):
+        said.append(side.receive(said[-1]))
+    assert not any(KEY in each or b"secret" in each for each in said)
+
+
+def test_a_recorded_handshake_opens_no_second_session() -> None:
+    dialler = DiallerHandshake(KEY, "job", "me")
+    listener = ListenerHandshake(KEY, "job", "server")
+    hello = dialler.hello()
+    proof = dialler.receive(listener.receive(hello))
+    listener.receive(proof)
+    again = ListenerHandshake(KEY, "job", "server")
+    again.receive(hello)
+    with pytest.raises(WrongKey):
+        again.receive(proof)
+
+
+def test_frames_are_good_once_in_their_order_in_their_direction_and_on_their_connection() -> None:
+    mine, theirs = sessions()
+    first, second = mine.seal(b"first"), mine.seal(b"second")
+    for wrong in (
+        lambda: sessions()[1].receive(first),
+        lambda: mine.receive(first),
+        lambda: theirs.receive(second),
+    ):
+        with pytest.raises(ForgedFrame):
+            wrong()
+    mine, theirs = sessions()
+    frame = mine.seal(b"pay once")
+    assert theirs.receive(frame) == [b"pay once"]
+    with pytest.raises(ForgedFrame):
+        theirs.receive(frame)
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_sent_or_received() -> None:
+    mine, theirs = sessions()
+    with pytest.raises(FrameTooLarge, match="1048577"):
+        mine.seal(bytes((1 << 20) + 1))
+    assert theirs.receive(mine.seal(bytes(1 << 20))) == [bytes(1 << 20)], "and the session goes on"
+    with pytest.raises(FrameTooLarge):
+        theirs.receive((1 << 31).to_bytes(4, "big") + b"\1")
+    with pytest.raises(FrameTooLarge):
+        ListenerHandshake(KEY, "job", "server").receive(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def test_another_version_of_the_protocol_is_named() -> None:
+    mine, theirs = sessions()
+    frame = bytearray(mine.seal(b"hello"))
+    frame[4] = 9
+    with pytest.raises(UnknownVersion) as found:
+        theirs.receive(bytes(frame))
+    assert (found.value.theirs, found.value.ours) == (9, frames.VERSION)
+    hello = bytearray(DiallerHandshake(KEY, "job", "me").hello())
+    hello[4] = 9
+    with pytest.raises(UnknownVersion):
+        ListenerHandshake(KEY, "job", "server").receive(bytes(hello))
+
+
+def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
+    mine, theirs = sessions()
+    assert theirs.receive(mine.seal(b"whole") + mine.seal(b"half")[:-1]) == [b"whole"]
+    with pytest.raises(TruncatedFrame):
+        theirs.end()
+
+
+def test_a_name_that_is_no_text_is_no_message() -> None:
+    hello = DiallerHandshake(KEY, "job", "me").hello()
+    with pytest.raises(BadFrame):
+        ListenerHandshake(KEY, "job", "server").receive(hello.replace(b"me", b"\xff\xff"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(b"short", "job", "me"), (KEY, "", "me"), (KEY, "job", ""), (KEY, "job", "x" * 300)]
+)
+def test_arguments_that_cannot_work_are_refused_at_once(arguments: tuple[bytes, str, str]) -> None:
+    for side in (DiallerHandshake, ListenerHandshake):
+        with pytest.raises(ValueError):
+            side(*arguments)
+
+
+# Fuzzing: whatever comes in, the answer is a typed error, or patience, and never a message that was not sent.
+
+
+def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
+    borders = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    for start, end in itertools.pairwise(borders):
+        yield data[start:end]
+
+
+def listener_after(steps: int) -> ListenerHandshake:
+    """A listener that has taken that many good messages."""
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
+    if steps:
+        listener.receive(dialler.hello())
+    return listener
+
+
+def dialler_after(steps: int) -> DiallerHandshake:
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
+    if steps:
+        dialler.receive(listener.receive(dialler.hello()))
+    return dialler
+
+
+framed = st.binary(max_size=200).map(frames.frame)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([listener_after, dialler_after]),
+    st.integers(0, 1),
+    st.one_of(st.binary(max_size=300), st.lists(framed, max_size=3).map(b"".join)),
+    st.lists(st.integers(0), max_size=5),
+)
+def test_no_bytes_open_a_session_without_the_key(
+    side: Callable[[int], Any], steps: int, data: bytes, cuts: list[int]
+) -> None:
+    handshake = side(steps)
+    with contextlib.suppress(ControlError):
+        for piece in pieces(data, cuts):
+            handshake.receive(piece)
+        handshake.end()
+    assert handshake.session is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.binary(max_size=50), min_size=1, max_size=5),
+    st.sampled_from(["flip", "cut", "remove", "insert", "replay", "swap", "drop"]),
+    st.integers(0),
+    st.integers(0),
+    st.lists(st.integers(0), max_size=5),
+)
+def test_a_tampered_stream_gives_a_prefix_of_what_was_sent_and_then_an_error(
+    payloads: list[bytes], kind: str, where: int, what: int, cuts: list[int]
+) -> None:
+    mine, theirs = sessions()
+    sealed = [mine.seal(payload) for payload in payloads]
+    stream = b"".join(mutated(sealed, kind, where, what))
+    received: list[bytes] = []
+    failed = False
+    try:
+        for piece in pieces(stream, cuts):
+            received += theirs.receive(piece)
+        theirs.end()
+    except ControlError:
+        failed = True
+    assert received == payloads[: len(received)]
+    assert failed or stream == b"".join(sealed)[: len(stream)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 3), st.integers(0), st.integers(0, 7))
+def test_one_wrong_bit_anywhere_in_the_handshake_opens_no_pair_of_sessions(step: int, where: int, bit: int) -> None:
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
+    message = dialler.hello()
+    with contextlib.suppress(ControlError):
+        for turn, receiver in enumerate((listener, dialler, listener, dialler)):
+            if turn == step:
+                changed = bytearray(message)
+                changed[where % len(changed)] ^= 1 << bit
+                message = bytes(changed)
+            message = receiver.receive(message)
+    assert dialler.session is None or listener.session is None
+
+
+# Connections.
+
+
+@contextlib.asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[tuple[str, asyncio.Queue[Connection]]]:
+    """A listener's address, and the connections that it takes."""
+    taken: asyncio.Queue[Connection] = asyncio.Queue()
+    listener = await listen(taken.put_nowait, **(SERVER | options))
+    try:
+        yield listener.address, taken
+    finally:
+        await listener.close()
+
+
+def test_a_connection_carries_messages_both_ways_until_one_side_closes() -> None:
+    async def talk() -> None:
+        async with listening() as (address, taken):
+            mine = await dial(address, **ME)
+            theirs = await taken.get()
+            assert (mine.peer, theirs.peer) == ("server", "me")
+            for number in range(3):
+                await mine.send(b"message %d" % number)
+            await theirs.send(b"thanks")
+            assert await mine.recv() == b"thanks"
+            mine.close()
+            assert [message async for message in theirs] == [b"message 0", b"message 1", b"message 2"]
+            for call in (theirs.recv(), theirs.send(b"late"), mine.recv()):
+                with pytest.raises(ConnectionLost):
+                    await call
+
+    asyncio.run(talk())
+
+
+def test_a_fast_sender_waits_for_a_slow_receiver() -> None:
+    async def talk() -> None:
+        async with listening() as (address, taken):
+            mine = await dial(address, **ME)
+            theirs = await taken.get()
+            sender = asyncio.ensure_future(send_all(mine))
+            await asyncio.sleep(0.3)
+            assert not sender.done(), "64 MiB do not fit in any buffer"
+            for _ in range(2048):
+                assert await theirs.recv() == bytes(1 << 15)
+            await sender
+            mine.close()
+
+    async def send_all(connection: Connection) -> None:
+        for _ in range(2048):
+            await connection.send(bytes(1 << 15))
+
+    asyncio.run(talk())
+
+
+def test_a_peer_that_never_reads_is_given_up() -> None:
+    async def talk() -> None:
+        async with listening() as (address, taken):
+            mine = await dial(address, **ME)
+            theirs = await taken.get()
+            theirs._transport.pause_reading()
+            with pytest.raises(ConnectionLost, match="does not read"):
+                for _ in range(100):
+                    mine.post(bytes(1 << 20))
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
+def test_a_dialler_that_does_not_belong_is_told_promptly_by_either_way_to_dial(
+    wrong: dict[str, Any], error: type[ControlError]
+) -> None:
+    async def talk() -> None:
+        async with listening() as (address, taken):
+            started = time.monotonic()
+            with pytest.raises(error):
+                await dial(address, **(ME | wrong))
+            with pytest.raises(error):
+                await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong)))
+            assert time.monotonic() - started < 2.0
+            assert taken.empty()
+
+    asyncio.run(talk())
+
+
+def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
+    """To dial in an event loop, and from a thread."""
+    return [
+        lambda: asyncio.run(dial(address, **ME, timeout=timeout)),
+        lambda: RpcClient(address, **ME, timeout=timeout),
+    ]
+
+
+def test_dialling_where_nobody_listens_fails_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for connect in either_way(address, 20.0):
+        started = time.monotonic()
+        with pytest.raises(ConnectionLost, match="refused"):
+            connect()
+        assert time.monotonic() - started < 2.0
+
+
+def test_dialling_what_never_answers_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for connect in either_way(f"127.0.0.1:{silent.getsockname()[1]}", 0.2):
+            with pytest.raises(CallTimeout):
+                connect()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2\1\0", b""])
+def test_dialling_something_else_is_a_typed_error(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    with peer:
+                        peer.recv(1000)
+                        peer.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for connect in either_way(f"127.0.0.1:{server.getsockname()[1]}", 5.0):
+            with pytest.raises((BadFrame, ConnectionLost)):
+                connect()
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_listener_never_binds_to_every_interface(host: str) -> None:
+    async def talk() -> None:
+        with pytest.raises(ValueError, match="every interface"):
+            await listen(lambda connection: None, **SERVER, host=host)
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        split_address(address)
+
+
+def test_who_says_nothing_is_turned_away_in_time() -> None:
+    async def talk() -> None:
+        async with listening(handshake_timeout=0.2) as (address, _):
+            reader, writer = await asyncio.open_connection(*split_address(address))
+            writer.write(b"\0\0")
+            assert await asyncio.wait_for(reader.read(), 5.0) == b""
+            writer.close()
+
+    asyncio.run(talk())
+
+
+def test_a_flood_of_strangers_does_not_keep_members_out() -> None:
+    async def talk() -> None:
+        async with listening(max_pending=32) as (address, taken):
+            where = split_address(address)
+            strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
+            for _ in range(5):
+                members = await asyncio.gather(*(dial(address, **(ME | {"identity": f"{n}"})) for n in range(5)))
+                assert sorted([(await taken.get()).peer for _ in members]) == ["0", "1", "2", "3", "4"]
+                for member in members:
+                    member.close()
+                strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
+            open_still = 0
+            for reader, writer in strangers:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(), 0.01)
+                open_still += not reader.at_eof()
+                writer.close()
+            assert open_still <= 32
+
+    asyncio.run(talk())
+
+
+@contextlib.asynccontextmanager
+async def meddler(address: str, change: Callable[[int, bytes], bytes]) -> AsyncIterator[str]:
+    """A relay to `address` that may change what passes towards it; `change` gets the bytes' number and the bytes."""
+    tasks = set()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(*split_address(address))
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, meddle: bool) -> None:
+            count = 0
+            while data := await source.read(1 << 16):
+                sink.write(change(count, data) if meddle else data)
+                count += 1
+            sink.close()
+
+        for way in (pump(reader, there_writer, True), pump(there_reader, writer, False)):
+            tasks.add(asyncio.ensure_future(way))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+    finally:
+        server.close()
+        await asyncio.gather(*tasks)
+
+
+def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
+    def change(count: int, data: bytes) -> bytes:
+        return data if count < 3 else data[:-1] + bytes([data[-1] ^ 1])
+
+    async def talk() -> None:
+        async with listening() as (address, taken), meddler(address, change) as through:
+            mine = await dial(through, **ME)
+            theirs = await taken.get()
+            await mine.send(b"before")
+            assert await theirs.recv() == b"before"
+            await mine.send(b"changed")
+            with pytest.raises(ForgedFrame):
+                await theirs.recv()
+            with pytest.raises(ConnectionLost):
+                await mine.recv()
+
+    asyncio.run(talk())
+
+
+# Remote calls.
+
+
+async def sleepy(peer: str, body: bytes) -> bytes:
+    await asyncio.sleep(float(body))
+    return body
+
+
+def broken(peer: str, body: bytes) -> bytes:
+    raise KeyError("the answer")
+
+
+HANDLERS: dict[str, Handler] = {
+    "echo": lambda peer, body: body,
+    "who": lambda peer, body: peer.encode(),
+    "sleep": sleepy,
+    "broken": broken,
+    "nonsense": lambda peer, body: "no bytes",  # type: ignore[dict-item,return-value]
+    "large": lambda peer, body: bytes(2 << 20),
+}
+
+
+@pytest.fixture
+def server() -> Iterator[RpcServer]:
+    with RpcServer(**SERVER, handlers=HANDLERS) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RpcServer) -> Iterator[RpcClient]:
+    with RpcClient(server.address, **ME) as connected:
+        yield connected
+
+
+def test_a_call_is_answered(client: RpcClient) -> None:
+    assert client.peer == "server"
+    assert client.call("echo", b"hello") == b"hello"
+    assert client.call("who") == b"me"
+    assert client.call("echo", bytes(1_000_000)) == bytes(1_000_000)
+
+
+def test_a_failure_over_there_is_an_error_here_and_the_connection_goes_on(client: RpcClient) -> None:
+    for method, kind in (("broken", "KeyError"), ("none such", "LookupError"), ("nonsense", "TypeError")):
+        with pytest.raises(RemoteError) as failed:
+            client.call(method)
+        assert (failed.value.peer, failed.value.method, failed.value.kind) == ("server", method, kind)
+    with pytest.raises(RemoteError, match="FrameTooLarge"):
+        client.call("large")
+    with pytest.raises(FrameTooLarge):
+        client.call("echo", bytes(2 << 20))
+    assert client.call("echo", b"still here") == b"still here"
+
+
+def test_calls_in_flight_do_not_wait_for_each_other(client: RpcClient) -> None:
+    answered: list[bytes] = []
+
+    def call(seconds: bytes) -> None:
+        assert client.call("sleep", seconds) == seconds
+        answered.append(seconds)
+
+    threads = [threading.Thread(target=call, args=(seconds,)) for seconds in (b"0.9", b"0.6", b"0.3", b"0")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answered == [b"0", b"0.3", b"0.6", b"0.9"]
+
+
+def test_many_threads_on_one_client_each_get_their_own_answer(client: RpcClient) -> None:
+    wrong = []
+
+    def call(name: int) -> None:
+        for number in range(100):
+            body = b"%d %d" % (name, number)
+            if client.call("echo" if number % 10 else "sleep", body if number % 10 else b"0") not in (body, b"0"):
+                wrong.append(body)
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_call_ends_at_its_timeout_and_its_handler_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def forever(peer: str, body: bytes) -> bytes:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return b""
+
+    with (
+        RpcServer(**SERVER, handlers=HANDLERS | {"forever": forever}) as server,
+        RpcClient(server.address, **ME) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(OpTimeout, match="forever"):
+            client.call("forever", timeout=0.2)
+        assert 0.2 <= time.monotonic() - started < 2.0
+        assert cancelled.wait(5.0)
+        assert client.call("echo", b"next") == b"next"
+
+
+def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
+    events: list[str] = []
+    gone, working, cancelled = threading.Event(), threading.Event(), threading.Event()
+
+    async def forever(peer: str, body: bytes) -> bytes:
+        working.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return b""
+
+    def lost(peer: str) -> None:
+        events.append(f"-{peer}")
+        gone.set()
+
+    def body(pipe: Pipe, address: str) -> None:
+        RpcClient(address, **ME).call("forever")
+
+    with (
+        RpcServer(
+            **SERVER,
+            handlers={"forever": forever},
+            on_connect=lambda peer: events.append(f"+{peer}"),
+            on_disconnect=lost,
+        ) as server,
+        children() as start,
+    ):
+        child = start(body, server.address)
+        assert working.wait(10.0)
+        child.kill()
+        assert gone.wait(5.0)
+        assert cancelled.wait(5.0)
+    assert events == ["+me", "-me"]
+
+
+def test_closing_a_client_ends_its_calls_in_other_threads(server: RpcServer) -> None:
+    client = RpcClient(server.address, **ME)
+    errors: list[BaseException] = []
+    threads = waiting_calls(client, errors, 3)
+    client.close()
+    client.close()
+    for thread in threads:
+        thread.join(5.0)
+    assert [type(error) for error in errors] == [ConnectionLost] * 3
+    with pytest.raises(ConnectionLost, match="closed on this side"):
+        client.call("echo")
+    assert client.fileno() == -1
+
+
+def waiting_calls(client: RpcClient, errors: list[BaseException], count: int) -> list[threading.Thread]:
+    """Threads that each wait in a call for what will never come, and note the error that ends it."""
+
+    def wait() -> None:
+        try:
+            client.call("sleep", b"60")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    return threads
+
+
+def serve_until_killed(pipe: Pipe, forks: bool = False) -> None:
+    server = RpcServer(**SERVER, handlers=HANDLERS)
+    server.start()
+    pipe.send(server.address)
+    if forks:
+        pipe.recv()
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(20)
+            os._exit(0)
+        pipe.send(worker)
+    time.sleep(60)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed)
+    errors: list[BaseException] = []
+    with RpcClient(child.hear(), **ME) as client:
+        threads = waiting_calls(client, errors, 3)
+        child.kill()
+        killed = time.monotonic()
+        for thread in threads:
+            thread.join(5.0)
+        assert time.monotonic() - killed < 1.0
+        assert [type(error) for error in errors] == [ConnectionLost] * 3
+        assert all(isinstance(error, PeerFailed) for error in errors)
+        with pytest.raises(ConnectionLost):
+            client.call("echo")
+
+
+def test_a_killed_servers_own_children_do_not_hide_its_death(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed, True)
+    address = child.hear()
+    errors: list[BaseException] = []
+    with RpcClient(address, **ME) as client:
+        threads = waiting_calls(client, errors, 1)
+        child.tell("fork now")
+        worker = child.hear()
+        time.sleep(0.1)
+        try:
+            child.kill()
+            threads[0].join(5.0)
+            assert [type(error) for error in errors] == [ConnectionLost]
+            with pytest.raises(ConnectionLost):
+                RpcClient(address, **ME)
+        finally:
+            os.kill(worker, 9)
+
+
+def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed)
+    with RpcClient(child.hear(), **ME) as client:
+        child.stop()
+        with pytest.raises(CallTimeout, match="server"):
+            client.call("echo", timeout=0.2)
+        child.resume()
+        assert client.call("echo", b"awake") == b"awake"
+
+
+def test_a_server_that_cannot_start_leaves_nothing(server: RpcServer) -> None:
+    before = threading.active_count()
+    taken = RpcServer(**SERVER, handlers={}, port=int(server.address.rpartition(":")[2]))
+    with pytest.raises(OSError):
+        taken.start()
+    assert threading.active_count() == before
+
+
+def test_garbage_from_a_member_drops_its_connection_only(server: RpcServer, client: RpcClient) -> None:
+    for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
+        with RpcClient(server.address, **(ME | {"identity": "fuzzer"})) as fuzzer:
+            fuzzer._socket.sendall(fuzzer._session.seal(payload))
+            with pytest.raises(ConnectionLost):
+                fuzzer.call("echo", timeout=5.0)
+        assert client.call("echo", b"unharmed") == b"unharmed"
+
+
+# Remote calls in an event loop.
+
+
+@contextlib.asynccontextmanager
+async def serving(handlers: dict[str, Handler], **options: Any) -> AsyncIterator[AsyncRpcServer]:
+    server = AsyncRpcServer(**SERVER, handlers=handlers, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def test_either_side_of_a_connection_may_call_the_other() -> None:
+    async def talk() -> None:
+        connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
+        noted: asyncio.Queue[bytes] = asyncio.Queue()
+
+        def note(peer: str, body: bytes) -> bytes:
+            noted.put_nowait(peer.encode() + b": " + body)
+            return b""
+
+        async with serving(HANDLERS, on_connect=connected.put_nowait) as server:
+            mine = await dial_rpc(server.address, **ME, handlers={"add": lambda peer, body: body + b"!", "note": note})
+            theirs = await connected.get()
+            assert await mine.call("echo", b"up") == b"up"
+            assert await theirs.call("add", b"down") == b"down!"
+            theirs.notify("note", b"revoked")
+            assert await noted.get() == b"server: revoked"
+            assert server.connections == {theirs}
+            mine.close()
+            await mine.wait_closed()
+
+    asyncio.run(talk())
+
+
+def test_in_a_loop_calls_time_out_fail_and_are_lost_as_in_threads() -> None:
+    async def talk() -> None:
+        async with serving(HANDLERS) as server:
+            mine = await dial_rpc(server.address, **ME)
+            with pytest.raises(CallTimeout):
+                await mine.call("sleep", b"60", timeout=0.1)
+            with pytest.raises(RemoteError, match="KeyError"):
+                await mine.call("broken")
+            answers = await asyncio.gather(*(mine.call("sleep", b"0.%d" % tenths) for tenths in (3, 1, 2)))
+            assert answers == [b"0.3", b"0.1", b"0.2"]
+            waiting = asyncio.ensure_future(mine.call("sleep", b"60"))
+            lost: list[ControlError] = []
+            mine.on_lost(lambda connection, reason: lost.append(reason))
+            await asyncio.sleep(0.05)
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                await waiting
+            assert [type(reason) for reason in lost] == [ConnectionLost]
+            with pytest.raises(HoldfastError):
+                mine.notify("echo")
+
+    asyncio.run(talk())
+
+
+def test_cancelling_a_call_cancels_its_handler() -> None:
+    async def talk() -> None:
+        cancelled = asyncio.Event()
+
+        async def forever(peer: str, body: bytes) -> bytes:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+            return b""
+
+        async with serving({"forever": forever}) as server:
+            mine = await dial_rpc(server.address, **ME)
+            call = asyncio.ensure_future(mine.call("forever"))
+            await asyncio.sleep(0.05)
+            call.cancel()
+            await asyncio.wait_for(cancelled.wait(), 5.0)
+            mine.close()
+
+    asyncio.run(talk())

@@ -1,0 +1,286 @@
+"""The rendezvous table, its `torch.distributed.Store`, and the key file that all of the control channel rests on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.errors import OpTimeout, Revoked
+from holdfast.comms.system.keys import KeyRefused, create_key, load_key
+from holdfast.ft.control.errors import ConnectionLost, KeyTimeout, RemoteError
+from holdfast.ft.control.kv import ControlStore, KeyValue, RemoteTable, Table, handlers
+from holdfast.ft.control.rpc import RpcClient, RpcServer
+from support.children import children
+
+KEY = bytes(range(32))
+EPOCH = 7
+
+
+@contextlib.contextmanager
+def served(table: KeyValue) -> Iterator[RpcClient]:
+    """A client of a server of this table."""
+    with (
+        RpcServer(key=KEY, job="job", identity="host", handlers=handlers(table)) as server,
+        RpcClient(server.address, key=KEY, job="job", identity="guest") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def table() -> KeyValue:
+    return KeyValue()
+
+
+@pytest.fixture(params=["here", "remote"])
+def seen(request: pytest.FixtureRequest, table: KeyValue) -> Iterator[Table]:
+    """The table as the process that serves it sees it, and as the others do."""
+    if request.param == "here":
+        yield table
+    else:
+        with served(table) as client:
+            yield RemoteTable(client.call)
+
+
+@pytest.fixture
+def store(seen: Table) -> ControlStore:
+    return ControlStore(seen, EPOCH, timeout=5.0)
+
+
+@pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
+def test_it_answers_as_torchs_own_stores_do(store: ControlStore, prefixed: bool) -> None:
+    answers = []
+    for each in (dist.HashStore(), store):
+        one: Any = dist.PrefixStore("p", each) if prefixed else each
+        one.set("a", "1")
+        one.set("bytes", b"\0\xff")
+        one.multi_set(["m", "n"], ["x", "y"])
+        one.append("a", "2")
+        one.append("new", "3")
+        answers.append(
+            [
+                one.get("a"),
+                one.get("bytes"),
+                one.get("new"),
+                one.multi_get(["n", "m"]),
+                one.add("count", 5),
+                one.add("count", -7),
+                one.get("count"),
+                one.check(["a", "m"]),
+                one.check(["a", "none"]),
+                one.compare_set("c", "", "first"),
+                one.compare_set("c", "wrong", "second"),
+                one.compare_set("c", "first", "second"),
+                one.compare_set("none", "expected", "desired"),
+                one.check(["none"]),
+                one.delete_key("a"),
+                one.delete_key("a"),
+                one.num_keys(),
+                one.has_extended_api(),
+                one.wait(["m", "n"]),
+                one.wait(["m"], timedelta(seconds=1)),
+            ]
+        )
+    assert answers[0] == answers[1]
+
+
+def test_get_waits_until_somebody_sets(store: ControlStore, table: KeyValue) -> None:
+    later = threading.Timer(0.1, table.put, (EPOCH, {"late": b"here"}))
+    later.start()
+    assert store.get("late") == b"here"
+    later.join()
+
+
+@pytest.mark.parametrize("how", ["add", "append", "compare_set", "multi_set"])
+def test_every_way_to_set_wakes_those_who_wait(store: ControlStore, table: KeyValue, how: str) -> None:
+    ways: dict[str, Callable[[], object]] = {
+        "add": lambda: table.add(EPOCH, "b", 1),
+        "append": lambda: table.append(EPOCH, "b", b"1"),
+        "compare_set": lambda: table.compare_set(EPOCH, "b", b"", b"1"),
+        "multi_set": lambda: table.put(EPOCH, {"b": b"1", "c": b"2"}),
+    }
+    store.set("a", "0")
+    later = threading.Timer(0.05, ways[how])
+    later.start()
+    assert store.multi_get(["a", "b"]) == [b"0", b"1"]
+    later.join()
+
+
+def test_a_wait_that_is_not_met_names_the_missing_keys_in_time(store: ControlStore) -> None:
+    store.set("here", "")
+    store.set_timeout(timedelta(seconds=0.2))
+    for wait in (
+        lambda: store.get("gone"),
+        lambda: store.wait(["here", "gone"]),
+        lambda: store.wait(["gone", "here"], timedelta(seconds=0.1)),
+        lambda: store.multi_get(["here", "gone"]),
+        lambda: dist.PrefixStore("", store).get("gone"),
+    ):
+        started = time.monotonic()
+        with pytest.raises(OpTimeout, match="gone") as late:
+            wait()
+        assert isinstance(late.value, KeyTimeout)
+        assert "here" not in late.value.missing
+        assert 0.1 <= time.monotonic() - started < 2.0
+
+
+def test_epochs_are_apart_and_end(seen: Table, table: KeyValue) -> None:
+    old, new = ControlStore(seen, 1), ControlStore(seen, 2)
+    old.set("key", "old")
+    new.set("key", "new")
+    assert (old.get("key"), new.get("key")) == (b"old", b"new")
+    later = threading.Timer(0.1, table.drop_before, (2,))
+    later.start()
+    started = time.monotonic()
+    with pytest.raises(Revoked) as over:
+        old.get("never")
+    later.join()
+    assert over.value.epoch == 1
+    assert time.monotonic() - started < 2.0
+    for use in (lambda: old.get("key"), lambda: old.set("key", "x"), lambda: old.add("n", 1), old.num_keys):
+        with pytest.raises(Revoked):
+            use()
+    assert new.get("key") == b"new"
+
+
+def test_it_is_one_table_for_all_threads(store: ControlStore) -> None:
+    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.get("n") == b"200"
+
+
+def test_adding_to_what_is_no_number_is_refused(table: KeyValue) -> None:
+    with served(table) as client:
+        for seen, error in ((table, ValueError), (RemoteTable(client.call), RemoteError)):
+            store = ControlStore(seen, EPOCH)
+            store.set("word", "seven")
+            with pytest.raises(error, match="invalid literal"):
+                store.add("word", 1)
+
+
+def test_a_malformed_request_is_refused_and_changes_nothing(table: KeyValue) -> None:
+    with served(table) as client:
+        for method in handlers(table):
+            for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
+                with pytest.raises(RemoteError, match="Error"):
+                    client.call(method, body)
+    assert table.count(EPOCH) == 0
+
+
+def all_reduce(store: dist.Store, rank: int) -> list[float]:
+    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, timedelta(seconds=10))
+    tensor = torch.full((3,), float(rank + 1))
+    group.allreduce([tensor]).wait()
+    return tensor.tolist()
+
+
+def test_gloo_builds_its_group_over_it_between_two_processes(table: KeyValue) -> None:
+    def body(pipe: Pipe) -> None:
+        with RpcClient(pipe.recv(), key=KEY, job="job", identity="rank 1") as client:
+            pipe.send(all_reduce(ControlStore(client, EPOCH), 1))
+
+    with (
+        children() as start,
+        RpcServer(key=KEY, job="job", identity="rank 0", handlers=handlers(table)) as server,
+    ):
+        child = start(body)
+        child.tell(server.address)
+        assert all_reduce(ControlStore(table, EPOCH), 0) == [3.0, 3.0, 3.0]
+        assert child.hear() == [3.0, 3.0, 3.0]
+        child.end()
+
+
+def test_a_group_that_is_being_built_fails_at_once_when_the_host_is_killed() -> None:
+    def body(pipe: Pipe) -> None:
+        with RpcServer(key=KEY, job="job", identity="rank 0", handlers=handlers(KeyValue())) as server:
+            pipe.send(server.address)
+            time.sleep(60)
+
+    with children() as start:
+        host = start(body)
+        errors: list[BaseException] = []
+        with RpcClient(host.hear(), key=KEY, job="job", identity="rank 1") as client:
+
+            def build() -> None:
+                try:
+                    all_reduce(ControlStore(client, EPOCH), 1)
+                except BaseException as error:
+                    errors.append(error)
+
+            builder = threading.Thread(target=build)
+            builder.start()
+            time.sleep(0.3)
+            host.kill()
+            killed = time.monotonic()
+            builder.join(10.0)
+            assert time.monotonic() - killed < 2.0
+        assert [type(error) for error in errors] == [ConnectionLost]
+
+
+# The key file.
+
+
+def test_a_key_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "job.key"
+    key = create_key(path)
+    assert len(key) == 32
+    assert load_key(path) == key
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        create_key(path)
+    assert load_key(path) == key
+    assert create_key(tmp_path / "another.key") != key
+
+
+def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        create_key(tmp_path / "job.key")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_key_that_others_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    create_key(tmp_path / "job.key")
+    (tmp_path / "job.key").chmod(mode)
+    with pytest.raises(KeyRefused, match=f"{mode:04o}"):
+        load_key(tmp_path / "job.key")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
+def test_somebody_elses_key_is_refused(tmp_path: Path) -> None:
+    create_key(tmp_path / "job.key")
+    os.chown(tmp_path / "job.key", 12345, -1)
+    with pytest.raises(KeyRefused, match="12345"):
+        load_key(tmp_path / "job.key")
+
+
+@pytest.mark.parametrize("text", ["", "ab" * 31, "ab" * 33, "ab" * 32 + "\n\n", "xy" * 32, "AB" * 32])
+def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.key"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(KeyRefused, match="64 hexadecimal"):
+        load_key(path)
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("none", "pipe", "."):
+        with pytest.raises(KeyRefused):
+            load_key(tmp_path / name)

@@ -1,0 +1,106 @@
+"""What members tell each other: heard as it was said, and refused whole when it is spoilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view_delta import ViewDelta
+from holdfast.ft.runtime import messages as notices
+from holdfast.ft.runtime.messages import Notice
+from support.mutations import mutated
+
+ME = Member("p0", "x:1", this_process())
+VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
+CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
+
+words, epochs = st.text(max_size=20), st.integers(1, 2**62)
+deaths = st.lists(st.builds(v.Death, words, words), max_size=4).map(tuple)
+items = st.dictionaries(words, st.binary(max_size=40), max_size=4)
+SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
+    "beat": epochs.map(lambda epoch: (notices.beat(View(epoch, "running", (), VIEW.job, "")), epoch)),
+    "beat before any view": st.just((notices.beat(None), 0)),
+    "install": st.just((notices.install(VIEW), v.ViewRead(VIEW, "p9"))),
+    "change": st.just((notices.change(CHANGE), v.Changed(CHANGE, "p9"))),
+    "spare": st.just((notices.spare(ME), v.SpareAnnounced(ME))),
+    "deaths": deaths.map(lambda seen: (notices.deaths(seen), seen)),
+    "leave": words.map(lambda why: (notices.leave(why), (v.Death("p9", f"it left: {why}"),))),
+    "share": st.tuples(epochs, items).map(lambda given: (notices.share(*given), given)),
+    "suspect": st.builds(v.Suspicion, words, st.just("p9"), words, epochs).map(
+        lambda word: (notices.testimony(word), ((word.member, word.evidence), word))
+    ),
+    "clear": st.builds(v.Cleared, words, st.just("p9"), epochs).map(
+        lambda word: (notices.testimony(word), ((word.member, None), word))
+    ),
+    "detect": st.binary(max_size=40).map(lambda body: (notices.detect(body), body)),
+}
+"""Of each kind: the notice, and what is heard when p9 says it."""
+
+
+def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
+    """Handlers that write down what they hear, whoever it is for."""
+
+    def from_p9(peer: str, what: Any) -> None:
+        assert peer == "p9"
+        heard.append(what)
+
+    return notices.handlers(
+        notices.Listener(
+            core=heard.append,
+            beat=from_p9,
+            deaths=heard.append,
+            share=lambda epoch, items: heard.append((epoch, items)),
+            testimony=lambda peer, member, evidence: from_p9(peer, (member, evidence)),
+            detectors=from_p9,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", SAID)
+@given(data=st.data())
+def test_a_notice_is_heard_as_it_was_said(kind: str, data: st.DataObject) -> None:
+    (name, body), expected = data.draw(SAID[kind])
+    heard: list[Any] = []
+    assert listening(heard)[name]("p9", body) == b""
+    assert heard == (list(expected) if kind in ("suspect", "clear") else [expected])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAID if kind != "detect"])
+@given(
+    data=st.data(),
+    how=st.sampled_from(["flip", "cut", "remove", "insert"]),
+    where=st.integers(0, 10**4),
+    what=st.integers(0, 10**4),
+)
+def test_a_spoilt_notice_is_heard_in_its_form_or_not_at_all(
+    kind: str, data: st.DataObject, how: str, where: int, what: int
+) -> None:
+    (name, body), expected = data.draw(SAID[kind])
+    heard: list[Any] = []
+    try:
+        listening(heard)[name]("p9", b"".join(mutated([body], how, where, what)))
+    except CorruptData as error:
+        assert not heard
+        assert kind in ("install", "change") or "p9" in str(error)
+        return
+    shape = list(expected) if kind in ("suspect", "clear") else [expected]
+    assert [type(each) for each in heard] == [type(each) for each in shape]
+
+
+@given(name=st.sampled_from(sorted(listening([]))), body=st.binary(max_size=100))
+def test_any_bytes_are_a_notice_or_corrupt(name: str, body: bytes) -> None:
+    heard: list[Any] = []
+    try:
+        listening(heard)[name]("p9", body)
+    except CorruptData:
+        assert not heard
+    else:
+        assert heard

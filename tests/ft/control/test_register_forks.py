@@ -1,0 +1,117 @@
+"""The embedded register in children that were forked while their parent had it open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from holdfast.ft.registers import open_cell
+from support.children import Child, children
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def a_reader(pipe: Connection, url: str) -> None:
+    """Report what the register has, and each change of it, with the descriptors that this costs."""
+    for _ in range(2):
+        cell = open_cell(url, "job")
+        version, value = cell.read()
+        pipe.send((version, value))
+        while pipe.recv() == "look":
+            found = cell.wait(version, 5.0)
+            if found is not None:
+                version = found[0]
+            pipe.send(found)
+        cell.close()
+
+
+def a_parent(pipe: Connection, url: str) -> None:
+    """Have the register open and fork a reader, which goes on when this process is killed."""
+    cell = open_cell(url, "job")
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        a_reader(pipe, url)
+        os._exit(0)
+    cell.read()
+    os.close(theirs)
+    os.read(ours, 1)
+
+
+def test_a_child_goes_on_with_a_register_that_its_parent_has_closed(url: str, start: Callable[..., Child]) -> None:
+    """The parent's last handle would take the WAL away under the child, which then saw no change any more."""
+    cell = open_cell(url, "job")
+    cell.compare_and_set(0, b"first")
+    child = start(a_reader, url)
+    assert child.hear() == (1, b"first")
+    cell.close()
+    for version, value in ((1, b"second"), (2, b"third")):
+        after = open_cell(url, "job")
+        assert after.compare_and_set(version, value)
+        after.close()
+        child.tell("look")
+        assert child.hear() == (version + 1, value)
+    child.tell("open it again")
+    assert child.hear() == (3, b"third")
+    after = open_cell(url, "job")
+    assert after.compare_and_set(3, b"fourth")
+    after.close()
+    child.tell("look")
+    assert child.hear() == (4, b"fourth")
+    child.tell("end")
+    child.end()
+
+
+def test_a_childs_child_goes_on_when_all_before_it_are_gone(url: str, start: Callable[..., Child]) -> None:
+    first = open_cell(url, "job")
+    first.compare_and_set(0, b"first")
+    parent = start(a_parent, url)
+    assert parent.hear() == (1, b"first")
+    first.close()
+    parent.kill()
+    after = open_cell(url, "job")
+    assert after.compare_and_set(1, b"second")
+    after.close()
+    parent.tell("look")
+    assert parent.hear() == (2, b"second")
+    parent.tell("open it again")
+    assert parent.hear() == (2, b"second")
+    parent.tell("end")
+
+
+def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Child]) -> None:
+    """A child forked within a transaction of another thread believed to be in it for ever."""
+
+    def write() -> None:
+        with contextlib.closing(open_cell(url, "busy")) as cell:
+            version = cell.read()[0]
+            while not over.is_set():
+                version += cell.compare_and_set(version, bytes(20_000))
+
+    def a_writer(pipe: Connection, number: int) -> None:
+        pipe.send(open_cell(url, f"cell {number}").compare_and_set(0, b"mine"))
+
+    over = threading.Event()
+    open_cell(url, "job").close()
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(30):
+            assert start(a_writer, number).hear(4.0)
+    finally:
+        over.set()
+        thread.join()

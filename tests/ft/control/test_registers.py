@@ -1,0 +1,808 @@
+"""Registers: one suite for all of them, then what only a file can suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import etcd3gw
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from holdfast.comms.errors import CorruptData, UsedAfterFork
+from holdfast.comms.plugins.registry import register, unregister
+from holdfast.comms.plugins.spec import hookimpl
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, tcp
+from holdfast.ft.registers import etcd as etcd_register
+from holdfast.ft.registers import sqlite as sqlite_register
+from holdfast.ft.runtime.register import Register
+from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.linearizability import Operation, Recorder, unexplained
+from support.children import children
+
+
+@pytest.fixture(scope="module", autouse=True)
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One node, for all tests of this process; each test has a name of its own in it."""
+    with EtcdCluster(1, tmp_path_factory.mktemp("etcd")) as node:
+        yield node
+
+
+@pytest.fixture(params=["memory", "sqlite", "tcp", "etcd"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> Iterator[str]:
+    """A fresh register of each kind."""
+    if request.param == "tcp":
+        with tcp.serving() as server:
+            yield f"{server}/{tmp_path.name}"
+    elif request.param == "etcd":
+        yield f"{etcd.url}/{tmp_path.name}"
+    else:
+        yield register_url(request.param, tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "job.sqlite"
+
+
+def register_url(scheme: str, folder: Path) -> str:
+    return f"memory://{folder.name}" if scheme == "memory" else f"sqlite://{folder}/job.sqlite"
+
+
+@contextlib.contextmanager
+def cells(url: str, *names: str) -> Iterator[list[Cell]]:
+    """Open cells, all closed on leaving."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(open_cell(url, name))) for name in names]
+
+
+# What every register does.
+
+
+def test_a_cell_starts_empty_and_is_replaced_version_by_version(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        assert cell.read() == (0, b"")
+        assert cell.compare_and_set(0, b"first")
+        assert cell.compare_and_set(1, b"second")
+        assert cell.read() == (2, b"second")
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3, 10**6])
+def test_a_write_that_expects_another_version_changes_nothing(url: str, expected: int) -> None:
+    with cells(url, "view") as [cell]:
+        cell.compare_and_set(0, b"first")
+        cell.compare_and_set(1, b"second")
+        assert not cell.compare_and_set(expected, b"late")
+        assert cell.read() == (2, b"second")
+
+
+def test_a_cell_that_was_never_written_has_only_version_0_to_expect(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        assert not cell.compare_and_set(1, b"early")
+        assert cell.read() == (0, b"")
+
+
+def test_handles_of_one_cell_share_it_and_other_cells_are_apart(url: str) -> None:
+    with cells(url, "view", "view", "store") as [mine, yours, other]:
+        mine.compare_and_set(0, b"hello")
+        assert yours.read() == (1, b"hello")
+        assert other.read() == (0, b"")
+
+
+@pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256)), bytes(3 << 20)], ids=["none", "nul", "all", "3MiB"])
+def test_any_bytes_can_be_a_value(url: str, value: bytes) -> None:
+    with cells(url, "view", "view") as [mine, yours]:
+        assert mine.compare_and_set(0, value)
+        assert yours.read() == (1, value)
+
+
+def test_a_value_outlives_the_handle_that_wrote_it(url: str) -> None:
+    with cells(url, "view") as [keeps_it_alive]:
+        with cells(url, "view") as [cell]:
+            cell.compare_and_set(0, b"kept")
+        assert keeps_it_alive.read() == (1, b"kept")
+
+
+def test_wait_returns_at_once_what_is_already_newer(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        cell.compare_and_set(0, b"here")
+        assert cell.wait(0, timeout=5.0) == (1, b"here")
+
+
+def test_wait_gives_up_after_its_timeout(url: str) -> None:
+    with cells(url, "view") as [cell]:
+        started = time.monotonic()
+        assert cell.wait(0, timeout=0.2) is None
+        assert 0.2 <= time.monotonic() - started < 2.0
+        assert cell.wait(0, timeout=0.0) is None
+
+
+def test_wait_is_woken_by_a_write_through_another_handle(url: str) -> None:
+    delays = []
+    with cells(url, "view", "view") as [mine, yours]:
+        for version in range(20):
+            writer = threading.Timer(0.005, mine.compare_and_set, (version, b"%d" % version))
+            writer.start()
+            assert yours.wait(version, timeout=5.0) == (version + 1, b"%d" % version)
+            delays.append(time.monotonic())
+            writer.join()
+    assert len(delays) == 20
+
+
+def test_several_threads_may_wait_on_one_handle(url: str) -> None:
+    found: list[tuple[int, bytes] | None] = []
+    with cells(url, "view", "view") as [mine, yours]:
+        waiters = [threading.Thread(target=lambda: found.append(yours.wait(0, 5.0))) for _ in range(4)]
+        for waiter in waiters:
+            waiter.start()
+        time.sleep(0.05)
+        mine.compare_and_set(0, b"all")
+        for waiter in waiters:
+            waiter.join()
+    assert found == [(1, b"all")] * 4
+
+
+def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
+    cell = open_cell(url, "view")
+    errors: list[RegisterAway] = []
+
+    def wait() -> None:
+        try:
+            cell.wait(0, timeout=30.0)
+        except RegisterAway as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    cell.close()
+    cell.close()
+    waiter.join(5.0)
+    assert len(errors) == 1
+    for use in (cell.read, lambda: cell.compare_and_set(0, b""), lambda: cell.wait(0, 1.0)):
+        with pytest.raises(RegisterAway, match="closed"):
+            use()
+
+
+def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
+    def body(pipe: Connection, cell: Cell) -> None:
+        try:
+            cell.read()
+        except UsedAfterFork as error:
+            pipe.send(str(error))
+
+    with cells(url, "view") as [cell], children() as start:
+        child = start(body, cell)
+        assert "fork" in child.hear()
+        child.end()
+
+
+# Linearizability: what each user saw, with the times between which it happened.
+
+
+@pytest.mark.parametrize("own_handles", [True, False], ids=["own handles", "one handle"])
+def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> None:
+    with cells(url, *["view"] * 4) as handles:
+        users = [Recorder(handles[number if own_handles else 0]) for number in range(4)]
+        threads = [
+            threading.Thread(target=user.work, args=(f"thread{number}", 0.25)) for number, user in enumerate(users)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        users[0].read()
+    assert all(user.history for user in users)
+    assert unexplained([each for user in users for each in user.history]) is None
+
+
+@pytest.mark.parametrize("url", ["sqlite", "tcp", "etcd"], indirect=True)
+def test_writers_in_processes_are_linearizable(url: str) -> None:
+    def body(pipe: Connection, number: int) -> None:
+        with cells(url, "view") as [cell]:
+            pipe.send("ready")
+            pipe.recv()
+            user = Recorder(cell)
+            user.work(f"process{number}", 0.3)
+            pipe.send(user.history)
+
+    with children() as start:
+        writers = [start(body, number) for number in range(4)]
+        for writer in writers:
+            assert writer.hear() == "ready"
+        for writer in writers:
+            writer.tell("go")
+        histories = [writer.hear() for writer in writers]
+        for writer in writers:
+            writer.end()
+        with cells(url, "view") as [cell]:
+            end = Recorder(cell)
+            end.read()
+    assert all(histories)
+    assert unexplained([each for history in [*histories, end.history] for each in history]) is None
+
+
+def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
+    """Three nodes; the leader is killed, the next one stopped, both come back. Writes whose answer was lost count."""
+    with EtcdCluster(3, tmp_path) as nodes, cells(f"{nodes.url}/job", *["view"] * 3) as handles:
+        users = [Recorder(handle) for handle in handles]
+        threads = [
+            threading.Thread(target=user.work, args=(f"thread{number}", 4.5, 2000)) for number, user in enumerate(users)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        first = nodes.leader()
+        nodes.kill(first)
+        second = nodes.leader()
+        nodes.start(first)
+        time.sleep(0.5)
+        nodes.pause(second)
+        time.sleep(1.2)
+        nodes.resume(second)
+        for thread in threads:
+            thread.join()
+        users[0].read()
+    history = [each for user in users for each in user.history]
+    assert unexplained(history) is None
+    assert sum(each.kind == "write" and each.done is True for each in history) > 50
+
+
+# The checker itself.
+
+
+def explained(history: list[Operation], state: tuple[int, bytes] = (0, b"")) -> bool:
+    """The same by brute force: whether any order that respects the times explains it."""
+    if all(each.done is None for each in history):
+        return True
+    for index, each in enumerate(history):
+        rest = history[:index] + history[index + 1 :]
+        if any(other.done is not None and other.ended < each.began for other in rest):
+            continue
+        if any(explained(rest, following) for following in each.after(state)):
+            return True
+    return False
+
+
+operations = st.builds(
+    lambda kind, version, value, began, lasted, done: Operation(
+        kind, version, value, began, began + lasted, done if kind == "write" else True
+    ),
+    st.sampled_from(["read", "write"]),
+    st.integers(0, 2),
+    st.sampled_from([b"", b"a", b"b"]),
+    st.integers(0, 8),
+    st.integers(0, 4),
+    st.sampled_from([True, False, None]),
+)
+
+
+@given(st.lists(operations, max_size=6))
+def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
+    assert (unexplained(history) is None) == explained(history)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Operation("read", 0, b"", 2, 3),
+        Operation("read", 1, b"other", 2, 3),
+        Operation("write", 0, b"again", 2, 3, True),
+        Operation("write", 1, b"next", 2, 3, False),
+    ],
+    ids=["stale read", "never written", "written twice", "refused without a reason"],
+)
+def test_the_checker_finds_what_no_register_does(second: Operation) -> None:
+    assert unexplained([Operation("write", 0, b"first", 0, 1), second]) is second
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """Handles come and go and do anything in any order; a version and a value say what must be seen."""
+
+    scheme: str
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.url = register_url(self.scheme, Path(self.folder.name))
+        self.handles = [open_cell(self.url, "view")]
+        self.version, self.value = 0, b""
+
+    @rule()
+    def open(self) -> None:
+        self.handles.append(open_cell(self.url, "view"))
+
+    @rule(which=st.integers(0))
+    def close(self, which: int) -> None:
+        if len(self.handles) > 1:
+            self.handles.pop(which % len(self.handles)).close()
+
+    @rule(which=st.integers(0), off=st.sampled_from([-1, 0, 0, 0, 1]), value=st.binary(max_size=5))
+    def write(self, which: int, off: int, value: bytes) -> None:
+        expected = max(0, self.version + off)
+        written = self.handles[which % len(self.handles)].compare_and_set(expected, value)
+        assert written == (expected == self.version)
+        if written:
+            self.version, self.value = self.version + 1, value
+
+    @rule(which=st.integers(0), behind=st.integers(0, 2))
+    def wait(self, which: int, behind: int) -> None:
+        newer_than = max(0, self.version - behind)
+        found = self.handles[which % len(self.handles)].wait(newer_than, timeout=0.0)
+        assert found == ((self.version, self.value) if self.version > newer_than else None)
+
+    @invariant()
+    def all_read_the_same(self) -> None:
+        for handle in getattr(self, "handles", []):
+            assert handle.read() == (self.version, self.value)
+
+    def teardown(self) -> None:
+        for handle in getattr(self, "handles", []):
+            handle.close()
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+class MemoryAgainstModel(AgainstModel):
+    scheme = "memory"
+
+
+class SqliteAgainstModel(AgainstModel):
+    scheme = "sqlite"
+
+
+FEW = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestMemoryAgainstModel = MemoryAgainstModel.TestCase
+TestMemoryAgainstModel.settings = FEW
+TestSqliteAgainstModel = SqliteAgainstModel.TestCase
+TestSqliteAgainstModel.settings = FEW
+
+
+# Which register a URL means.
+
+
+@pytest.mark.parametrize("bad", ["", "job.sqlite", "/tmp/job.sqlite", "nosuch://x", "sqlite:relative"])
+def test_a_url_nobody_knows_is_refused_naming_the_known(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"memory://.*sqlite://"):
+        open_cell(bad, "view")
+
+
+@pytest.mark.parametrize("bad", ["sqlite://host/x", "sqlite://", "sqlite:///", "sqlite:///x/", "sqlite:///x?mode=ro"])
+def test_a_sqlite_url_needs_an_absolute_path(bad: str) -> None:
+    with pytest.raises(ValueError, match="sqlite:///absolute/path"):
+        open_cell(bad, "view")
+
+
+def test_a_cell_needs_a_name(url: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        open_cell(url, "")
+
+
+def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
+    with cells(f"sqlite://{tmp_path}/a%20job%3f%23.sqlite", "view") as [cell]:
+        assert cell.compare_and_set(0, b"x")
+        assert (tmp_path / "a job?#.sqlite").exists()
+
+
+class Postcards:
+    """A register plugin as anybody may write one."""
+
+    @hookimpl
+    def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Cell]]:
+        return {"postcard": lambda url, name: open_cell(url.replace("postcard", "memory"), name)}
+
+
+class Broken:
+    @hookimpl
+    def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Cell]]:
+        raise RuntimeError("no stamps")
+
+
+def test_a_plugin_adds_a_scheme_and_a_broken_one_harms_nobody() -> None:
+    plugins: list[Any] = [Postcards(), Broken()]
+    for plugin in plugins:
+        register(plugin)
+    try:
+        assert {"memory", "sqlite", "postcard"} <= set(schemes())
+        with cells("postcard://home", "view") as [cell]:
+            assert cell.compare_and_set(0, b"wish you were here")
+    finally:
+        for plugin in plugins:
+            unregister(plugin)
+    assert "postcard" not in schemes()
+
+
+# What only a file can suffer.
+
+
+def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None:
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        cell.compare_and_set(0, b"x")
+        assert {path.stat().st_mode & 0o777 for path in file.parent.iterdir()} == {0o600}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
+    def body(pipe: Connection) -> None:
+        pipe.send("ready")
+        pipe.recv()
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            pipe.send(cell.compare_and_set(0, str(os.getpid()).encode()))
+            pipe.recv()
+
+    with children() as start:
+        for _ in range(3):
+            openers = [start(body) for _ in range(8)]
+            for opener in openers:
+                assert opener.hear() == "ready"
+            for opener in openers:
+                opener.tell("go")
+            assert sorted(opener.hear() for opener in openers) == [False] * 7 + [True]
+            for opener in openers:
+                opener.tell("done")
+                opener.end()
+            assert list(file.parent.iterdir()) == [file]
+            file.unlink()
+
+
+def test_what_a_killed_creator_left_is_swept_away(file: Path) -> None:
+    draft = file.with_name(f".{file.name}.12345.67.new")
+    draft.write_bytes(b"half a templ")
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        assert cell.read() == (0, b"")
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("reopen", [False, True], ids=["one handle", "a handle a write"])
+def test_killing_writers_at_any_moment_loses_no_write_and_leaves_a_good_file(file: Path, reopen: bool) -> None:
+    def body(pipe: Connection) -> None:
+        while True:
+            with cells(f"sqlite://{file}", "view") as [cell]:
+                while True:
+                    version, _ = cell.read()
+                    if cell.compare_and_set(version, b"%d" % (version + 1)):
+                        pipe.send(version + 1)
+                    if reopen:
+                        break
+
+    survived = 0
+    for round_ in range(20):
+        with children() as start:
+            writers = [start(body), start(body)]
+            for writer in writers:
+                writer.hear()
+            time.sleep(0.001 * (round_ % 7))
+            for writer in writers:
+                writer.kill()
+            reported = survived
+            for writer in writers:
+                while writer.pipe.poll():
+                    try:
+                        reported = max(reported, writer.pipe.recv())
+                    except EOFError:
+                        break
+        with cells(f"sqlite://{file}", "view") as [cell]:
+            survived, value = cell.read()
+            assert survived >= reported, "a write that was confirmed is lost"
+            assert value == b"%d" % survived
+            assert cell.compare_and_set(survived, b"%d" % (survived + 1))
+            survived += 1
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def other_database(path: Path, journal: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(f"PRAGMA journal_mode={journal}")
+        database.execute("CREATE TABLE cell(somebody, elses)")
+
+
+def newer_register(path: Path) -> None:
+    open_cell(f"sqlite://{path}", "view").close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version=99")
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "text": (lambda path: path.write_text("steps: 17\n" * 50), CorruptData, "not an sqlite file"),
+    "empty": (lambda path: path.write_bytes(b""), CorruptData, "not an sqlite file"),
+    "other database": (lambda path: other_database(path, "delete"), CorruptData, "not a register"),
+    "other database in WAL mode": (lambda path: other_database(path, "wal"), CorruptData, "not a register"),
+    "newer": (newer_register, CorruptData, "schema 99"),
+    "folder": (Path.mkdir, CorruptData, "regular file"),
+    "shorn": (lambda path: path.write_bytes(sqlite_register._template()[:300]), CorruptData, "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_file_that_is_no_register_is_refused_at_once_and_left_as_it_is(file: Path, kind: str) -> None:
+    make, error, words = BAD_FILES[kind]
+    make(file)
+    if file.is_file():
+        file.chmod(0o600)
+    before = state_of(file.parent)
+    started = time.monotonic()
+    with pytest.raises(error, match=words):
+        open_cell(f"sqlite://{file}", "view")
+    assert time.monotonic() - started < 2.0
+    assert state_of(file.parent) == before
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        path.name: (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns) for path in folder.iterdir()
+    }
+
+
+def test_a_file_that_others_can_open_is_refused(file: Path) -> None:
+    open_cell(f"sqlite://{file}", "view").close()
+    file.chmod(0o644)
+    with pytest.raises(RegisterAway, match="0644"):
+        open_cell(f"sqlite://{file}", "view")
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RegisterAway, match="No such file"):
+        open_cell(f"sqlite://{tmp_path}/none/job.sqlite", "view")
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_file_taken_from_under_a_job_never_makes_two_registers(file: Path, replaced: bool) -> None:
+    with cells(f"sqlite://{file}", "view") as [cell]:
+        cell.compare_and_set(0, b"ours")
+        for path in file.parent.iterdir():
+            path.unlink()
+        if replaced:
+            open_cell(f"sqlite://{file}", "view").close()
+        for use in (cell.read, lambda: cell.compare_and_set(1, b"alone"), lambda: cell.wait(1, 1.0)):
+            with pytest.raises(RegisterAway, match=r"gone|replaced"):
+                use()
+
+
+def test_a_writer_stopped_inside_its_write_delays_writes_only_and_not_for_ever(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(pipe: Connection) -> None:
+        database = sqlite3.connect(file, isolation_level=None)
+        database.execute("BEGIN IMMEDIATE")
+        pipe.send("holding the lock")
+        time.sleep(60)
+
+    monkeypatch.setattr(sqlite_register, "BUSY_SECONDS", 0.3)
+    with cells(f"sqlite://{file}", "view") as [cell], children() as start:
+        cell.compare_and_set(0, b"x")
+        child = start(body)
+        child.hear()
+        child.stop()
+        assert cell.read() == (1, b"x")
+        with pytest.raises(RegisterAway, match="lock"):
+            cell.compare_and_set(1, b"y")
+        child.kill()
+        assert cell.compare_and_set(1, b"y")
+
+
+# The register of views.
+
+
+def view(epoch: int, reason: str = "test") -> View:
+    member = Member("a", "127.0.0.1:4000", Peer("host", 1, 1))
+    return View(epoch, "running", (member,), Job("job", 1, 1, 1, ("shm",)), reason)
+
+
+def test_views_follow_each_other_epoch_by_epoch(url: str) -> None:
+    with Register.open(url) as mine, Register.open(url) as yours:
+        assert mine.read() is None
+        assert mine.compare_and_set(0, view(1))
+        assert not yours.compare_and_set(0, view(1, "too late"))
+        assert yours.compare_and_set(1, view(2))
+        assert mine.read() == view(2)
+        assert mine.watch(1, timeout=5.0) == view(2)
+        assert mine.watch(2, timeout=0.05) is None
+
+
+def test_a_view_must_have_the_epoch_it_is_written_as(url: str) -> None:
+    with Register.open(url) as views:
+        with pytest.raises(ValueError, match="epoch 1"):
+            views.compare_and_set(0, view(2))
+        assert views.read() is None
+
+
+NO_TEXT = view(1, "reason").encode().replace(b"reason", b"\xff" * 6)
+
+
+@pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more", NO_TEXT])
+def test_what_is_no_view_is_reported_as_such(url: str, value: bytes) -> None:
+    with cells(url, "view") as [cell], Register.open(url) as views:
+        cell.compare_and_set(0, value)
+        with pytest.raises(CorruptData):
+            views.read()
+        with pytest.raises(CorruptData):
+            views.watch(0, timeout=1.0)
+
+
+# What only a server can suffer.
+
+
+@pytest.mark.parametrize("bad", ["tcp://", "tcp://host", "tcp://host:0/x", "tcp://host:99999", "tcp://h:1/x?y=1"])
+def test_a_tcp_url_needs_a_host_and_a_port(bad: str) -> None:
+    with pytest.raises(ValueError, match="is not a tcp register"):
+        open_cell(bad, "view")
+
+
+@pytest.mark.parametrize(
+    "bad", ["etcd://", "etcd://host", "etcd://a:1,b/x", "etcd://a:1,,b:2", "etcd://u@a:1", "etcd://a:1/x?y"]
+)
+def test_an_etcd_url_needs_hosts_and_ports(bad: str) -> None:
+    with pytest.raises(ValueError, match="is not an etcd register"):
+        open_cell(bad, "view")
+    with pytest.raises(ValueError, match="twice"):
+        open_cell("etcd://a:1,a:1/job", "view")
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "etcd"])
+def test_a_server_that_is_not_there_or_is_something_else_is_told_of(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_register, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        answering = threading.Thread(target=_answer_rudely, args=(other,))
+        answering.start()
+        try:
+            with pytest.raises(RegisterAway, match="is away"):
+                open_cell(f"{scheme}://127.0.0.1:{port}/job", "view")
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+            answering.join()
+    if scheme == "etcd":  # a tcp register on this machine would be begun
+        with pytest.raises(RegisterAway, match="cannot be reached"):
+            open_cell(f"etcd://127.0.0.1:{free_ports(1)[0]}/job", "view")
+
+
+def _answer_rudely(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+
+def test_whoever_finds_nobody_serves_a_tcp_register_as_long_as_it_has_it_open() -> None:
+    url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"
+
+    def body(pipe: Connection) -> None:
+        with cells(url, "view") as [cell]:
+            pipe.send(cell.read())
+            pipe.recv()
+            pipe.send(cell.compare_and_set(1, b"second"))
+            pipe.recv()
+            try:
+                cell.read()
+            except RegisterAway as error:
+                pipe.send(str(error))
+
+    with children() as start:
+        with cells(url, "view", "view") as [first, second]:
+            assert first.compare_and_set(0, b"first")
+            child = start(body)
+            assert child.hear() == (1, b"first")
+            first.close()
+            child.tell("go")
+            assert child.hear()
+            assert second.read() == (2, b"second")
+        child.tell("its server is gone")
+        assert "does not answer" in child.hear()
+        child.end()
+
+
+def test_that_a_tcp_register_is_open_to_all_is_said_where_it_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    with tcp.serving() as url, cells(f"{url}/job", "view"):
+        assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
+
+
+def test_a_tcp_register_whose_server_was_begun_anew_is_not_taken_for_the_old_one() -> None:
+    port = free_ports(1)[0]
+
+    def body(pipe: Connection) -> None:
+        with tcp.serving(port=port):
+            pipe.send("ready")
+            pipe.recv()
+
+    with children() as start:
+        server = start(body)
+        server.hear()
+        with cells(f"tcp://127.0.0.1:{port}/job", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            server.kill()
+            with pytest.raises(RegisterAway, match="does not answer"):
+                cell.read()
+            start(body).hear()
+            with pytest.raises(RegisterAway, match="another store is at its address"):
+                cell.read()
+
+
+def test_a_tcp_server_that_is_stopped_delays_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PATIENCE", 1.0)
+
+    def body(pipe: Connection) -> None:
+        with tcp.serving() as server:
+            pipe.send(server)
+            pipe.recv()
+
+    with children() as start:
+        child = start(body)
+        with cells(f"{child.hear()}/job", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            child.stop()
+            with pytest.raises(RegisterAway, match="does not answer"):
+                cell.read()
+            child.resume()
+            assert cell.read() == (1, b"first")
+        child.tell("end")
+        child.end()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(b"hello", "not a register's"), (b"HF?9" + bytes(20), "schema")], ids=["other", "newer"]
+)
+def test_a_key_of_somebody_else_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
+    host, port = etcd.endpoints[0].split(":")
+    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+    name = f"other-{value.hex()}"
+    value = value.replace(b"?", b"E")
+    client.put(f"holdfast/{name}/view", value)
+    with pytest.raises(CorruptData, match=words):
+        open_cell(f"{etcd.url}/{name}", "view")
+    assert client.get(f"holdfast/{name}/view") == [value]
+    client.session.close()
+
+
+def test_a_key_that_is_deleted_under_a_job_never_makes_two_registers(etcd: EtcdCluster) -> None:
+    host, port = etcd.endpoints[0].split(":")
+    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+    with cells(f"{etcd.url}/deleted", "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        assert cell.read() == (1, b"first")
+        client.delete("holdfast/deleted/view")
+        with pytest.raises(RegisterAway, match="deleted while in use"):
+            cell.read()
+        with cells(f"{etcd.url}/deleted", "view") as [other]:
+            assert other.compare_and_set(0, b"another")
+            assert not cell.compare_and_set(1, b"second")
+            with pytest.raises(RegisterAway, match="made anew"):
+                cell.read()
+    client.session.close()
+
+
+def test_endpoints_of_two_clusters_are_found_out(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with EtcdCluster(1, tmp_path) as another:
+        first, second = another.endpoints[0], etcd.endpoints[0]
+        with cells(f"etcd://{first},{second}/two", "view") as [cell]:
+            assert cell.compare_and_set(0, b"first")
+            another.kill(0)
+            with pytest.raises(RegisterAway, match="belongs to another cluster"):
+                cell.read()
+
+
+def test_etcd_that_is_away_says_so_and_comes_back(tmp_path: Path) -> None:
+    with EtcdCluster(1, tmp_path) as node, cells(f"{node.url}/job", "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        node.kill(0)
+        with pytest.raises(RegisterAway, match="cannot be reached"):
+            cell.compare_and_set(1, b"second")
+        node.start(0)
+        node.leader()
+        assert cell.compare_and_set(1, b"second")

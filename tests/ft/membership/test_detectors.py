@@ -1,0 +1,488 @@
+"""Failure detectors: what each makes of what it sees, and how they are added as plugins."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms import OpTimeout
+from holdfast.comms.plugins.registry import InvalidPlugin, Registry
+from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import HOST, is_stopped, this_host, this_process
+from holdfast.ft import Session
+from holdfast.ft.detectors import plugin as own_detectors
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.observers import NOBODY_LISTENS, Observing
+from holdfast.ft.detectors.partition import Condemned, CutOff, Observers, Resign, Verdict
+from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
+from holdfast.ft.detectors.progress import Progressing
+from holdfast.ft.detectors.stragglers import OpPosition, Progress
+from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.timeouts import Timeouts
+from holdfast.harness import LocalCluster
+from support.children import children
+
+TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
+
+
+def view_of(hosts: Sequence[str]) -> View:
+    """A view with a member p0, p1, ... on each of these hosts."""
+    members = tuple(Member(f"p{rank}", "x:1", Peer(host, 100 + rank, 0)) for rank, host in enumerate(hosts))
+    return View(3, "running", members, Job("job", len(hosts), 1, 1, ("gloo",), "gloo"), "test")
+
+
+# -- observers: three hosts of two ranks, seen by one process
+
+
+def observers(rank: int, hosts: str = "AABBCC") -> Observers:
+    view = view_of(hosts)
+    mine = Observers(view.members[rank], TIMES)
+    mine.follow(view, [m for m in view.members if m is not view.members[rank]])
+    return mine
+
+
+def from_to(observers_: Observers, pairs: Sequence[tuple[int, int]], now: float) -> None:
+    for observer, member in pairs:
+        observers_.suspect(f"p{observer}", f"p{member}", "silent", now)
+
+
+def judged(observers_: Observers, until: float, since: float = 0.0) -> list[tuple[float, Verdict]]:
+    """What it says when, looked at every 50 ms."""
+    times = [round(since + step * 0.05, 2) for step in range(int((until - since) / 0.05) + 1)]
+    return [(now, verdict) for now in times for verdict in observers_.look(now)]
+
+
+def test_the_smaller_side_of_a_cut_stops_at_once_and_the_larger_does_not() -> None:
+    small, large = observers(4), observers(0)
+    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
+    from_to(large, [(0, 4), (0, 5)], 0.0)
+    assert [type(verdict) for _, verdict in judged(small, 0.5)] == [CutOff]
+    assert judged(large, 0.5) == []
+
+
+def test_whoever_was_cut_off_resigns_when_it_hears_the_others_again() -> None:
+    small = observers(4)
+    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
+    judged(small, 0.3)
+    for member in range(4):
+        small.clear("p4", f"p{member}")
+    assert [type(verdict) for _, verdict in judged(small, 2.0, 0.3)] == [Resign]
+
+
+def test_when_nobody_takes_over_the_small_side_tries_itself() -> None:
+    small = observers(4)
+    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
+    found = judged(small, 2.0)
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [
+        (1.0, f"p{rank}") for rank in range(4)
+    ]
+
+
+def test_whoever_says_that_it_hears_the_smaller_part_has_stopped_and_is_replaced_before_it_tries_itself() -> None:
+    mine = observers(0, "AAAB")
+    from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
+    found = judged(mine, 0.95)
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
+
+
+def test_of_two_equal_sides_the_one_with_the_first_rank_goes_on() -> None:
+    for rank, cut_off in ((0, False), (2, True)):
+        side = observers(rank, "AABB")
+        from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2], 0.0)
+        assert any(isinstance(verdict, CutOff) for _, verdict in judged(side, 0.3)) == cut_off
+
+
+def test_one_link_that_is_cut_costs_the_fewest_members_after_a_while() -> None:
+    """A and C do not hear each other, B hears both: nobody has most observers against it."""
+    pairs = [(0, 4), (0, 5), (1, 4), (1, 5), (4, 0), (4, 1), (5, 0), (5, 1)]
+    for rank in (0, 2, 4):
+        mine = observers(rank)
+        from_to(mine, pairs, 0.0)
+        found = judged(mine, 2.0)
+        condemned = {verdict.member for _, verdict in found if isinstance(verdict, Condemned)}
+        assert condemned == {"p4", "p5"} - {f"p{rank}"}
+        assert min(when for when, _ in found) >= 1.5
+
+
+def test_flapping_that_ends_in_time_costs_nobody() -> None:
+    mine = observers(0)
+    for flap in range(20):
+        from_to(mine, [(0, 4), (1, 5)], flap * 1.0)
+        assert judged(mine, flap + 0.9, flap) == []
+        mine.clear("p0", "p4")
+        mine.clear("p1", "p5")
+
+
+def test_what_a_transport_reports_does_not_heal_and_acts_sooner() -> None:
+    mine = observers(0)
+    mine.report("p2", "p3", "connection reset", 0.0)
+    mine.clear("p2", "p3")
+    found = judged(mine, 2.0)
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
+    assert "connection reset" in found[0][1].evidence
+
+
+def test_a_new_epoch_forgets_what_was_said_in_the_old_one() -> None:
+    mine = observers(0)
+    mine.report("p2", "p3", "connection reset", 0.0)
+    later = View(4, "running", view_of("AABBCC").members, view_of("A").job, "test")
+    mine.follow(later, later.members[1:])
+    assert judged(mine, 5.0) == []
+
+
+@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", v.Stalled), (NOBODY_LISTENS, v.Proof)])
+def test_who_is_in_everybodys_way_is_ended_on_this_host_but_not_if_it_has_left(evidence: str, word: type) -> None:
+    """It may be about to join again, having learnt sooner than this process that both were evicted."""
+    view = view_of("AABBCC")
+    told: list[v.Event] = []
+    loop = asyncio.new_event_loop()
+    detector = Observing(surroundings(view, loop, told.append))
+    detector.follow(view, view.members[1:])
+    for observer in ("p2", "p4"):
+        detector.accused(observer, "p1", evidence, 0.0)
+    for step in range(40):
+        detector.look(step * 0.05)
+    loop.close()
+    about_p1 = [each for each in told if "p1" in repr(each)]
+    assert [type(each) for each in about_p1] == [word]
+
+
+def _ignore(*words: object, **fields: object) -> None: ...
+
+
+def surroundings(
+    view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[v.Event], None] = _ignore
+) -> DetectorContext:
+    """Those of the first member."""
+    return DetectorContext(
+        view.members[0],
+        TIMES,
+        loop,
+        tell,
+        _ignore,
+        _ignore,
+        _ignore,
+        lambda: OpPosition(3, 0, False),
+        lambda who: False,
+    )
+
+
+pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
+
+
+@given(pairs_of, st.integers(0, 5))
+def test_whoever_is_condemned_leaves_no_pair_that_cannot_work_together(pairs: list[tuple[int, int]], rank: int) -> None:
+    mine = observers(rank, "ABCDEF")
+    for observer, member in pairs:
+        mine.report(f"p{observer}", f"p{member}", "gone", 0.0)
+    condemned = {verdict.member for _, verdict in judged(mine, 1.0) if isinstance(verdict, Condemned)}
+    left = [(a, b) for a, b in pairs if a != b and not {f"p{a}", f"p{b}"} & condemned]
+    assert all(rank in pair for pair in left), "only this process itself may be left, for the others to judge"
+    assert len(condemned) <= len({b for _, b in pairs} | {a for a, _ in pairs})
+
+
+# -- progress
+
+
+def progress(ticks: dict[int, int]) -> Progress:
+    view = view_of("AAB")
+    mine = Progress(view.members[0], TIMES, lambda pid: ticks[pid])
+    mine.follow(view)
+    return mine
+
+
+@pytest.mark.parametrize(("moves", "words"), [(3, "it computes"), (0, "it waits")])
+def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words: str) -> None:
+    ticks = {101: 50, 102: 0}
+    mine = progress(ticks)
+    mine.here(OpPosition(3, 7, True), 0.0)
+    mine.there("p1", OpPosition(3, 6, False))
+    mine.there("p2", OpPosition(3, 7, True))
+    assert mine.look(0.4) == ()
+    assert mine.look(0.5) == (), "the first look only notes the processor time"
+    ticks[101] += moves
+    [late] = mine.look(0.6)
+    assert (late.member, late.op) == ("p1", 7)
+    assert words in late.evidence and "entered 6 ops, 7 are entered here since 0.60 s" in late.evidence
+    assert mine.look(0.7) == (), "each is told of once an op"
+    assert [member.id for member in mine.behind(7)] == ["p1"]
+
+
+def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
+    mine = progress({})
+    mine.there("p1", OpPosition(3, 2, False))
+    mine.here(OpPosition(3, 7, False), 0.0)
+    assert mine.look(60.0) == ()
+    mine.here(OpPosition(2, 7, True), 60.0)
+    assert mine.look(120.0) == (), "it is in an older epoch"
+
+
+def test_a_place_of_another_epoch_says_nothing() -> None:
+    mine = progress({101: 0})
+    mine.here(OpPosition(3, 7, True), 0.0)
+    mine.there("p1", OpPosition(2, 1, False))
+    assert mine.look(1.0) == mine.look(2.0) == ()
+
+
+def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
+    """What p0 says of p1, p2 and p3 on its host, by whose last words none has come to a barrier that p0 was late in;
+    meanwhile some did come, and say so with their next heartbeat.
+    """
+    view, told = view_of("AAAA"), list[v.Event]()
+    around = DetectorContext(
+        view.members[0],
+        TIMES,
+        asyncio.new_event_loop(),
+        told.append,
+        _ignore,
+        _ignore,
+        _ignore,
+        lambda: OpPosition(3, 5001, False),
+        lambda who: False,
+    )
+    around.loop.close()
+    detector = Progressing(around)
+    detector.follow(view, view.members[1:])
+    for rank in (1, 2, 3):
+        detector.placed(f"p{rank}", OpPosition(3, 4000, False))
+    late = OpTimeout("barrier", 5001, 0.05)
+    late.communicator, late.joint = "job", joint
+    detector.failed(view, late, 10.0)
+    assert told == []
+    for rank in came:
+        detector.placed(f"p{rank}", OpPosition(3, 5001, False))
+    detector.look(10.0 + TIMES.suspect)
+    detector.look(10.1 + TIMES.suspect)
+    return told
+
+
+def test_who_held_up_an_op_is_judged_by_what_it_says_after_the_op_was_late() -> None:
+    [stalled] = after_a_late_barrier(1, 2)
+    assert isinstance(stalled, v.Stalled)
+    assert stalled.member == "p3"
+    assert stalled.evidence.startswith("it held up barrier until its time was up: it has entered 4000 ops, 5001 are")
+    assert after_a_late_barrier(1, 2, 3) == []
+
+
+def test_an_op_that_is_not_of_all_ranks_says_nothing_of_who_is_behind() -> None:
+    assert after_a_late_barrier(joint=0) == []
+
+
+# -- heartbeats in shared memory, and looks at processes
+
+
+def test_a_pulse_can_be_read_while_its_process_is_stopped_and_is_gone_with_it() -> None:
+    def body(pipe: Connection) -> None:
+        pulse = Pulse()
+        pulse.beat(123.5, OpPosition(4, 17, True))
+        pipe.send((pulse.fd, this_process()))
+        pipe.recv()
+
+    with children() as start:
+        child = start(body)
+        fd, peer = child.hear()
+        child.stop()
+        reader = PulseReader(peer, fd)
+        assert reader.read() == (123.5, OpPosition(4, 17, True))
+        assert is_stopped(child.pid)
+        reader.close()
+        with pytest.raises(OSError):
+            PulseReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
+        child.kill()
+        with pytest.raises(OSError):
+            PulseReader(peer, fd)
+
+
+def test_a_descriptor_that_is_no_pulse_is_refused() -> None:
+    with pytest.raises(OSError):
+        PulseReader(this_process(), 0)
+    with pytest.raises(OSError):
+        PulseReader(this_process(), 10**6)
+
+
+def test_processor_time_moves_while_a_process_computes() -> None:
+    before = cpu_ticks(os.getpid())
+    deadline = time.monotonic() + 5.0
+    while cpu_ticks(os.getpid()) == before:
+        assert time.monotonic() < deadline
+    assert not is_stopped(os.getpid())
+
+
+def test_a_dying_process_gives_way_while_its_memory_is_taken_apart() -> None:
+    def body(pipe: Connection) -> None:
+        kept = bytearray(b"x") * (256 << 20)
+        threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
+        pipe.send((this_process(), [thread.native_id for thread in threading.enumerate()]))
+        pipe.recv()
+        del kept
+
+    async def policy_when_told(peer: Peer, threads: tuple[int, ...], kill: Callable[[], None]) -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        watched = ProcessWatch(lambda deaths: told.set_result(os.sched_getscheduler(peer.pid)))
+        watched.follow([Member("victim", "x:1", peer, threads)])
+        kill()
+        async with asyncio.timeout(10.0):
+            policy = await told
+        watched.close()
+        return policy
+
+    policies: list[int] = []
+    with children() as start:
+        while os.SCHED_IDLE not in policies and len(policies) < 20:  # on a busy machine it may be gone before we look
+            child = start(body)
+            peer, threads = child.hear()
+            assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
+            kill = functools.partial(os.kill, child.pid, signal.SIGKILL)
+            policies.append(asyncio.run(policy_when_told(peer, tuple(threads), kill)))
+            child.kill()
+    assert os.SCHED_IDLE in policies
+
+
+# -- a death that nobody on its host can tell of
+
+
+def alone() -> None:
+    """Be on a host of one's own."""
+    os.environ[HOST] = str(os.getpid())
+    this_host.cache_clear()
+
+
+def keep_in_step(session: Session) -> int:
+    for attempt in session.steps(60):
+        with attempt:
+            time.sleep(0.02)
+            attempt.comm.barrier()
+    return session.rank or 0
+
+
+def test_a_death_on_another_host_is_seen_long_before_the_suspect_time() -> None:
+    """Its host answers for it: nobody listens at its address any more."""
+    times = Timeouts(heartbeat=0.2, suspect=8.0, operation=20.0, rebuild=20.0, join=20.0)
+    with LocalCluster(3, "ucx", session={"timeouts": times, "min_size": 2}, prepare=alone) as ranks:
+        job = ranks.start(keep_in_step)
+        job.wait_for("committed", step=3)
+        epoch = job.view().epoch
+        killed = time.monotonic()
+        job.kill(1)
+        assert job.wait_for("rebuilt", epoch=epoch + 1)["time"] - killed < 6.0
+        assert job.results() == [0, 1]
+
+
+# -- plugins
+
+
+def info(**changes: Any) -> DetectorInfo:
+    fields: dict[str, Any] = {
+        "name": "smoke",
+        "api": API_VERSION,
+        "description": "smells smoke",
+        "evidence": "suspicion",
+        "probe": Available,
+        "make": lambda surroundings: None,
+    }
+    return DetectorInfo(**{**fields, **changes})
+
+
+class Plugin:
+    def __init__(self, *offered: Any) -> None:
+        self._offered = offered
+
+    @hookimpl
+    def holdfast_detectors(self) -> list[Any]:
+        return list(self._offered)
+
+
+def test_a_plugin_adds_a_detector_and_takes_it_out_again() -> None:
+    registry, plugin = Registry(), Plugin(info())
+    registry.register(plugin)
+    assert list(registry.detectors) == ["smoke"]
+    registry.unregister(plugin)
+    assert not registry.detectors
+
+
+@pytest.mark.parametrize(
+    ("offered", "words"),
+    [
+        (("smoke",), "must return DetectorInfo"),
+        ((info(name="Smoke!"),), "no detector name"),
+        ((info(api=(9, 0)),), "too new"),
+        ((info(evidence="rumour"),), "evidence must be"),
+        ((info(make=None),), "make must be callable"),
+        ((info(), info()), "registered already"),
+    ],
+)
+def test_a_malformed_detector_is_kept_out_whole(offered: tuple[Any, ...], words: str) -> None:
+    registry = Registry()
+    with pytest.raises(InvalidPlugin, match=words):
+        registry.register(Plugin(*offered))
+    assert not registry.detectors
+
+
+class Counting(Detector):
+    """Counts its heartbeats, and raises at the one that `fails_at` says."""
+
+    fails_at = 0
+
+    def __init__(self, surroundings: DetectorContext) -> None:
+        super().__init__(surroundings)
+        self.beats, self.closed = 0, False
+
+    def beat(self, now: float) -> None:
+        self.beats += 1
+        if self.beats == self.fails_at:
+            raise RuntimeError("no smoke without fire")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Failing(Counting):
+    fails_at = 2
+
+
+def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[Counting] = []
+
+    def make(kind: type[Counting]) -> Callable[[DetectorContext], Detector]:
+        return lambda surroundings: made.append(kind(surroundings)) or made[-1]
+
+    def broken(*_: object) -> Any:
+        raise OSError("out of order")
+
+    offered = [
+        info(name="unprobed", probe=broken),
+        info(name="unmade", make=broken),
+        info(name="failing", make=make(Failing)),
+        info(name="counting", make=make(Counting)),
+    ]
+    loop = asyncio.new_event_loop()
+    detectors = Detectors(surroundings(view_of("AB"), loop), offered, _ignore)
+    for _ in range(4):
+        detectors.beat()
+    loop.close()
+    failing, counting = made
+    assert (failing.beats, failing.closed) == (2, True)
+    assert (counting.beats, counting.closed) == (4, False)
+    assert [name in caplog.text for name in ("unprobed", "unmade", "failing", "counting")] == [True, True, True, False]
+
+
+def test_ours_are_offered_like_anybodys_and_can_work_here() -> None:
+    registry = Registry()
+    registry.register(own_detectors)
+    assert list(registry.detectors) == ["pidfd", "heartbeat", "observers", "transport", "progress"]
+    assert all(isinstance(each.probe(), Available) for each in registry.detectors.values())

@@ -1,0 +1,222 @@
+"""What detectors tell each other, spoilt: it is understood, or it is `CorruptData` and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import CorruptData, OpTimeout
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.timeouts import Timeouts
+from support.mutations import mutated
+
+TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
+ME = this_process()
+GONE = 1 << 22
+"""A process id that no process has."""
+
+MEMBERS = (
+    Member("p0", "x:1", ME),
+    Member("p1", "x:1", Peer(ME.host, GONE, 1)),
+    Member("p2", "x:1", Peer("elsewhere", GONE, 1)),
+    Member("p3", "x:1", Peer("elsewhere", GONE + 1, 1)),
+)
+VIEW = View(3, "running", MEMBERS, Job("job", 4, 1, 1, ("gloo",), "gloo"), "test")
+NAMES = ["", "pidfd", "heartbeat", "observers", "transport", "progress", "nobody's"]
+IDS = [member.id for member in MEMBERS]
+
+
+class Listening:
+    """All detectors of a process but the kernel's. `said` is what they told others, `told` what their own process."""
+
+    def __init__(self, rank: int) -> None:
+        self.said: list[tuple[str | None, bytes]] = []
+        self.told: list[Any] = []
+        self._loop = asyncio.new_event_loop()
+        surroundings = DetectorContext(
+            me=MEMBERS[rank],
+            timeouts=TIMES,
+            loop=self._loop,
+            tell=self.told.append,
+            stop=self.told.append,
+            resign=self.told.append,
+            note=lambda kind, **fields: self.told.append((kind, fields)),
+            place=lambda: OpPosition(3, 7, True),
+            lost=lambda member: False,
+        )
+        infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
+        self.detectors = Detectors(surroundings, infos, lambda whom, body: self.said.append((whom, body)))
+        self.parts: dict[str, Any] = dict(self.detectors._detectors)
+        self.detectors.follow(VIEW, tuple(member for member in MEMBERS if member.id != MEMBERS[rank].id))
+
+    def hear(self, peer: str, body: bytes) -> bool:
+        """Whether what came in the message `detect` was understood. Raises what is not to come out of it."""
+        try:
+            self.detectors.received(peer, body)
+        except CorruptData:
+            return False
+        return True
+
+    def state(self) -> Any:
+        """Everything that they know and have said."""
+        known = {
+            "unopened": self.parts["heartbeat"]._unopened,
+            "readers": sorted(self.parts["heartbeat"]._readers),
+            "heard here": self.parts["heartbeat"]._silence._heard,
+            "heard there": self.parts["observers"]._silence._heard,
+            "edges": self.parts["observers"]._observers._edges,
+            "places": self.parts["progress"]._progress._places,
+        }
+        return copy.deepcopy((known, self.said, self.told))
+
+    def close(self) -> None:
+        self.detectors.close()
+        self._loop.close()
+
+
+@contextmanager
+def listening(rank: int = 0) -> Iterator[Listening]:
+    found = Listening(rank)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def sayings() -> list[bytes]:
+    """One of everything that detectors say."""
+    with listening() as speaker:
+        speaker.detectors.linked("p1")
+        speaker.parts["progress"].surroundings.send_all(
+            speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True)
+        )
+        speaker.parts["heartbeat"].surroundings.send_all(msgspec.msgpack.encode(["p2", "p3"]))
+        speaker.detectors.failed(VIEW, OpTimeout("all_reduce", 1, 5.0, (2,)))
+        return [body for _, body in speaker.said]
+
+
+SAYINGS = sayings()
+peers = st.sampled_from([*IDS[1:], "a stranger"])
+numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+words = st.one_of(
+    st.binary(max_size=40),
+    numbers.map(msgspec.msgpack.encode),
+    st.lists(st.text(max_size=5) | st.sampled_from(IDS), max_size=4).map(msgspec.msgpack.encode),
+    st.tuples(st.booleans(), numbers, numbers, st.booleans()).map(msgspec.msgpack.encode),
+    st.tuples(numbers | st.just(3), st.sampled_from(IDS) | st.text(), st.text()).map(msgspec.msgpack.encode),
+)
+bodies = st.one_of(
+    st.binary(max_size=80),
+    st.tuples(st.sampled_from(NAMES), words).map(msgspec.msgpack.encode),
+    st.tuples(st.text(), words, st.none()).map(msgspec.msgpack.encode),
+)
+
+
+def hears(peer: str, body: bytes) -> None:
+    """It is understood or `CorruptData`, the latter changes nothing, and the detectors go on."""
+    with listening() as listener:
+        before = listener.state()
+        if not listener.hear(peer, body):
+            assert listener.state() == before
+        listener.detectors.beat()
+        for good in SAYINGS:
+            assert listener.hear("p3", good)
+
+
+def test_there_is_one_of_everything_and_it_is_understood() -> None:
+    routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
+    assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
+    with listening() as listener:
+        before = listener.state()
+        assert all(listener.hear("p3", body) for body in SAYINGS)
+        assert listener.state() != before
+
+
+@settings(max_examples=400, deadline=None)
+@given(peers, bodies)
+def test_no_bytes_do_anything_but_be_understood_or_refused(peer: str, body: bytes) -> None:
+    hears(peer, body)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    peers,
+    st.sampled_from(SAYINGS),
+    st.lists(
+        st.tuples(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0), st.integers(0)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_no_change_to_what_is_said_does_anything_else(
+    peer: str, body: bytes, changes: list[tuple[str, int, int]]
+) -> None:
+    for kind, where, what in changes:
+        body = mutated([body], kind, where, what)[0] if body else body
+    hears(peer, body)
+
+
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [
+        ("heartbeat", -1),
+        ("heartbeat", ["p1", 7]),
+        ("heartbeat", None),
+        ("progress", (True, 3, -1, True)),
+        ("progress", (True, -3, 1, True)),
+        ("progress", (1, 3, 1, True)),
+        ("", (0, "p1", "why")),
+        ("", (3, "p1")),
+    ],
+)
+def test_what_nobody_says_is_refused(route: str, said: Any) -> None:
+    with listening() as listener:
+        before = listener.state()
+        assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
+        assert listener.state() == before
+
+
+def test_text_that_is_none_is_refused_like_anything_else() -> None:
+    (vouching,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
+    with listening() as listener:
+        assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
+        assert not listener.hear("p1", vouching.replace(b"p2", b"p\xff"))
+
+
+@pytest.mark.timeout(20)
+def test_a_number_that_stands_for_a_fifo_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError):
+            PulseReader(this_process(), reads)
+    finally:
+        os.close(reads)
+
+
+def test_our_own_page_can_be_opened() -> None:
+    pulse = Pulse()
+    try:
+        pulse.beat(1.5, OpPosition(3, 7, True))
+        reader = PulseReader(this_process(), pulse.fd)
+        assert reader.read() == (1.5, OpPosition(3, 7, True))
+        reader.close()
+    finally:
+        pulse.close()

@@ -1,0 +1,463 @@
+"""The membership core: its rules one by one, every interleaving of a small world, random ones of larger worlds."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from holdfast.ft.membership import events as v
+from holdfast.ft.membership import state_machine as membership
+from holdfast.ft.membership.next_view import runnable, successors
+from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.timeouts import Timeouts
+from support.membership_world import (
+    Action,
+    InvariantBroken,
+    World,
+    actions,
+    apply,
+    check_settled,
+    member,
+    new_world,
+    started,
+)
+
+CHANCE = frozenset({"kill", "tick", "finish", "away", "break"})
+
+
+def explore(world: World) -> int:
+    """Take every order of everything that can happen from `world` on; the number of different worlds seen."""
+    seen, todo = {world}, [world]
+    while todo:
+        here = todo.pop()
+        settled = True
+        for action in actions(here):
+            settled = settled and action.kind in CHANCE
+            there = apply(here, action)
+            if there not in seen:
+                seen.add(there)
+                todo.append(there)
+        if settled:
+            check_settled(here)
+    return len(seen)
+
+
+# One rule a test ----------------------------------------------------------------------------------------------
+
+JOB = Job("job", 3, 1, 6, ("shm", "gloo"), "shm")
+RUNNING = View(3, "running", (member(0), member(1), member(2)), JOB, "all 3 members are here")
+
+
+def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = ()) -> Membership:
+    """The core of process `index`, started, with `view` known and installed."""
+    me = view.members[index] if view is not None and index < len(view.members) else member(index)
+    fresh = Membership(me, JOB, Timeouts(), frozenset({"shm"}), spares=spares)
+    state, _ = fresh.on(v.ViewRead(view), 0.0)
+    return state.on(v.Started(), 0.0)[0]
+
+
+def dead(*indices: int) -> v.Proof:
+    return v.Proof(tuple(v.Death(f"p{i}", "its process ended") for i in indices))
+
+
+def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
+    state, effects = core(1).on(dead(0), 10.0)
+    assert effects[0] == v.Revoke(3, (v.Death("p0", "its process ended"),), "rank 0: its process ended")
+    assert isinstance(effects[1], v.Propose)
+    assert effects[1].expected == 3
+    assert effects[1].view.members == (member(1), member(2))
+    assert effects[1].view.reason == "rank 0 (p0) is gone: its process ended; no spare"
+    assert state.in_flight == effects[1].view
+
+
+def test_the_others_take_over_in_rank_order_if_nothing_comes_of_it() -> None:
+    state, effects = core(2).on(dead(0), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert state.wake_at == pytest.approx(10.1)
+    assert state.on(v.Tick(), 10.05)[1] == ()
+    assert isinstance(state.on(v.Tick(), 10.1)[1][0], v.Propose)
+
+
+def test_an_op_that_failed_by_nobodys_fault_costs_an_epoch_and_nobody() -> None:
+    state, effects = core(0).on(v.Broken(2, "a connection was lost"), 10.0)
+    assert effects == ()  # of an epoch that is over
+    state, effects = state.on(v.Broken(3, "a connection was lost"), 10.0)
+    assert effects[0] == v.Revoke(3, (), "a connection was lost")
+    assert isinstance(effects[1], v.Propose)
+    assert (effects[1].view.epoch, effects[1].view.members) == (4, RUNNING.members)
+    assert effects[1].view.reason == "nobody is lost, but an op has failed: a connection was lost"
+    assert state.on(v.Broken(3, "a connection was lost"), 10.1)[1] == ()
+
+
+def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
+    state, _ = core(2).on(dead(0), 10.0)
+    _, effects = state.on(dead(1), 10.001)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(2),)
+
+
+def test_deaths_seen_together_are_one_epoch() -> None:
+    _, effects = core(0).on(dead(1, 2), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(0),)
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
+    small = structs.replace(RUNNING, members=(member(0), member(1)))
+    state, effects = core(1, small).on(v.SpareAnnounced(member(7)), 10.0)
+    assert effects == () and state.wake_at == pytest.approx(10.2)  # its turn is after rank 0's, growing can wait
+    _, effects = state.on(dead(0), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(7), member(1))
+    both = successors(small, {"p0": "gone"}, (member(7), member(8), member(9)))
+    assert both.members == (member(7), member(1), member(8))
+    assert both.reason == "rank 0 (p0) is gone: gone; spare p7 takes its place; p8 joins as rank 2"
+
+
+def test_a_dead_spare_is_not_promoted() -> None:
+    state = core(1, spares=(member(7), member(8)))
+    state, effects = state.on(v.SpareGone("p7", "its process ended"), 1.0)
+    assert effects == ()
+    _, effects = state.on(dead(0), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(8), member(1), member(2))
+
+
+def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
+    state, effects = core(0).on(dead(1), 10.0)
+    proposal = effects[-1]
+    assert isinstance(proposal, v.Propose)
+    state, effects = state.on(dead(2), 10.001)
+    assert [type(effect) for effect in effects] == [v.Revoke]  # one proposal at a time
+    state, effects = state.on(v.CasWon(proposal.view), 10.002)
+    assert [type(effect) for effect in effects] == [v.Revoke, v.Install, v.Announce, v.Revoke, v.Propose]
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.epoch == 5 and effects[-1].view.members == (member(0),)
+
+
+def test_below_min_size_it_waits_for_joiners_and_then_ends_clearly() -> None:
+    needy = structs.replace(RUNNING, job=structs.replace(JOB, min_size=3))
+    state, effects = core(0, needy).on(dead(1), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert state.wake_at == pytest.approx(70.0)
+    _, effects = state.on(v.SpareAnnounced(member(7)), 20.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.members == (member(0), member(7), member(2))
+    _, effects = state.on(v.Tick(), 70.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.phase == "failed"
+    assert "2 are left of the 3 needed, and nobody came within 60 s" in effects[-1].view.reason
+
+
+def test_who_is_not_in_the_newest_view_is_evicted_and_does_nothing_more() -> None:
+    later = View(5, "running", (member(1), member(2)), JOB, "p0 was fenced")
+    state, effects = core(0).on(v.ViewRead(later), 10.0)
+    assert [type(effect) for effect in effects] == [v.Revoke, v.Evicted]
+    assert state.on(dead(1, 2), 11.0) == (state, ())
+    assert state.wake_at is None
+
+
+def test_an_older_view_changes_nothing() -> None:
+    state = core(0)
+    assert state.on(v.ViewRead(View(2, "running", (member(0),), JOB, "old")), 1.0)[1] == ()
+
+
+def test_the_register_being_away_delays_and_breaks_nothing() -> None:
+    state, effects = core(0).on(dead(1), 10.0)
+    state, effects = state.on(v.CasFailed("disk is gone"), 10.0)
+    assert effects == () and state.wake_at == pytest.approx(10.1)
+    _, effects = state.on(v.Tick(), 10.1)
+    assert isinstance(effects[0], v.Propose)
+
+
+def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
+    state, effects = core(7).on(dead(0, 1), 10.0)
+    assert effects == ()
+    _, effects = state.on(dead(2), 11.0)
+    assert isinstance(effects[-1], v.Propose)
+    assert effects[-1].view.phase == "failed"
+    assert effects[-1].view.reason == "every member died, and the state of the job with them"
+
+
+def test_a_finished_job_releases_its_spares() -> None:
+    _, effects = core(0).on(v.LocalFinished(3), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    done = effects[-1].view
+    assert done.phase == "finished"
+    state, effects = core(7).on(v.ViewRead(done), 10.1)
+    assert effects == (v.Install(done),) and state.ended == "finished"
+
+
+def test_who_has_finished_does_not_end_the_job_for_a_newcomer_that_has_no_state_yet() -> None:
+    replaced = View(4, "running", (member(0), member(7), member(2)), JOB, "p7 takes the place of p1")
+    state, _ = core(2, spares=(member(7),)).on(v.LocalFinished(3), 10.0)
+    state, _ = state.on(v.ViewRead(replaced), 10.1)
+    state, effects = state.on(v.LocalFinished(3), 10.2)  # said before it had heard of epoch 4
+    assert effects == () and state.wake_at is None
+    state, _ = state.on(v.LocalFinished(4), 10.3)
+    _, effects = state.on(v.Tick(), 10.6)
+    assert isinstance(effects[-1], v.Propose) and effects[-1].view.phase == "finished"
+
+
+def test_members_that_all_stop_early_finish_the_job() -> None:
+    _, effects = core(0).on(v.LocalFinished(3, "all stopped", stopped=True), 10.0)
+    assert isinstance(effects[-1], v.Propose)
+    done = effects[-1].view
+    assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
+
+
+def test_an_exception_that_ends_the_job_is_told_to_all_at_once_whoever_is_missing() -> None:
+    error = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
+    state, _ = core(2).on(dead(0), 10.0)  # the turn of p1 comes before that of p2
+    state, effects = state.on(v.LocalFailed(error, "it came again"), 10.01)
+    assert isinstance(effects[-1], v.Propose)
+    last = effects[-1].view
+    assert (last.phase, last.reason, last.error) == ("failed", "it came again", error)
+    assert last.members == (member(1), member(2))
+    _, effects = core(1).on(v.ViewRead(last), 10.1)
+    assert effects[-1] == v.Install(last)
+    assert View.decode(last.encode()) == last
+
+
+def test_a_stalled_process_is_fenced_once_by_those_who_share_its_host() -> None:
+    state, effects = core(0).on(v.Stalled("p1", "stopped for 0.5 s"), 10.0)
+    assert effects == (v.Fence(member(1), "stopped for 0.5 s"),)
+    assert state.on(v.Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
+
+
+def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
+    away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
+    view = structs.replace(RUNNING, members=(member(0), member(1), away))
+    state, effects = core(0, view).on(v.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    assert effects == (
+        v.Testify((v.Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1), away)),
+    )  # one of two: too few
+    cleared, effects = state.on(v.Cleared("p2", "p0"), 10.1)
+    assert effects == (v.Testify((v.Cleared("p2", "p0", 2),), (member(1), away)),)
+    assert cleared.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
+    _, effects = state.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
+    assert isinstance(effects[0], v.Revoke)
+    assert effects[0].dead == (v.Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
+    assert isinstance(effects[1], v.Propose)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "side", "goes_on"),
+    [("AAAB", "A", True), ("AAAB", "B", False), ("ABBB", "A", False), ("AABB", "A", True), ("AABB", "B", False)],
+)
+def test_of_two_hosts_the_lesser_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
+    """Each is the whole jury of the other: the one that may be the smaller half of a cut must leave it to the other."""
+    view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
+    here = [m.id for m in view.members if m.peer.host == side]
+    state, told = core(int(here[0][1:]), view), list[v.Effect]()
+    for silent in (m.id for m in view.members if m.id not in here):
+        for observer in here:
+            state, effects = state.on(v.Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
+            told += effects
+    told += state.on(v.Tick(), 10.5)[1]
+    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, v.Propose)]
+    assert proposed == ([here] if goes_on else [])
+
+
+def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
+    away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
+    view = structs.replace(RUNNING, members=(member(0), member(1), away))
+    _, effects = core(0, view).on(dead(1), 10.0)
+    assert v.Report((v.Death("p1", "its process ended"),), (away,)) in effects
+
+
+def test_the_backend_is_the_first_that_everybody_can_run_where_they_are() -> None:
+    here, there = (member(0), member(1)), (member(0), member(1, "other"))
+    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
+    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), there) == ("gloo",)
+
+
+def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_nothing() -> None:
+    forming = View(1, "forming", (member(0),), structs.replace(JOB, backends=("shm",)), "p0 founds the job")
+    stranger = Membership(member(1), structs.replace(JOB, backends=("gloo",)), Timeouts())
+    state, _ = stranger.on(v.ViewRead(forming), 0.0)
+    state, effects = state.on(v.Started(), 0.0)
+    assert effects == (v.Refused("no backend suits all: the members so far can run shm, this process gloo"),)
+    assert state.ended == "refused"
+
+
+def test_a_spare_elsewhere_is_kept_out_of_a_job_whose_backend_needs_one_host() -> None:
+    stranger = Membership(member(7, "other"), structs.replace(JOB, backend=""), Timeouts(), frozenset({"shm"}))
+    state, _ = stranger.on(v.ViewRead(RUNNING), 0.0)
+    _, effects = state.on(v.Started(), 0.0)
+    words = "the job runs on shm, which needs all members on one host: they are on h, this process is on other"
+    assert effects == (v.Refused(words),)
+    assert core(0).on(v.SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
+    assert core(0).on(v.SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
+
+
+def test_too_few_candidates_end_the_formation_clearly() -> None:
+    forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
+    state = core(0, forming)
+    assert state.wake_at == pytest.approx(60.0)
+    _, effects = state.on(v.Tick(), 60.0)
+    assert isinstance(effects[0], v.Propose)
+    assert effects[0].view.phase == "failed"
+    assert effects[0].view.reason == "1 of 3 members came within 60 s, 2 are needed"
+
+
+def test_the_core_imports_nothing_that_does_io() -> None:
+    forbidden = {"socket", "threading", "asyncio", "time", "random", "os", "torch", "subprocess", "sqlite3"}
+    package = Path(membership.__file__).parent
+    todo, seen = ["membership.state_machine"], set[str]()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        tree = ast.parse((package.parent / f"{name.replace('.', '/')}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                modules = [node.module]
+            else:
+                continue
+            for module in modules:
+                assert module.split(".")[0] not in forbidden, f"{name}.py imports {module}"
+                if module.startswith("holdfast.ft."):
+                    todo.append(module.removeprefix("holdfast.ft."))
+    assert {f"membership.{each}" for each in ("state_machine", "next_view", "events", "view")} | {"timeouts"} <= seen
+
+
+# Every interleaving ---------------------------------------------------------------------------------------------
+
+
+def test_every_order_of_forming_a_job_of_three_with_a_death() -> None:
+    assert explore(new_world(3, size=3, kills=1)) > 10_000
+
+
+def test_every_order_of_forming_a_job_while_the_register_fails_once() -> None:
+    assert explore(new_world(3, size=3, outages=1)) > 500
+
+
+def test_every_order_of_forming_a_job_with_a_spare_and_a_death() -> None:
+    assert explore(new_world(3, size=2, kills=1)) > 5_000
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "min_size", "kills", "ticks", "outages", "finishing"),
+    [
+        pytest.param(3, 3, 1, 2, 3, 1, False, id="shrink"),
+        pytest.param(3, 2, 1, 2, 3, 1, False, id="spare"),
+        pytest.param(4, 3, 1, 2, 1, 0, False, id="two deaths, one spare"),
+        pytest.param(4, 3, 3, 2, 2, 0, False, id="below min_size"),
+        pytest.param(4, 2, 1, 3, 1, 0, False, id="two spares"),
+        pytest.param(3, 3, 1, 1, 1, 0, True, id="finishing"),
+        pytest.param(3, 2, 1, 2, 1, 0, True, id="finishing with a spare"),
+    ],
+)
+def test_every_order_of_deaths_in_a_running_job(
+    count: int, size: int, min_size: int, kills: int, ticks: int, outages: int, finishing: bool
+) -> None:
+    world = started(
+        new_world(count, size=size, min_size=min_size, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+    )
+    assert world.register is not None and world.register.phase == "running"
+    assert explore(world) > 500
+
+
+@pytest.mark.parametrize(("kills", "breaks"), [(0, 2), (1, 1)])
+def test_every_order_of_ops_that_fail_by_nobodys_fault(kills: int, breaks: int) -> None:
+    world = started(new_world(3, size=3, kills=kills, ticks=1, breaks=breaks))
+    assert world.register is not None and world.register.phase == "running"
+    assert explore(world) > 100
+
+
+def test_every_order_of_a_death_in_a_job_that_is_large_for_its_mesh() -> None:
+    for spares in (0, 1):
+        world = started(new_world(3, size=3 - spares, kills=2, ticks=1, mesh=1))
+        assert world.register is not None and world.register.phase == "running"
+        assert explore(world) > 100
+
+
+# Are the checks worth anything? A core with a known bug must be caught -----------------------------------------
+
+
+class GoesBack(Membership, frozen=True):
+    """Takes over any view, older ones too."""
+
+    def _adopt(self, view: View | None, teller: str = "") -> membership.Step:
+        if self.view is not None and view is not None and view.epoch < self.view.epoch:
+            return Membership._adopt(structs.replace(self, view=None), view, teller)
+        return Membership._adopt(self, view, teller)
+
+
+class NeverMissed(Membership, frozen=True):
+    """Proposes views with the dead still in them."""
+
+    def _bury(self, deaths: tuple[v.Death, ...]) -> Membership:
+        return structs.replace(self, evidence=replace(Membership._bury(self, deaths).evidence, lost={}))
+
+
+class Impatient(Membership, frozen=True):
+    """Takes a member that is late for a dead one."""
+
+    def on(self, event: v.Event, now: float) -> membership.Step:
+        if isinstance(event, v.Tick) and self.view is not None:
+            event = v.Proof(tuple(v.Death(m.id, "late") for m in self.view.members[:1]))
+        return Membership.on(self, event, now)
+
+
+@pytest.mark.parametrize("broken", [GoesBack, NeverMissed, Impatient])
+def test_the_explorer_catches_a_broken_core(broken: type[Membership]) -> None:
+    world = new_world(3, size=3, kills=1, ticks=1)
+    cores = tuple(
+        replace(p, core=broken(p.core.me, p.core.job, p.core.timeouts, p.core.one_host)) for p in world.processes
+    )
+    with pytest.raises(InvariantBroken):
+        explore(started(replace(world, processes=cores)))
+        explore(replace(world, processes=cores))
+
+
+# Random orders of larger worlds ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    size=st.integers(1, 5),
+    spares=st.integers(0, 3),
+    faults=st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 2), st.booleans()),
+    choices=st.lists(st.integers(0, 1_000_000), min_size=20, max_size=150),
+)
+def test_random_orders_break_nothing_and_settle(
+    size: int, spares: int, faults: tuple[int, int, int, bool], choices: list[int]
+) -> None:
+    kills, ticks, outages, finishing = faults
+    world = new_world(size + spares, size=size, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
+    for choice in choices:
+        possible = sorted(actions(world), key=str)
+        if not possible:
+            break
+        world = apply(world, possible[choice % len(possible)])
+    world = replace(world, kills=0, outages=0, ticks=0, finishing=False)
+    for _ in range(2_000):
+        action = next(actions(world), None) or _waiting(world)
+        if action is None:
+            break
+        world = apply(replace(world, ticks=1), action)
+        world = replace(world, ticks=0)
+    check_settled(world)
+
+
+def _waiting(world: World) -> Action | None:
+    """The tick that is due first, if anybody waits for one."""
+    waits = [
+        (process.core.wake_at, i)
+        for i, process in enumerate(world.processes)
+        if process.alive and not process.evicted and process.core.wake_at is not None
+    ]
+    return Action("tick", min(waits)[1]) if waits else None

@@ -1,0 +1,449 @@
+"""Joining a job: what is refused at construction and why, late joiners, and sessions that leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
+from holdfast.comms.system.keys import KeyRefused, create_key
+from holdfast.ft import Attempt, Session, Timeouts, faultpoints
+from holdfast.ft import settings as joining
+from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.runtime.register import Register
+from holdfast.ft.state.fetching import BLOCK
+from support.children import Child, children
+from support.waiting import eventually
+
+QUICK = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=2.0)
+
+
+@pytest.fixture
+def contract(tmp_path: Path) -> dict[str, Any]:
+    """What a session needs to join a job, as arguments."""
+    create_key(tmp_path / "key")
+    return {
+        "job": "job",
+        "register": f"sqlite://{tmp_path}/job.sqlite",
+        "key_file": tmp_path / "key",
+        "backend": "shm",
+        "timeouts": QUICK,
+    }
+
+
+def one_step(session: Session) -> int:
+    for attempt in session.steps(1):
+        with attempt:
+            attempt.comm.barrier()
+    return session.step
+
+
+# -- bad input: refused at once, saying why, and nothing is changed
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"job": None}, ValueError, "job is not given and HOLDFAST_JOB is not in the environment"),
+        ({"register": None}, ValueError, "HOLDFAST_REGISTER"),
+        ({"key_file": None}, ValueError, "HOLDFAST_KEY_FILE"),
+        ({"key_file": "/nowhere/key"}, KeyRefused, "cannot be read"),
+        ({"register": "carrier-pigeon://x"}, ValueError, "is not a register URL"),
+        ({"register": "sqlite:///nowhere/at/all/x.sqlite"}, RegisterAway, "cannot open the file"),
+        ({"size": 2, "min_size": 3}, ValueError, "min_size=3 is above size=2: the job could never run"),
+        ({"size": 0}, ValueError, "size=0 is out of range"),
+        ({"size": "2"}, TypeError, "size must be a whole number"),
+        ({"min_size": 0}, ValueError, "min_size=0 is out of range"),
+        ({"shards": -1}, ValueError, "shards=-1 is out of range"),
+        ({"timeouts": 3.0}, TypeError, "timeouts must be a Timeouts"),
+        ({"backend": "telepathy"}, BackendUnavailable, "known are"),
+        ({"job": "x" * 200}, ValueError, "at most 100 printable characters"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    contract: dict[str, Any], change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Session(**{**contract, **change})
+
+
+@pytest.mark.parametrize("variable", ["HOLDFAST_CHECK", "HOLDFAST_MIN_SIZE", "HOLDFAST_SHARDS"])
+def test_a_variable_that_makes_no_sense_is_refused(
+    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(ValueError, match=f"{variable}='perhaps'"):
+        Session(**contract)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"job": "other"}, Mismatch, "it belongs to job 'job', not to 'other'"),
+        ({"size": 2}, Mismatch, "in use with size=1, not 2"),
+        ({"shards": 7}, Mismatch, "in use with shards=4, not 7"),
+        ({"backend": "gloo"}, Mismatch, "in use with backend='shm', not 'gloo'"),
+        ({"timeouts": Timeouts(heartbeat=1.0, suspect=3.0)}, Mismatch, "in use with heartbeat=0.1, not 1.0"),
+        ({"timeouts": replace(QUICK, join=3.0)}, Mismatch, "in use with join=2.0, not 3.0"),
+    ],
+)
+def test_a_register_in_use_by_another_job_or_configuration_is_refused(
+    contract: dict[str, Any], change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with Session(**contract, size=1, shards=4) as founder:
+        one_step(founder)
+    with Register.open(contract["register"]) as register:
+        before = register.read()
+    with pytest.raises(error, match=words):
+        Session(**{**contract, **change})
+    with Register.open(contract["register"]) as register:
+        assert register.read() == before
+
+
+def test_a_process_with_another_mesh_is_refused(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(**contract, size=1) as founder:
+        one_step(founder)
+    monkeypatch.setenv("HOLDFAST_MESH", "2")
+    with pytest.raises(Mismatch, match="in use with mesh=64, not 2"):
+        Session(**contract)
+
+
+def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
+    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(**contract, size=1) as founder:
+        for attempt in founder.steps(1):
+            with attempt, monkeypatch.context() as elsewhere:
+                elsewhere.setattr(joining, "this_host", lambda: "elsewhere")
+                with pytest.raises(BackendUnavailable, match="needs all members on one host"):
+                    Session(**contract)
+
+
+def test_a_wrong_key_is_refused(contract: dict[str, Any], tmp_path: Path) -> None:
+    with Session(**contract, size=1) as founder:
+        one_step(founder)
+    create_key(tmp_path / "other")
+    with pytest.raises(WrongKey, match="belongs to job 'job' with another key"):
+        Session(**{**contract, "key_file": tmp_path / "other"})
+
+
+def test_a_key_that_others_can_read_is_refused(contract: dict[str, Any]) -> None:
+    contract["key_file"].chmod(0o644)
+    with pytest.raises(KeyRefused, match="mode 0644"):
+        Session(**contract)
+
+
+def test_a_file_that_is_no_register_is_refused_and_left_alone(contract: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "job.sqlite").write_text("my thesis")
+    (tmp_path / "job.sqlite").chmod(0o600)
+    with pytest.raises(HoldfastError, match="not an sqlite file"):
+        Session(**contract)
+    assert (tmp_path / "job.sqlite").read_text() == "my thesis"
+
+
+def test_what_is_attached_must_have_a_state(contract: dict[str, Any]) -> None:
+    session = Session(**contract, size=1)
+    with pytest.raises(TypeError, match="'numbers' cannot be attached: list has no state_dict"):
+        session.attach("numbers", [1, 2])  # type: ignore[arg-type]
+    session.attach("model", torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="attached as 'model' already"):
+        session.attach("model", torch.nn.Linear(1, 1))
+
+
+def test_steps_are_asked_for_rightly(contract: dict[str, Any]) -> None:
+    with pytest.raises(HoldfastError, match="the session is not open"):
+        Session(**contract, size=1).steps(3)
+    with Session(**contract, size=1) as session:
+        with pytest.raises(ValueError, match=r"steps\(-1\)"):
+            session.steps(-1)
+        assert session.view is None and session.rank is None and session.epoch is None
+        assert list(session.steps(0)) == []
+        with pytest.raises(HoldfastError, match="can be called once"):
+            session.steps(1)
+        with pytest.raises(HoldfastError, match="before steps"):
+            session.attach("late", torch.nn.Linear(1, 1))
+
+
+def test_an_attempt_must_be_entered_and_only_once(contract: dict[str, Any]) -> None:
+    with Session(**contract, size=1) as session:
+        seen: list[Attempt] = []
+        with pytest.raises(HoldfastError, match="must be entered"):
+            for attempt in session.steps(3):
+                if seen:
+                    continue
+                seen.append(attempt)
+                with attempt:
+                    pass
+        with pytest.raises(HoldfastError, match="made already"), seen[0]:
+            pass
+
+
+def test_a_job_that_nobody_else_joins_ends_with_the_reason(contract: dict[str, Any]) -> None:
+    with Session(**contract, size=2, min_size=2) as session:
+        began = time.monotonic()
+        with pytest.raises(HoldfastError, match="1 of 2 members came within 2 s, 2 are needed"):
+            one_step(session)
+    assert 1.5 < time.monotonic() - began < 10.0
+    with pytest.raises(HoldfastError, match="has ended: 1 of 2 members came"):
+        Session(**contract, size=2, min_size=2)
+
+
+def test_a_founder_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
+    with Session(**contract, size=2) as session:
+        (tmp_path / "job.sqlite").unlink()
+        with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
+            one_step(session)
+
+
+def test_a_job_begins_with_fewer_than_it_wants_if_that_is_enough(contract: dict[str, Any]) -> None:
+    with Session(**contract, size=2) as session:
+        assert one_step(session) == 1
+        assert session.size == 1
+
+
+def test_the_environment_gives_what_arguments_do_not(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_JOB", "from-the-environment")
+    monkeypatch.setenv("HOLDFAST_REGISTER", contract["register"])
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(contract["key_file"]))
+    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
+    monkeypatch.setenv("HOLDFAST_SIZE", "one")
+    with pytest.raises(ValueError, match="HOLDFAST_SIZE='one' is not a whole number"):
+        Session()
+    monkeypatch.setenv("HOLDFAST_SIZE", "1")
+    with Session() as session:
+        assert one_step(session) == 1
+        assert session.view is not None and session.view.job.name == "from-the-environment"
+
+
+def test_a_finished_job_has_nothing_to_do_for_who_comes_late(contract: dict[str, Any]) -> None:
+    with Session(**contract, size=1) as session:
+        one_step(session)
+    with Session(**contract, size=1) as late:
+        assert list(late.steps(1)) == []
+
+
+def test_a_spare_whose_job_died_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
+    with children() as start:
+        member = start(work, contract, 2, str(tmp_path / "gate"), {"size": 1})
+        member.hear()
+        with Session(**contract, size=1) as spare:
+            (tmp_path / "job.sqlite").unlink()
+            member.kill()
+            with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
+                one_step(spare)
+
+
+# -- coming later
+
+
+def work(pipe: Any, contract: dict[str, Any], steps: int, gate: str, options: dict[str, Any]) -> None:
+    """Do `steps` steps, the later half of them only once the file `gate` is there; report sizes seen and the model."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(model.weight, float(os.getpid()))
+    with Session(**contract, **options) as session:
+        session.attach("model", model)
+        sizes = []
+        for attempt in session.steps(steps):
+            with attempt:
+                while attempt.step == steps // 2 and attempt.comm.size < 3 and not Path(gate).exists():
+                    attempt.comm.barrier()
+                    time.sleep(0.002)
+                grown = torch.ones(2, 2)
+                attempt.comm.all_reduce(grown)
+            if attempt.committed:
+                sizes.append(attempt.comm.size)
+                with torch.no_grad():
+                    model.weight += grown / attempt.comm.size
+                pipe.send(("step", attempt.step, attempt.comm.size))
+        pipe.send(("end", session.rank, sizes, model.weight.tolist()))
+
+
+def hear_until(child: Child, wanted: Callable[[Any], bool]) -> Any:
+    while not wanted(message := child.hear()):
+        pass
+    return message
+
+
+def test_a_late_joiner_grows_the_job_and_gets_its_state(contract: dict[str, Any], tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    options = {"size": 3, "min_size": 2}
+    with children() as start:
+        first = [start(work, contract, 10, gate, options) for _ in range(2)]
+        hear_until(first[0], lambda m: m[0] == "step" and m[1] == 4)
+        joiner = start(work, contract, 10, gate, options)
+        ends = [hear_until(child, lambda m: m[0] == "end") for child in (*first, joiner)]
+        for child in (*first, joiner):
+            child.end()
+    assert sorted(end[1] for end in ends) == [0, 1, 2]
+    assert ends[2][1] == 2, "who joins comes last"
+    assert ends[0][2] == [2] * 5 + [3] * 5 and ends[2][2] == [3] * 5
+    assert ends[0][3] == ends[1][3] == ends[2][3]
+
+
+def test_who_waits_below_min_size_goes_on_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
+    options = {"size": 2, "min_size": 2}
+    with children() as start:
+        first = [start(work, contract, 10, gate, options) for _ in range(2)]
+        hear_until(first[0], lambda m: m[0] == "step" and m[1] == 4)
+        first[1].kill()
+        time.sleep(0.3)
+        Path(gate).touch()
+        joiner = start(work, contract, 10, gate, options)
+        ends = [hear_until(child, lambda m: m[0] == "end") for child in (first[0], joiner)]
+        first[0].end()
+        joiner.end()
+    assert sorted(end[1] for end in ends) == [0, 1]
+    assert ends[0][2] == [2] * 10 and ends[1][2] == [2] * 5
+    assert ends[0][3] == ends[1][3]
+
+
+def test_a_candidate_that_dies_before_the_job_has_formed_is_forgotten(contract: dict[str, Any], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
+    with children() as start, Register.open(contract["register"]) as register:
+        early = start(work, contract, 4, str(gate), {"size": 2, "min_size": 2})
+        view = register.watch(0, 10.0)
+        assert view is not None and view.phase == "forming"
+        early.kill()
+        later = [start(work, contract, 4, str(gate), {"size": 2, "min_size": 2}) for _ in range(2)]
+        ends = [hear_until(child, lambda m: m[0] == "end") for child in later]
+        for child in later:
+            child.end()
+    assert sorted(end[1] for end in ends) == [0, 1]
+
+
+# -- how the state gets to a joiner
+
+BLOCKS = 12
+"""The state has so many pieces that are read and checked at a time."""
+LATE_STEPS = 160
+
+
+def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> None:
+    """Short steps over a large state. In step 150 wait for the fourth member, if it has not come, or for `gate`. A
+    joiner kills the process `victim` when it is about to read its third block.
+    """
+    weights = torch.arange(BLOCKS * BLOCK // 8, dtype=torch.float64)
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(weights, requires_grad=False)})
+    read = 0
+
+    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+        nonlocal read
+        if point == "sync.before_chunk" and victim:
+            read += 1
+            if read == 3:
+                os.kill(victim, 9)
+
+    with Session(**contract, size=4, min_size=2) as session:
+        faultpoints.arm(strike)
+        session.attach("model", model)
+        session.subscribe(lambda event: pipe.send(event) if event["kind"] in ("gap", "synced") else None)
+        for attempt in session.steps(LATE_STEPS):
+            with attempt:
+                pipe.send({"kind": "step", "step": attempt.step})
+                while attempt.step == 150 and attempt.comm.size < 4 and not Path(gate).exists():
+                    attempt.comm.barrier()
+                    time.sleep(0.002)
+                time.sleep(0.003)
+                attempt.comm.barrier()
+            if attempt.committed:
+                model["w"][attempt.step] += attempt.step
+        faultpoints.arm(None)
+        pipe.send({"kind": "end", "sum": model["w"].sum().item(), "read": read})
+
+
+def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[list[Any], list[Any]]:
+    """A fourth process joins three: what each of those that stay said, and what the joiner did."""
+    gate = tmp_path / "gate"
+
+    def heard(child: Child) -> list[Any]:
+        messages = [child.hear()]
+        while messages[-1]["kind"] != "end":
+            messages.append(child.hear())
+        return messages
+
+    with children() as start:
+        first = [start(carry, contract, str(gate)) for _ in range(3)]
+        hear_until(first[0], lambda m: m["kind"] == "step" and m["step"] == 4)
+        with Register.open(contract["register"]) as register:
+            view = register.read()
+        assert view is not None
+        source = next(child for child in first if deadly and child.pid == view.members[0].peer.pid) if deadly else None
+        joiner = start(carry, contract, str(gate), source.pid if source else 0)
+        if source:
+            os.waitpid(source.pid, 0)
+            gate.touch()  # nobody comes in its place
+            first.remove(source)
+            source._gone = True
+        said, new = [heard(child) for child in first], heard(joiner)
+        for child in (*first, joiner):
+            child.end()
+    whole = torch.arange(BLOCKS * BLOCK // 8).double().sum().item() + sum(range(LATE_STEPS))
+    assert {messages[-1]["sum"] for messages in (*said, new)} == {whole}
+    return said, new
+
+
+def test_a_joiner_reads_from_all_and_how_long_the_others_wait_is_measured(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    said, new = join_late(contract, tmp_path, deadly=False)
+    (synced,) = [message for message in new if message["kind"] == "synced"]
+    assert synced["via"] == "shm" and synced["bytes"] == BLOCKS * BLOCK
+    assert set(synced["sources"]) == {"0", "1", "2"}
+    gaps = [message for messages in said for message in messages if message["kind"] == "gap" and message["joined"]]
+    assert len(gaps) == 3 and all(gap["left"] == 0 for gap in gaps)
+    longest, usual = max(gap["seconds"] for gap in gaps), max(gap["usual"] for gap in gaps)
+    print(
+        f"\n{synced['bytes'] >> 20} MiB to a joiner in {synced['seconds'] * 1e3:.0f} ms; the others' longest gap "
+        f"between steps: {longest * 1e3:.0f} ms (usual step: {usual * 1e3:.0f} ms)"
+    )
+
+
+def test_a_source_that_dies_on_the_way_is_replaced_without_starting_again(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    _, new = join_late(contract, tmp_path, deadly=True)
+    synced = [message for message in new if message["kind"] == "synced"]
+    assert sum(event["bytes"] + event["kept"] for event in synced) == len(synced) * BLOCKS * BLOCK
+    assert new[-1]["read"] <= BLOCKS + 4, "no block but those under way was read twice"
+
+
+# -- leaving nothing behind
+
+
+def test_a_session_leaves_no_threads_and_no_descriptors(contract: dict[str, Any]) -> None:
+    def open_descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with Session(**contract, size=1) as session:  # whatever is loaded once
+        one_step(session)
+    before, threads = open_descriptors(), set(threading.enumerate())
+    for number in range(3):
+        with Session(**{**contract, "register": f"{contract['register']}{number}"}, size=1) as session:
+            one_step(session)
+            assert any(thread.name.startswith("holdfast-") for thread in threading.enumerate())
+    eventually(lambda: set(threading.enumerate()) <= threads)  # a call of the register may end a moment later
+    assert open_descriptors() == before
+
+
+def test_a_session_that_cannot_start_leaves_nothing_behind(contract: dict[str, Any]) -> None:
+    threads = set(threading.enumerate())
+    with pytest.raises(ValueError, match="none of this machine"):
+        Session(**contract, size=1, host="203.0.113.1")
+    assert set(threading.enumerate()) == threads
+    with Register.open(contract["register"]) as register:
+        assert register.read() is None

@@ -1,0 +1,552 @@
+"""Sessions in real processes that really die: steps are committed by all or by none, exactly once, whoever is killed.
+
+The job adds up numbers: each step the sum over its shards of (step + 1) * (shard + 1), so the end is known whatever
+happens on the way, and every rank keeps the list of steps that it has committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import HoldfastError
+from holdfast.comms.transport.liveness import HOST, this_host
+from holdfast.ft import Session, Timeouts
+from holdfast.ft.commit.commit_state import BROKEN_EPOCHS
+from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.membership.view import Member
+from holdfast.ft.runtime import reactor
+from holdfast.harness import LocalCluster, RankDied, RankFailed
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.invariants import check, event_of
+from support.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
+
+
+def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01) -> Job:
+    """Start the job, and let it go past step 3 once all spares are there."""
+    gate = ranks.logs / "gate"
+    job = ranks.start(tally_up, steps, pause, str(gate))
+    job.wait_for_spares()
+    gate.touch()
+    return job
+
+
+# -- without faults
+
+
+def test_steps_divide_the_shards_and_are_committed_once(process_backend: str) -> None:
+    with cluster(3, process_backend) as ranks:
+        job = ranks.start(tally_up, 10)
+        assert_exact(job, job.results(), 3, 10)
+
+
+def test_one_process_is_a_job_too() -> None:
+    with cluster(1) as ranks:
+        job = ranks.start(tally_up, 5)
+        assert_exact(job, job.results(), 1, 5)
+
+
+def test_a_finished_job_lets_its_spares_go() -> None:
+    with cluster(2, spares=1) as ranks:
+        job = start_with_spares(ranks, 5)
+        assert_exact(job, job.results(), 2, 5)
+        assert [e["step"] for e in job.events() if e["kind"] == "finished"].count(-1) == 1, "the spare did no step"
+
+
+def test_all_ranks_start_from_the_state_of_the_first() -> None:
+    def start(session: Session) -> list[float]:
+        tally = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
+        session.attach("tally", tally)
+        for attempt in session.steps(1):
+            with attempt:
+                pass
+        return tally.total.tolist()
+
+    with cluster(3) as ranks:
+        job = ranks.start(start)
+        first = job.pid(0)
+        assert job.results() == [[float(first)] * 5] * 3
+
+
+# -- deaths
+
+
+def test_the_others_go_on_without_a_killed_rank(process_backend: str) -> None:
+    with cluster(3, process_backend) as ranks:
+        job = ranks.start(tally_up)
+        job.wait_for("committed", step=5)
+        job.kill(1)
+        results = job.results()
+        assert_exact(job, results, 2)
+    assert {result["size"] for result in results} == {2}
+
+
+def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(process_backend: str) -> None:
+    with cluster(3, process_backend, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("committed", step=5)
+        before = [job.pid(rank) for rank in range(3)]
+        job.kill(0)
+        results = job.results()
+        assert_exact(job, results, 3)
+    pids = [result["pid"] for result in results]
+    assert pids[1:] == before[1:]
+    assert pids[0] not in before
+
+
+def test_two_ranks_are_killed_at_once() -> None:
+    with cluster(4, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("committed", step=5)
+        job.kill(2)
+        job.kill(1)
+        assert_exact(job, job.results(), 3)
+
+
+def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
+    """The next view lies where they wait; what is written to them later finds them in it, or in one after it. Who has
+    won the register for it hears of the next death before its own core has heard of that.
+    """
+
+    def written_to_late(session: Session, steps: int) -> dict[str, Any]:
+        reactor.ANNOUNCED_SECONDS = reactor.WON_SECONDS = 3.0
+        return tally_up(session, steps)
+
+    slow = Timeouts(heartbeat=4.0, suspect=15.0, operation=50.0, rebuild=30.0, join=40.0)
+    with cluster(4, timeouts=slow) as ranks:
+        job = ranks.start(written_to_late, 150)
+        first = job.wait_for("committed", step=5)["epoch"]
+        job.kill(3)
+        job.wait_for("committed", epoch=first + 1)
+        job.kill(1)
+        results = job.results()
+        assert_exact(job, results, 2, 150)
+        events = job.events()
+    for epoch, size in ((first + 1, 3), (first + 2, 2)):
+        times = [event["time"] for event in events if event["kind"] == "installed" and event["epoch"] == epoch]
+        assert len(times) == size
+        assert max(times) - min(times) < 2.0, "none was told by letter"
+
+
+def test_ranks_are_killed_one_after_the_other_until_one_is_left() -> None:
+    with cluster(4) as ranks:
+        job = ranks.start(tally_up, 80)
+        for step in (5, 20, 35):
+            job.wait_for("committed", step=step)
+            job.kill(0)
+            time.sleep(0.05)
+        assert_exact(job, job.results(), 1, 80)
+
+
+def test_a_stopped_rank_is_fenced_and_replaced() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(3, spares=1, timeouts=timeouts) as ranks:
+        job = start_with_spares(ranks, 100)
+        job.wait_for("committed", step=5)
+        began = time.monotonic()
+        pid = job.pause(1)
+        fenced = job.wait_for("fenced")
+        results = job.results()
+        assert_exact(job, results, 3, 100)
+    assert 0.3 < fenced["time"] - began < 3.0
+    assert "stopped at each of" in fenced["reason"]
+    assert pid not in [result["pid"] for result in results]
+
+
+def test_a_rebuild_waits_for_a_survivor_that_is_computing() -> None:
+    """Rank 0, where the members meet, does not look up for longer than `rebuild` when rank 1 dies."""
+
+    def busy(session: Session) -> int:
+        for attempt in session.steps(8):
+            with attempt:
+                if attempt.step == 4 and attempt.rank == 1:
+                    os.kill(os.getpid(), 9)
+                if attempt.step == 4 and attempt.rank == 0 and attempt.comm.size == 3:
+                    time.sleep(2.5)
+                attempt.comm.barrier()
+        return session.step
+
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.4, operation=20.0, rebuild=0.8, join=1.0)
+    with cluster(3, spares=0, timeouts=timeouts) as ranks:
+        job = ranks.start(busy)
+        ended = job.results()
+    assert ended == [8], "rank 1 dies in every epoch, until only rank 0 is left"
+
+
+def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
+    def hog(session: Session) -> list[int]:
+        import ctypes
+
+        done = []
+        for attempt in session.steps(6):
+            with attempt:
+                if attempt.step == 2 and attempt.rank == 1:
+                    ctypes.PyDLL(None).usleep(900_000)  # keeps the GIL
+                    ctypes.PyDLL(None).usleep(900_000)
+                attempt.comm.barrier()
+            done.append(attempt.epoch)
+        return done
+
+    timeouts = Timeouts(heartbeat=0.05, suspect=0.3, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(3, timeouts=timeouts) as ranks:
+        results = ranks.start(hog).results()
+    assert len({epoch for done in results for epoch in done}) == 1, "nobody was left out"
+
+
+# -- every line of the commit protocol, the rebuild and the transfer
+
+COMMIT = [point for point in POINTS if point.startswith(("step.", "commit."))]
+REBUILD = [
+    "rebuild.before_propose:7:0:3",
+    "rebuild.after_propose:7:0:3",
+    "rebuild.before_connect:7:0:4",
+    "rebuild.before_votes:7:0:4",
+    "rebuild.after_votes:7:0:4",
+    "rebuild.before_connect:-1:1:4",
+]
+
+
+def in_turn(lines: list[str]) -> list[tuple[str, str]]:
+    """Each line with one of the backends whose connections are built in other ways than over shm."""
+    return list(zip(lines, itertools.cycle(["ucx", "gloo", "mpi"]), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "spares", "backend"),
+    [(point, rank, spares, "shm") for point in COMMIT for rank in (0, 2) for spares in (0, 1)]
+    + [(point, 2, 1, backend) for point, backend in in_turn(COMMIT)],
+)
+def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
+    with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 2 + spares, 15)
+
+
+@pytest.mark.parametrize("point", COMMIT)
+def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
+    with cluster(3, fault=f"{point}:14:1:3") as ranks:
+        job = ranks.start(tally_up, 15, 0.002)
+        with suppress(RankDied):  # the job may be over, and be finished, before anybody sees rank 1 die
+            job.results()
+        events = job.events()
+    done = [event["process"] for event in events if event["kind"] == "finished"]
+    assert len(done) == 2
+    for process in done:
+        committed = [e["step"] for e in events if e["kind"] == "committed" and e["process"] == process]
+        assert committed == list(range(15))
+    assert check([event_of(event) for event in events]) == []
+
+
+def lose_connections(session: Session, times: int) -> int:
+    """Rank 1 loses its data connections so many times in step 2."""
+    lost = 0
+    for attempt in session.steps(5):
+        with attempt:
+            if attempt.step == 2 and attempt.rank == 1 and lost < times:
+                lost += 1
+                for each in attempt.comm.transport._sockets:  # type: ignore[attr-defined]
+                    each.shutdown(socket.SHUT_RDWR)
+            attempt.comm.barrier()
+    return session.step
+
+
+def test_connections_that_break_cost_an_epoch_and_no_rank() -> None:
+    with cluster(3, "gloo") as ranks:
+        job = ranks.start(lose_connections, 1)
+        assert job.results() == [5] * 3
+        assert {e["size"] for e in job.events() if e["kind"] == "rebuilt"} == {3}
+
+
+def test_connections_that_break_again_and_again_end_the_session() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.3, operation=20.0, rebuild=10.0, join=15.0)
+    with cluster(2, "gloo", timeouts=timeouts) as ranks:
+        job = ranks.start(lose_connections, 99)
+        try:
+            job.results()  # who is a moment later than the other goes on alone
+        except RankFailed as failed:
+            assert "lost a connection" in str(failed)
+        events = job.events()
+    assert any("lost a connection" in event["error"] for event in events if event["kind"] == "error")
+    together = {event["epoch"] for event in events if event["kind"] == "rebuilt" and event["size"] == 2}
+    assert len(together) == 1 + BROKEN_EPOCHS
+
+
+class SlowTally(Tally):
+    """Takes a while to be given away."""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(1.0)
+        return super().state_dict()
+
+
+def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, list[int]]:
+    """Rank 0 is busy for a while after the last step."""
+    tally = SlowTally()
+    session.attach("tally", tally)
+    for attempt in session.steps(15):
+        with attempt:
+            while attempt.step == 3 and not Path(gate).exists():
+                time.sleep(0.005)
+            attempt.comm.barrier()
+        if attempt.committed:
+            tally.steps.append(attempt.step)
+            if attempt.step == 14 and attempt.rank == 0:
+                time.sleep(1.0)
+    return session.rank, session.step, tally.steps
+
+
+def alone() -> None:
+    """Each process is on a host of its own."""
+    os.environ[HOST] = str(os.getpid())
+    this_host.cache_clear()
+
+
+@pytest.mark.parametrize(("backend", "prepare"), [("shm", None), ("gloo", alone)])
+def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_job_is_over(
+    backend: str, prepare: Callable[[], None] | None
+) -> None:
+    fault = {"HOLDFAST_FAULT": "commit.after_barrier:14:1:3"}
+    options: dict[str, Any] = {"timeouts": QUICK, "shards": SHARDS}
+    with LocalCluster(3, backend, spares=1, environ=fault, session=options, prepare=prepare) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(tally_up_and_save, str(gate))
+        job.wait_for_spares()
+        gate.touch()
+        assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
+
+
+def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
+    with cluster(3, fault="finish.before_propose:15:0:3") as ranks:
+        job = ranks.start(tally_up, 15, 0.002)
+        results = job.results()
+        assert [result["steps"] for result in results] == [list(range(15))] * 2
+        assert [result["total"] for result in results] == [expected(15)] * 2
+        assert check([event_of(event) for event in job.events()]) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "spares", "backend"),
+    [(second, spares, "shm") for second in REBUILD for spares in (0, 2)]
+    + [(second, 2, backend) for second, backend in in_turn(REBUILD)],
+)
+def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares: int, backend: str) -> None:
+    """Rank 2 dies in step 7; rank 0, which proposes the next epoch, or the one after it, dies while that is built."""
+    with cluster(3, backend, spares, f"commit.before_prepare:7:2:3;{second}") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 3 if spares else 1, 15)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "sync.before_header:7:0:4",
+        "sync.before_chunk:7:0:4",
+        "sync.before_chunk:-1:2:4",
+        "sync.before_load:-1:2:4",
+        "sync.after_load:-1:2:4",
+    ],
+)
+def test_giver_or_taker_of_the_state_is_killed(second: str) -> None:
+    with cluster(3, spares=2, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
+        job = start_with_spares(ranks, 15, 0.002)
+        assert_exact(job, job.results(), 3, 15)
+
+
+@pytest.mark.parametrize("point", ["sync.before_header", "sync.before_chunk", "rebuild.before_votes"])
+def test_the_first_rank_is_killed_before_anything_has_begun(point: str) -> None:
+    with cluster(3, fault=f"{point}:0:0:3") as ranks:
+        job = ranks.start(tally_up, 10, 0.002)
+        assert_exact(job, job.results(), 2, 10)
+
+
+def test_a_connection_that_is_reset_in_a_rebuild_costs_nobody_the_job() -> None:
+    """Rank 2 tells the first member where it can be found; that connection breaks, and another one comes to stand."""
+
+    def cut_off_once(session: Session) -> tuple[int | None, int]:
+        cut: list[str] = []
+        for attempt in session.steps(8):
+            with attempt:
+                if (attempt.step, attempt.rank) == (0, 2):
+                    reset_once_posted(session, cut)
+                if (attempt.step, attempt.rank, attempt.comm.size) == (4, 1, 3):
+                    os.kill(os.getpid(), 9)
+                attempt.comm.barrier()
+        return session.size, len(cut)
+
+    def reset_once_posted(session: Session, cut: list[str]) -> None:
+        assert session._runtime is not None
+        links = session._runtime._reactor.links
+        call = links.call
+
+        async def reset(member: Member, method: str, body: bytes, timeout: float) -> bytes:
+            if not cut:
+                asyncio.get_running_loop().call_soon(links._links[member.id].abort)
+            cut.append(method)
+            return await call(member, method, body, timeout)
+
+        links.call = reset  # type: ignore[method-assign]
+
+    with cluster(3, "gloo") as ranks:
+        (first, nothing), (second, asked) = ranks.start(cut_off_once).results()
+    assert (first, second, nothing) == (2, 2, 0)
+    assert asked > 1
+
+
+# -- too few
+
+
+def test_below_min_size_the_job_waits_and_then_says_why_it_ends() -> None:
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=2.0, join=1.0)
+    with cluster(2, min_size=2, timeouts=timeouts) as ranks:
+        job = ranks.start(tally_up)
+        job.wait_for("committed", step=5)
+        job.kill(1)
+        with pytest.raises(HoldfastError, match="1 are left of the 2 needed, and nobody came within 1 s"):
+            job.results()
+
+
+def test_a_spare_that_is_left_alone_is_told() -> None:
+    with cluster(2, spares=1) as ranks:
+        job = start_with_spares(ranks)
+        job.wait_for("committed", step=5)
+        pids = {job.pid(0), job.pid(1)}
+        spare = next(process for process in job.processes if process.pid not in pids)
+        os.kill(spare.pid, 19)  # it must not be promoted
+        job.kill(0)
+        job.kill(1)
+        os.kill(spare.pid, 18)
+        with pytest.raises(HoldfastError, match=r"every member died|no process that is left holds the state"):
+            job.results()
+
+
+# -- errors that are no deaths
+
+
+def test_a_users_own_error_takes_that_rank_out_and_nobody_else() -> None:
+    def fail(session: Session) -> int:
+        for attempt in session.steps(20):
+            with attempt:
+                if attempt.step == 5 and attempt.rank == 1 and attempt.comm.size == 3:
+                    raise KeyError("a bug of the user")
+                attempt.comm.barrier()
+        return session.step
+
+    with cluster(3) as ranks:
+        job = ranks.start(fail)
+        assert job.results() == [20, 20]
+        left = [e for e in job.events() if e["kind"] == "detected"]
+        steps = [e["step"] for e in job.events() if e["kind"] == "finished"]
+    assert left and "it left: KeyError" in left[0]["evidence"]
+    assert steps == [19, 19]
+
+
+def test_an_error_that_is_caught_around_an_attempt_takes_that_rank_out_before_it_can_do_the_step_again() -> None:
+    """Its op would be taken for one of the commit, in which the others wait already."""
+
+    def go_on_regardless(session: Session) -> int:
+        for attempt in session.steps(5):
+            with suppress(KeyError), attempt:
+                attempt.comm.barrier()
+                if attempt.step == 2 and attempt.rank == 1:
+                    raise KeyError("a bug of the user")
+        return session.step
+
+    with cluster(2) as ranks:
+        job = ranks.start(go_on_regardless)
+        assert job.results() == [5]
+        (left,) = [event["error"] for event in job.events() if event["kind"] == "error"]
+        assert check([event_of(event) for event in job.events()]) == []
+    assert "step 2 ended here in an error that was caught outside of `with attempt:`" in left
+
+
+def test_a_rank_that_holds_up_an_op_until_its_time_is_up_is_ended_and_the_others_go_on() -> None:
+    def late(session: Session) -> str:
+        for attempt in session.steps(3):
+            with attempt:
+                if attempt.rank == 1 and attempt.comm.size == 2:
+                    time.sleep(2.0)
+                attempt.comm.barrier(timeout=0.3)
+        return "finished"
+
+    with cluster(2) as ranks:
+        job = ranks.start(late)
+        assert job.results() == ["finished"]
+        (fenced,) = [event["reason"] for event in job.events() if event["kind"] == "fenced"]
+    assert fenced.startswith("it held up barrier until its time was up")
+
+
+def test_of_ranks_that_were_a_step_behind_a_moment_ago_only_the_late_one_is_ended() -> None:
+    """All rush through ops, so what each last said of itself is old, and then one keeps the others waiting."""
+
+    def rush(session: Session) -> str:
+        for attempt in session.steps(2):
+            late = attempt.step == 1 and attempt.comm.size == 4
+            with attempt:
+                for _ in range(5_000 if late else 0):
+                    attempt.comm.all_reduce(torch.ones(1))
+                if late and attempt.rank == 3:
+                    time.sleep(5.0)
+                attempt.comm.barrier(timeout=0.05 if late else None)
+        return "finished"
+
+    with cluster(4) as ranks:
+        job = ranks.start(rush)
+        last = job.pid(3)
+        assert job.results() == ["finished"] * 3
+        (fenced,) = {event["member"] for event in job.events() if event["kind"] == "fenced"}
+    assert fenced.startswith(f"p{last}-")
+
+
+# -- the register is away for a while
+
+
+def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() -> None:
+    with cluster(3) as ranks:
+        job = ranks.start(tally_up, 120)
+        job.wait_for("committed", step=5)
+        path = next(ranks.logs.glob("**/register.sqlite"))
+        victim = job.processes[0]
+        path.rename(path.with_suffix(".away"))
+        step = max(e["step"] for e in job.events() if e["kind"] == "committed")
+        job.wait_for("committed", step=step + 20)
+        victim.signal(9)
+        away = job.wait_for("register_away")
+        time.sleep(0.3)
+        path.with_suffix(".away").rename(path)
+        results = job.results()
+        assert_exact(job, results, 2, 120)
+        installed = max(e["time"] for e in job.events() if e["kind"] == "installed")
+    assert installed > away["time"] + 0.25
+
+
+def test_an_evicted_session_can_do_nothing_more() -> None:
+    """Its own view of things does not matter: the register says who belongs to the job."""
+    from holdfast.ft.membership.view import View
+    from holdfast.ft.runtime.register import Register
+
+    def linger(session: Session) -> None:
+        for attempt in session.steps(10_000):
+            with attempt:
+                time.sleep(0.002)
+                attempt.comm.barrier()
+
+    with cluster(2) as ranks:
+        job = ranks.start(linger)
+        job.wait_for("committed", step=5)
+        view = job.view()
+        path = next(ranks.logs.glob("**/register.sqlite"))
+        with Register.open(f"sqlite://{path}") as register:
+            without = View(view.epoch + 1, "running", view.members[:1], view.job, "somebody decided so")
+            assert register.compare_and_set(view.epoch, without)
+        event = job.wait_for("error")
+    assert event["error"] == "StaleEpoch: evicted in epoch 3: somebody decided so"

@@ -1,0 +1,505 @@
+"""Sharded state while ranks die: copies on neighbours, parts put together again on any number of ranks, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast import comms
+from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.ft import Session, Timeouts, faultpoints
+from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
+from holdfast.ft.state.gradients import ShardSums
+from holdfast.ft.state.leaves import Layout, Leaf, _cuts, _placements
+from holdfast.ft.state.mesh import Mesh, all_ranks, box_of, shape_of
+from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
+from holdfast.ft.state.shelf import Shelf, shifts
+from holdfast.harness import LocalCluster
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.invariants import check, event_of
+from holdfast.harness.processes.zygote_client import zygote
+from support.sharded_model import build
+
+QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
+SHARDS = 6
+STEPS = 8
+
+
+# -- who keeps copies of whom
+
+
+@given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=12), copies=st.integers(0, 4))
+def test_every_rank_keeps_as_many_copies_as_it_has(hosts: list[str], copies: int) -> None:
+    found = shifts(hosts, copies)
+    assert len(found) == len(set(found)) == min(copies, len(hosts) - 1)
+    assert all(0 < shift < len(hosts) for shift in found)
+
+
+def test_copies_go_to_another_host_if_they_can() -> None:
+    assert shifts(["a", "a", "b", "b"], 1) == [2]
+    assert shifts(["a", "b", "a", "b"], 2) == [1, 3]
+    assert shifts(["a", "a", "a"], 1) == [1], "on one host to the next rank"
+
+
+def test_a_version_is_there_until_the_next_is_committed() -> None:
+    shelf = Shelf(torch.device("cpu"))
+    layout = Layout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
+    for version in (4, 5):
+        part = shelf.new(version, layout, b"")
+        layout.view(part.buffer, 0).fill_(version)
+        shelf.put([part])
+    assert [layout.view(kept.buffer, 0)[0].item() for v in (4, 5) for kept in shelf.of(v)] == [4, 5]
+    shelf.keep_only(5)
+    assert (len(shelf.of(4)), len(shelf.of(5))) == (0, 1)
+    held = shelf.nbytes
+    shelf.put([shelf.new(6, layout, b"")])
+    assert shelf.nbytes == held, "the memory of version 4 is used again"
+
+
+# -- parts put together anew
+
+NAMES = ("data", "tensor", "pipe")
+meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: Mesh(NAMES, tuple(sizes)))
+
+
+@st.composite
+def leaf(draw: st.DrawFn) -> Leaf:
+    """Any tensor, cut by any of the mesh's dimensions in any order."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    by = draw(st.lists(st.sampled_from(NAMES), unique=True)) if shape else []
+    cuts = tuple((draw(st.integers(0, len(shape) - 1)), name) for name in by)
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int64", "bool"]))
+    return Leaf(f"t{draw(st.integers())}", dtype, shape, NAMES, cuts)
+
+
+def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor:
+    """What a rank has of a tensor, by torch's chunks."""
+    place = mesh.place_of(part)
+    for dim, name in leaf.cuts:
+        chunks = [*tensor.chunk(mesh.size_of(name), dim)] if tensor.shape[dim] else []
+        tensor = chunks[place[name]] if place[name] < len(chunks) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+@given(st.lists(leaf(), min_size=1, max_size=4), meshes, meshes, st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
+    made: list[Leaf], before: Mesh, after: Mesh, data: st.DataObject
+) -> None:
+    """One of those parts that are alike is there, and what a new part does not need is poisoned: it must not show."""
+    whole = [
+        torch.arange(math.prod(leaf.shape)).view(leaf.shape).to(leaf.torch_dtype) + 1 * (leaf.dtype != "bool")
+        for leaf in made
+    ]
+    layouts = [Layout(tuple(made), before, part) for part in range(before.size)]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for part, layout in enumerate(layouts):
+        alike.setdefault(layout.share, []).append(part)
+    there = {data.draw(st.sampled_from(parts)) for parts in alike.values()}
+    assert {count for _, count in alike} == {len(alike)}
+    buffers = {part: torch.full((layouts[part].nbytes,), 0xAA, dtype=torch.uint8) for part in there}
+    for part, buffer in buffers.items():
+        for index, each in enumerate(made):
+            layouts[part].view(buffer, index).copy_(cut(each, whole[index], before, part))
+    for part in range(after.size):
+        new = Layout(tuple(made), after, part)
+        pieces = choose(new, before, sorted(there)[:1], there)
+        given_bytes = {}
+        for old, ranges in needed(new, before, pieces).items():
+            given_bytes[old] = torch.full_like(buffers[old], 0x55)
+            for begin, end in ranges:
+                given_bytes[old][begin:end] = buffers[old][begin:end]
+        for index, tensor in enumerate(assemble(new, before, pieces, given_bytes)):
+            assert torch.equal(tensor, cut(made[index], whole[index], after, part))
+
+
+def test_a_piece_that_nobody_has_is_named() -> None:
+    new = Layout((Leaf("model.w", "float32", (4, 2), ("ranks",), ((0, "ranks"),)),), all_ranks(1), 0)
+    with pytest.raises(CorruptData, match=r"nobody has \[\(2, 4\), \(0, 2\)\] of model.w"):
+        choose(new, all_ranks(2), [], [0])
+
+
+@pytest.mark.parametrize(
+    ("placements", "cuts"),
+    [
+        ([Shard(0), Shard(0)], ((0, "data"), (0, "tensor"))),
+        ([_StridedShard(0, split_factor=2), Shard(0)], ((0, "tensor"), (0, "data"))),
+        ([_StridedShard(1, split_factor=2), Shard(1)], ((1, "tensor"), (1, "data"))),
+        ([Shard(0), Shard(1)], ((0, "data"), (1, "tensor"))),
+        ([Replicate(), Shard(1)], ((1, "tensor"),)),
+        ([Replicate(), Replicate()], ()),
+    ],
+)
+def test_tensors_lie_as_torch_places_them(placements: list[Any], cuts: Any) -> None:
+    """Each rank of a mesh of 3 x 2 has what DTensor gives it, and is told of it in DTensor's words."""
+    mesh, shape = Mesh(("data", "tensor"), (3, 2)), (12, 6)
+    assert sorted(_cuts("w", placements, mesh.names, mesh, 2)) == sorted(cuts)
+    assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == tuple(placements)
+    for rank in range(mesh.size):
+        there, first = _compute_local_shape_and_global_offset(shape, mesh.sizes, [*divmod(rank, 2)], placements)
+        box = box_of(shape, cuts, mesh, rank)
+        assert (shape_of(box), tuple(low for low, _ in box)) == (there, first)
+
+
+def test_uneven_tensors_lie_as_torch_divides_them() -> None:
+    for length, size in [(7, 3), (2, 4), (0, 2), (9, 3)]:
+        boxes = [box_of((length, 2), ((0, "ranks"),), all_ranks(size), part) for part in range(size)]
+        chunks = list(torch.arange(length).chunk(size)) if length else []
+        chunks += [torch.arange(0)] * (size - len(chunks))
+        assert [shape_of(box)[0] for box in boxes] == [len(chunk) for chunk in chunks]
+
+
+def test_a_state_is_whole_if_every_part_is_somewhere() -> None:
+    assert complete_size([[(3, 0, 3), (3, 2, 3)], [], [(3, 1, 3)]], 2) == 3
+    assert complete_size([[(3, 0, 3)], [(3, 1, 3)]], 3) is None
+    assert complete_size([], 3) is None
+    assert complete_size([[(3, 0, 3), (2, 0, 2)], [(3, 1, 3), (2, 1, 2)], [(3, 2, 3)]], 2) == 2, "as many as ranks"
+    assert complete_size([[(4, 0, 2)], [(4, 1, 2)]], 2) == 4, "a replica is as good"
+
+
+# -- bytes from several sources
+
+
+@pytest.fixture
+def plane() -> Iterator[MemoryPlane]:
+    with comms.memory("inproc") as opened:
+        yield opened
+
+
+def wanted(content: torch.Tensor, planes: list[Any]) -> tuple[list[Block], torch.Tensor]:
+    into = torch.zeros_like(content)
+    pairs = zip(blocks_of(content), blocks_of(into), strict=True)
+    blocks = [
+        Block(digest(right), room, tuple(Source(rank, region.handle, n * BLOCK) for rank, region in enumerate(planes)))
+        for n, (right, room) in enumerate(pairs)
+    ]
+    return blocks, into
+
+
+def test_blocks_come_from_all_who_have_them(plane: MemoryPlane) -> None:
+    content = torch.randint(0, 255, (5 * BLOCK + 17,), dtype=torch.uint8)
+    regions = [plane.expose(content.clone()) for _ in range(3)]
+    blocks, into = wanted(content, regions)
+    done = Fetcher().fetch(plane, blocks, timeout=10.0)
+    assert torch.equal(into, content)
+    assert set(done.moved) == {0, 1, 2} and done.nbytes == content.numel()
+
+
+def test_a_source_that_is_gone_or_spoilt_is_replaced_by_another(plane: MemoryPlane) -> None:
+    content = torch.randint(0, 255, (4 * BLOCK,), dtype=torch.uint8)
+    gone, spoilt, right = (plane.expose(content.clone()) for _ in range(3))
+    blocks, into = wanted(content, [gone, plane.expose(content ^ 1), right])
+    gone.close()
+    done = Fetcher().fetch(plane, blocks, timeout=10.0)
+    assert torch.equal(into, content)
+    assert done.moved == {2: content.numel()}
+    assert "another checksum" in done.lost[1] and set(done.lost) == {0, 1}
+    spoilt.close()
+
+
+def test_what_has_arrived_is_not_moved_again(plane: MemoryPlane) -> None:
+    """The epoch ends after three of six blocks; in the next one three are left to be moved."""
+    content = torch.randint(0, 255, (6 * BLOCK,), dtype=torch.uint8)
+    region, fetcher, asked = plane.expose(content.clone()), Fetcher(), [0]
+
+    def over() -> HoldfastError | None:
+        asked[0] += 1
+        return Revoked(3, "somebody died") if asked[0] > 3 else None
+
+    with pytest.raises(Revoked):
+        fetcher.fetch(plane, wanted(content, [region])[0], timeout=10.0, over=over)
+    blocks, into = wanted(content, [region])
+    done = fetcher.fetch(plane, blocks, timeout=10.0)
+    assert torch.equal(into, content)
+    assert (done.kept, done.nbytes) == (3 * BLOCK, 3 * BLOCK)
+
+
+def test_when_nobody_is_left_who_has_a_block_that_is_said(plane: MemoryPlane) -> None:
+    content = torch.ones(10, dtype=torch.uint8)
+    region = plane.expose(content)
+    region.close()
+    with pytest.raises(PeerFailed, match="nobody is left who has a part of the state"):
+        Fetcher().fetch(plane, wanted(content, [region])[0], timeout=10.0)
+
+
+# -- training with fully_shard while ranks are killed
+
+
+def train(
+    session: Session,
+    kills: Mapping[int, tuple[int, ...]],
+    copies: int = 1,
+    saved: str = "",
+    gate: str = "",
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Losses and final weights; `kills[step]` are the ranks of the first epoch that end in the middle of that step."""
+    things = session.attach_sharded(build, copies=copies)
+    if saved:
+        session.checkpoints(saved, every=2)
+    first, losses, final = None, {}, []
+    for attempt in session.steps(steps):
+        first = attempt.epoch if first is None else first
+        with attempt:
+            while attempt.step == 1 and gate and not Path(gate).exists():
+                time.sleep(0.01)
+            model, optimizer = things["model"], things["optimizer"]
+            sums = ShardSums(attempt)
+            sums.fully_sharded(model)
+            optimizer.zero_grad()
+            total = torch.zeros(1, dtype=torch.float64)
+            for turn in sums.turns():
+                generator = torch.Generator().manual_seed(100 * attempt.step + turn.shard)
+                loss = model(torch.randn(8, 7, generator=generator)).square().mean() / SHARDS
+                if attempt.rank in kills.get(attempt.step, ()) and attempt.epoch == first == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                if turn.counts:
+                    total += loss.detach().double()
+            optimizer.step()
+            attempt.comm.all_reduce(total)
+            final = [parameter.full_tensor().tolist() for parameter in model.parameters()]
+        if attempt.committed:
+            losses[attempt.step] = round(total.item(), 12)
+    return {"losses": losses, "weights": final, "copied": str(things.copied)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+
+
+def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
+    options = {"timeouts": QUICK, "shards": SHARDS, **session}
+    environ = {"HOLDFAST_FAULT": fault} if fault else {}
+    return LocalCluster(size, "shm", spares=spares, environ=environ, session=options)
+
+
+def run(size: int, spares: int = 0, fault: str = "", **train_args: Any) -> tuple[Job, list[dict[str, Any]], list[Any]]:
+    """Start the job, and let it go past step 1 once all spares are there; the job, its results and its events."""
+    with cluster(size, spares, fault) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(train, **{"kills": {}, "gate": str(gate), **train_args})
+        job.wait_for_spares()
+        gate.touch()
+        results = job.results()
+        return job, results, job.events()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """One rank, nothing fails: what any number of ranks, however many die, must come to."""
+    return run(1, copies=1)[1][0]
+
+
+def assert_same(results: list[dict[str, Any]], undisturbed: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["weights"] == undisturbed["weights"], "bit by bit"
+        assert result["losses"].items() <= undisturbed["losses"].items()
+    assert results[0]["losses"].keys() == undisturbed["losses"].keys()
+    assert_invariants(events)
+
+
+def assert_invariants(events: list[dict[str, Any]]) -> None:
+    assert check([event_of(event) for event in events]) == []
+
+
+def sources(events: list[dict[str, Any]], epoch: int = 4) -> list[str]:
+    return sorted(event["source"] for event in events if event["kind"] == "restored" and event["epoch"] == epoch)
+
+
+def test_a_spare_gets_the_part_of_a_killed_rank_from_its_neighbour(undisturbed: dict[str, Any]) -> None:
+    _, results, events = run(3, 1, kills={4: (1,)})
+    assert len(results) == 3
+    assert_same([results[0], results[2], results[1]], undisturbed, events)
+    assert sources(events) == ["neighbour", "own", "own"]
+    assert [e["sources"].keys() for e in events if e["kind"] == "restored" and e["sources"]] == [{"2"}]
+    print(f"\ncopies: {results[0]['copied']}")
+
+
+def test_survivors_divide_the_state_of_a_killed_rank_among_them(undisturbed: dict[str, Any]) -> None:
+    _, results, events = run(3, kills={4: (0,)})
+    assert len(results) == 2
+    assert_same(results, undisturbed, events)
+    assert sources(events) == ["neighbour", "neighbour"]
+
+
+def test_of_a_part_that_is_lost_with_its_copies_the_checkpoint_is_used(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is that of 4 steps."""
+    _, results, events = run(3, kills={5: (1, 2)}, saved=str(tmp_path / "saved"))
+    assert len(results) == 1
+    assert results[0]["weights"] == undisturbed["weights"]
+    assert [e["step"] for e in events if e["kind"] == "restored" and e["source"] == "checkpoint"] == [3]
+    committed = [e["step"] for e in events if e["kind"] == "committed"]
+    assert committed.count(4) > 1, "step 4 was done again"
+    assert_invariants(events)
+
+
+def test_without_a_checkpoint_the_loss_of_all_copies_ends_the_job_and_is_explained() -> None:
+    with cluster(3) as ranks:
+        job = ranks.start(train, {3: (1, 2)})
+        with pytest.raises(HoldfastError, match="no rank has kept part 1 of 3, and there is no checkpoint"):
+            job.results()
+
+
+def test_a_job_that_starts_goes_on_from_the_newest_checkpoint(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    saved = str(tmp_path / "saved")
+    run(2, saved=saved, steps=5)
+    _, results, events = run(3, saved=saved)
+    assert list(results[0]["losses"]) == [4, 5, 6, 7]
+    assert results[0]["weights"] == undisturbed["weights"]
+    assert sources(events, 3) == ["checkpoint"] * 3
+
+
+class Steps:
+    """The numbers of the steps that are in the state of a job."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.done = list(state["done"])
+
+
+def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: str = "") -> list[int]:
+    """The steps that are done in the end. With a `gate`: rank 1 ends when it has loaded a checkpoint and rank 0 goes on
+    from it already, while rank 2 is still inside of an op.
+    """
+
+    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+        if gate and epoch == 3 and (point, rank) == ("step.begin", 0):
+            Path(gate).touch()
+        if gate and epoch == 3 and point == "restore.after_load" and rank > 0:
+            wait_until(Path(gate).exists)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_until(lambda: session._tenure.is_over(epoch))
+            raise Revoked(epoch, "rank 1 died")
+
+    faultpoints.arm(strike)
+    steps = Steps()
+    session.attach("steps", steps)
+    session.checkpoints(saved, every=2)
+    if sharded:
+        session.attach_sharded(build)
+    for attempt in session.steps(total):
+        with attempt:
+            attempt.comm.barrier()
+        if attempt.committed:
+            steps.done.append(attempt.step)
+    return steps.done
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_death_while_the_job_goes_back_to_a_checkpoint_leaves_all_at_the_same_step(
+    tmp_path: Path, sharded: bool
+) -> None:
+    saved, gate = str(tmp_path / "saved"), str(tmp_path / "gate")
+    with cluster(2) as ranks:
+        assert ranks.start(note_steps, 5, saved, sharded).results() == [list(range(5))] * 2
+    with cluster(3) as ranks:
+        job = ranks.start(note_steps, 6, saved, sharded, gate)
+        assert job.results() == [list(range(6))] * 2
+        events = job.events()
+    assert [event["step"] for event in events if event["kind"] == "synced" and event["epoch"] == 4] == [3]
+    assert_invariants(events)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "copies.after_copy:4:1:3",
+        "commit.after_barrier:4:1:3",
+        "copies.before_copy:0:0:3",
+        "copies.after_copy:4:1:3;restore.before_chunk:-1:1:4",
+        "copies.after_copy:4:1:3;restore.before_copies:-1:0:4",
+    ],
+)
+def test_a_rank_is_killed_at_each_line_of_keeping_and_restoring(fault: str, undisturbed: dict[str, Any]) -> None:
+    _, results, events = run(3, 1, fault=fault, copies=2)
+    assert len(results) == (2 if ";" in fault else 3)
+    assert sum(event["kind"] == "detected" for event in events) > 0, "somebody was killed"
+    newest = max(results, key=lambda result: len(result["losses"]))
+    assert_same([newest, *results], undisturbed, events)
+
+
+# -- bad input
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    def refusals(session: Session) -> list[str]:
+        found = []
+        for attempt in (
+            lambda: session.attach_sharded(3),  # type: ignore[arg-type]
+            lambda: session.attach_sharded(build, copies=-1),
+            lambda: session.attach_sharded(build, copies="1"),  # type: ignore[arg-type]
+            lambda: session.attach_sharded(build, copies=2),
+            lambda: session.checkpoints(str(tmp_path), every=0),
+            lambda: session.attach_sharded(build, copies=0),
+            lambda: session.attach_sharded(build),
+            lambda: session.steps(1),
+        ):
+            try:
+                attempt()
+                found.append("")
+            except (TypeError, ValueError, HoldfastError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    with cluster(1) as ranks:
+        (found,) = ranks.start(refusals).results()
+    for words, said in zip(
+        [
+            "TypeError: build must be a function",
+            "ValueError: copies=-1 is out of range",
+            "TypeError: copies must be a whole number",
+            "ValueError: copies=2: in a job of 1 ranks each has 0 neighbours",
+            "ValueError: every=0",
+            "",
+            "HoldfastError: something sharded is attached already",
+            "ValueError: copies=0 and no checkpoints()",
+        ],
+        found,
+        strict=True,
+    ):
+        assert said.startswith(words)
+
+
+def test_a_change_outside_of_an_attempt_is_refused() -> None:
+    def careless(session: Session) -> None:
+        things = session.attach_sharded(build)
+        for attempt in session.steps(3):
+            with attempt:
+                pass
+            with torch.no_grad():
+                for parameter in things["model"].parameters():
+                    parameter.to_local().add_(1)
+
+    with cluster(1) as ranks, pytest.raises(HoldfastError, match=r"call optimizer\.step\(\) inside"):
+        ranks.start(careless).results()

@@ -1,0 +1,488 @@
+"""Chaos on real processes: runs that hold, a run that does not, what they leave behind, and chaos under pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from holdfast.comms.errors import PeerFailed
+from holdfast.comms.reproducible import sum_contributions
+from holdfast.ft import Session
+from holdfast.ft.console.words import counted
+from holdfast.harness import chaos as chaos_module
+from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyTheStruckLeave, growth
+from holdfast.harness.chaos.judge.compare import compared, load_report
+from holdfast.harness.chaos.judge.measure import percentiles, strikes
+from holdfast.harness.chaos.judge.page import write_comparison, write_report
+from holdfast.harness.chaos.judge.record import ChaosReport, RecoveryStage, Speed, Strike
+from holdfast.harness.chaos.judge.verdict import failures
+from holdfast.harness.chaos.run.fault_context import Noted
+from holdfast.harness.chaos.run.points import LATE_STEPS
+from holdfast.harness.chaos.run.scenario_run import Raw, Struck
+from holdfast.harness.chaos.scenario import library
+from holdfast.harness.chaos.scenario.planning import Planned, Trigger
+from holdfast.harness.chaos.scenario.scenario import Scenario
+from holdfast.harness.chaos.scenario.workload import Store
+from holdfast.harness.chaos.workloads.store import BODIES
+from holdfast.harness.cli.app import app
+from holdfast.harness.invariants import Bounds, Event
+from support.source_tree import ROOT
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
+"""The environment variable that asks for a real run of every scenario."""
+
+KILL = """
+title = "a rank is killed"
+[workload]
+kind = "all_reduce"
+steps = 60
+elements = 256
+[job]
+ranks = 2
+spares = 1
+[[fault]]
+type = "kill"
+who = 1
+at = { point = "commit.before_barrier", in_step = 20, rank = 1 }
+[expect]
+ranks = 2
+rebuilds = [1, 1]
+"""
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["chaos", *arguments])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report: a kill at a point of the protocol, and the same expecting too much."""
+    folder = tmp_path_factory.mktemp("chaos")
+    (folder / "kill.toml").write_text(KILL)
+    (folder / "too-much.toml").write_text(KILL.replace("ranks = 2\nrebuilds", "ranks = 5\nrebuilds"))
+    done = invoke("run", str(folder / "kill.toml"), str(folder / "too-much.toml"), "--report", str(folder), "--json")
+    (folder / "stdout").write_text(done.stdout)
+    assert done.exit_code == 1, done.output
+    return folder
+
+
+def runs(folder: Path) -> tuple[Any, ...]:
+    return msgspec.json.decode((folder / "run.json").read_bytes(), type=ChaosReport).runs
+
+
+# -- a run that holds
+
+
+def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
+    held, _ = runs(killed)
+    assert held.passed, held.failures
+    assert (held.speed.steps, held.ranks, held.rebuilds) == (60, 2, 1)
+    assert held.digest == held.reference_digest != ""
+    (strike,) = held.strikes
+    assert strike.step == 20
+    assert [stage.name for stage in strike.stages] == ["detected", "rebuilt", "resumed"]
+    assert [stage.seconds for stage in strike.stages] == sorted(stage.seconds for stage in strike.stages)
+    looked = {finding.invariant: finding.looked for finding in held.findings}
+    assert looked["every sample once"] == 60
+    assert looked["one membership an epoch"] > 0
+
+
+def test_json_has_every_figure_and_no_pictures(killed: Path) -> None:
+    told = json.loads((killed / "stdout").read_text())
+    assert told["passed"] is False
+    first = told["runs"][0]
+    assert first["percentiles"]["resumed"]["count"] == 1
+    assert 0 < first["goodput"] < 3
+    assert "spans" not in first
+
+
+# -- a run that does not
+
+
+def test_a_run_that_is_not_as_expected_says_why_and_how_to_repeat_it(killed: Path) -> None:
+    _, failed = runs(killed)
+    assert failed.failures == ("the job ended with 2 ranks, expected are 5",)
+    assert failed.repeat == f"holdfast chaos run {killed / 'too-much.toml'} --seed 0"
+
+
+def test_a_process_of_a_store_that_ends_though_nobody_struck_it_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed, read = tmp_path / "crashed", BODIES["reader"]
+
+    def reader(*args: Any) -> dict[str, Any]:
+        if not crashed.exists():
+            crashed.touch()
+            raise RuntimeError("a bug in the reader")
+        return read(*args)
+
+    monkeypatch.setitem(BODIES, "reader", reader)
+    scenario = Scenario(
+        name="store", title="a store", summary="", workload=Store(versions=2, readers=1, megabytes=0.01)
+    )
+    (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
+    assert failure == "reader-0 exited with status 1, and nobody had struck it"
+
+
+@pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
+def test_a_run_may_end_before_the_last_of_the_faults_that_come_again_and_again(again: bool, came: bool) -> None:
+    raw = history()
+    raw.struck = [Struck(msgspec.structs.replace(each.planned, again=again)) for each in raw.struck]
+    raw.struck[0].time = 1.0 if came else None
+    scenario = Scenario(name="faster", title="", summary="", workload=Store(versions=2, readers=1, megabytes=0.01))
+    told = failures(scenario, raw, [], strikes(raw), Speed(steps=9, rate=1.0), None, 0)
+    assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
+
+
+def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:
+    unknown = invoke("run", "no-such-scenario", "--report", str(tmp_path))
+    assert unknown.exit_code == 2
+    assert "there are bad-network" in unknown.stderr
+    (tmp_path / "bad.toml").write_text(KILL.replace("steps", "stops"))
+    bad = invoke("run", str(tmp_path / "bad.toml"), "--report", str(tmp_path))
+    assert bad.exit_code == 2
+    assert "bad.toml:5: workload.stops: unknown key" in bad.stderr
+    assert invoke("compare", str(tmp_path), str(tmp_path)).exit_code == 2
+
+
+def test_show_prints_the_file_and_the_schedule_of_a_seed() -> None:
+    shown = invoke("show", "kill-rank", "--seed", "3")
+    assert shown.exit_code == 0
+    assert 'type = "kill"' in shown.stdout
+    assert "# With --seed 3:\n#   1. step " in shown.stdout
+    assert library.find("kill-rank").title in shown.stdout
+
+
+# -- the page
+
+
+def test_the_page_needs_nothing_outside_itself_and_has_all_pictures(killed: Path) -> None:
+    page = (killed / "report.html").read_text()
+    assert set(re.findall(r"""https?://[^"'\s<]+""", page)) <= {"http://www.w3.org/2000/svg"}
+    assert "<script" not in page
+    assert "url(" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert len(page) < 1_000_000
+    pictures = [ElementTree.fromstring(text) for text in re.findall(r'<div class="chart">(<svg.*?</svg>)</div>', page)]
+    assert len(pictures) == 2 * 4, "progress, timeline, percentiles and one recovery for each of two runs"
+    for words in ("✓ held", "✗ not as expected", "equal bits", "every sample once", "Repeat it", "2 scenarios"):
+        assert words in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path, scheme: str) -> None:
+    picture = tmp_path / "page.png"
+    preferred = f"--blink-settings=preferredColorScheme={1 if scheme == 'light' else 0}"
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", preferred, "--window-size=900,1200"]
+    page = f"file://{killed / 'report.html'}"
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    subprocess.run([*command, profile, f"--screenshot={picture}", page], check=True, timeout=60, capture_output=True)
+    corner = Image.open(picture).convert("L").getpixel((5, 5))
+    assert isinstance(corner, int)
+    assert (corner > 200) == (scheme == "light")
+
+
+# -- two runs side by side
+
+
+def test_two_runs_side_by_side(killed: Path, tmp_path: Path) -> None:
+    done = invoke("compare", str(killed), str(killed), "--report", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "steps a second" in done.stdout
+    assert (tmp_path / "compare.html").stat().st_size > 5000
+    report = load_report(killed)
+    assert all(row.judgement in ("equal", "") for row in compared(report.runs[0], report.runs[0]))
+
+
+CUT = """<script>
+for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
+  if (each.scrollWidth > each.clientWidth + 1) document.title += " CUT " + each.className + each.tagName;
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1280, 800])
+def test_nothing_on_the_pages_is_cut(killed: Path, tmp_path: Path, width: int) -> None:
+    assert invoke("compare", str(killed), str(killed), "--report", str(tmp_path)).exit_code == 0
+    for page in (killed / "report.html", tmp_path / "compare.html"):
+        looked = tmp_path / f"looked-{page.name}"
+        looked.write_text(page.read_text() + CUT)
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1200"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{looked}"]
+        shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+        assert "<title>" in shown
+        assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
+
+
+def test_what_is_drawn_has_a_legend(killed: Path, tmp_path: Path) -> None:
+    """Bands where no step was committed, the dashed line, and what the headline counts."""
+    run, *_ = load_report(killed).runs
+    still = msgspec.structs.replace(run, progress=((0.0, 0), (0.1, 1), (0.2, 2), (0.3, 3), (3.0, 4)), seconds=3.0)
+    report = ChaosReport(version="1", machine="here", runs=(still,))
+    write_report(report, tmp_path / "report.html")
+    write_comparison(report, report, ("a", "b"), tmp_path / "compare.html")
+    for page in ("report.html", "compare.html"):
+        text = (tmp_path / page).read_text()
+        assert 'class="outage"' in text
+        assert "no step was committed for longer than usual" in text
+        assert "at the speed of a run without faults" in text
+    text = (tmp_path / "report.html").read_text()
+    assert run.reference is not None
+    assert f"{run.speed.rate:.1f} here, {run.reference.rate:.1f} without faults" in text
+    assert counted(run.rebuilds, "rebuild") in text
+
+
+def test_a_slower_run_is_worse() -> None:
+    stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
+    strike = Strike(
+        number=1, type="kill", words="kill", when="", time=1.0, healed=None, victims=(), step=1, stages=tuple(stage)
+    )
+    slower = msgspec.structs.replace(strike, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
+    assert percentiles([strike])["resumed"].p50 == 0.01
+    assert percentiles([strike, slower])["resumed"].worst == 0.5
+    assert percentiles([strike, slower, slower])["resumed"].p50 == 0.5
+
+
+def history(*lines: tuple[float, str, dict[str, Any]]) -> Raw:
+    """A run in which rank 1 was killed at 1 s and a spare at 5 s, with these events."""
+    kill = chaos_module.kill(1, step=1).what
+    struck = []
+    for number, moment in enumerate((1.0, 5.0), start=1):
+        planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
+        struck.append(Struck(planned, time=moment, noted=(Noted(number, "kill", (), moment),)))
+    return Raw(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], struck=struck)
+
+
+def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
+    raw = history(
+        (1.001, "detected", {"members": ["b"]}),
+        (1.002, "revoked", {"epoch": 1}),
+        (1.010, "rebuilt", {"epoch": 2}),
+        (1.012, "rebuilt", {"epoch": 2}),
+        (1.020, "committed", {"step": 7}),
+        (5.001, "detected", {"members": ["spare"]}),
+        (5.004, "committed", {"step": 99}),
+        (9.0, "rebuilt", {"epoch": 3}),
+        (9.1, "committed", {"step": 200}),
+    )
+    first, second = strikes(raw)
+    assert [(stage.name, round(stage.seconds, 6)) for stage in first.stages] == [
+        ("detected", 0.001),
+        ("rebuilt", 0.012),
+        ("resumed", 0.02),
+    ]
+    assert [stage.name for stage in second.stages] == ["detected", "resumed"], "a spare's death ends no epoch"
+    assert second.stages[1].seconds == pytest.approx(0.004)
+
+
+# -- a workload of one's own that fails
+
+FAILS = """
+def train(session, **arguments):
+    raise ValueError("no such luck")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (FAILS, ["ValueError: no such luck", "train.py:3"]),
+        ("import no_such_module\n", ["No module named 'no_such_module'"]),
+        ("def train(:\n", ["SyntaxError"]),
+        ("def other(session): pass\n", ["has no attribute 'train'"]),
+    ],
+    ids=["raises", "import", "syntax", "name"],
+)
+def test_a_workload_that_fails_without_a_fault_is_said_in_a_line(source: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    scenario = tmp_path / "mine.toml"
+    scenario.write_text(
+        'title = "[mine]"\nlimit = 20.0\n[workload]\nkind = "python"\ntarget = "train.py:train"\n[job]\nranks = 1\n'
+    )
+    done = CliRunner().invoke(app, ["chaos", "run", str(scenario), "--report", str(tmp_path / "report")])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert all(each in done.stderr.splitlines()[-1] for each in words), done.stderr
+    assert "[mine]" in done.stdout
+
+
+# -- the checkers of workloads
+
+
+def event(kind: str, process: str = "a", **fields: Any) -> Event:
+    return Event(1.0, process, 1, kind, fields)
+
+
+def test_a_shard_that_nobody_or_two_worked_on_is_found() -> None:
+    checker = EverySampleOnce(Bounds())
+    for step, (mine, yours) in enumerate([([0], [1]), ([0], []), ([0, 1], [1])]):
+        checker.observe(event("samples", "a", step=step, epoch=1, shards=mine))
+        checker.observe(event("samples", "b", step=step, epoch=1, shards=yours))
+        checker.observe(event("committed", "a", step=step, epoch=1))
+    checker.finish()
+    assert [violation.message for violation in checker.violations] == [
+        "step 1 was committed without shards [1]",
+        "step 2 was committed with shards worked on twice: [0, 1, 1]",
+    ]
+
+
+def test_an_eviction_without_a_fault_is_found() -> None:
+    checker = OnlyTheStruckLeave(Bounds())
+    checker.observe(event("installed", epoch=1, members=["a", "b", "c"]))
+    checker.observe(event("fault", what="kill", target="b"))
+    checker.observe(event("installed", epoch=2, members=["a", "c"]))
+    checker.observe(event("installed", epoch=3, members=["a"]))
+    assert [violation.message for violation in checker.violations] == [
+        "epoch 3 is without c, which no fault has struck"
+    ]
+
+
+def after_rebuilds(descriptors: list[int]) -> list[Event]:
+    events = [event("rebuilt", epoch=1)]
+    for number, count in enumerate(descriptors):
+        events.append(event("rebuilt", epoch=2 + number))
+        events.append(event("resources", descriptors=count, threads=5, resident=0))
+    return events
+
+
+def test_descriptors_that_grow_with_rebuilds_are_found() -> None:
+    (violation,) = growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
+    assert "descriptors grew from 40 to 80 over 8 rebuilds" in violation.message
+
+
+def test_descriptors_for_members_that_come_and_go_are_not_growth() -> None:
+    finding = growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
+    assert finding.looked
+    assert not finding.violations
+
+
+# -- under pytest
+
+
+def train(session: Session, steps: int) -> torch.Tensor:
+    """What a user's training may look like."""
+    weights = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(weights.weight)
+    session.attach("weights", weights)
+    for attempt in session.steps(steps):
+        with attempt:
+            parts = [torch.sin(weights.weight.detach() * (shard + attempt.step)) for shard in attempt.shards]
+            total = torch.empty(1, 4)
+            sum_contributions(attempt.comm, parts, total)
+        if attempt.committed:
+            with torch.no_grad():
+                weights.weight -= 0.01 * total
+    return weights.weight.detach()
+
+
+def forgets(session: Session, steps: int) -> torch.Tensor:
+    """Training with a bug: the state is not attached, so a newcomer begins with another one."""
+    state = torch.zeros(4)
+    for attempt in session.steps(steps):
+        with attempt:
+            total = torch.empty(4)
+            sum_contributions(attempt.comm, [torch.ones(4) * (1 + shard) for shard in attempt.shards], total)
+        if attempt.committed:
+            state += total
+    return state
+
+
+def test_a_training_of_ones_own_survives(chaos: Any) -> None:
+    run = chaos.run(train, 40, ranks=2, spares=1, faults=[chaos.kill(1, point="commit.before_barrier", in_step=9)])
+    run.check()
+    assert len(run.values) == 2
+    assert torch.equal(run.values[0], run.values[1])
+
+
+def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5
+    )  # it would be over between two looks
+    run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
+    run.check()
+    first, last = run.report.strikes
+    assert 10 < first.step <= 10 + LATE_STEPS
+    assert 37 < last.step <= 40
+
+
+def test_a_bug_in_it_is_found(chaos: Any, tmp_path: Path) -> None:
+    faults = [chaos.kill(0, point="step.begin", in_step=9, rank=0)]
+    with pytest.raises(chaos_module.ChaosFailed, match="same weights as without faults") as caught:
+        chaos.run(forgets, 20, ranks=2, spares=1, faults=faults).check()
+    assert "repeat: pytest 'tests/harness/chaos/test_chaos.py::test_a_bug_in_it_is_found' --chaos-seed 0" in str(
+        caught.value
+    )
+    assert (tmp_path / "chaos" / "report.html").exists()
+
+
+def wraps(session: Session, steps: int) -> torch.Tensor:
+    """Training whose library makes a RuntimeError of what an op raises, as torch does in callbacks."""
+    state = Holding()
+    session.attach("state", state)
+    for attempt in session.steps(steps):
+        with attempt:
+            total = torch.empty(4)
+            try:
+                sum_contributions(attempt.comm, [torch.ones(4) * (1 + shard) for shard in attempt.shards], total)
+            except PeerFailed as error:
+                raise RuntimeError(f"Got the following error when running the callback: {error}") from None
+        if attempt.committed:
+            state.tensor += total
+    return state.tensor
+
+
+class Holding:
+    """A tensor that newcomers are given."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(4)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor.copy_(state["tensor"])
+
+
+def test_a_failure_that_a_library_makes_a_runtime_error_of_is_survived(chaos: Any) -> None:
+    faults = [chaos.kill(1, point="commit.before_prepare", in_step=9), chaos.kill(0, point="step.begin", in_step=15)]
+    chaos.run(wraps, 30, ranks=3, spares=2, faults=faults).check()
+
+
+def test_the_example_of_the_readme_runs_as_it_stands_there() -> None:
+    root = ROOT
+    example = root / "examples" / "test_my_training.py"
+    _, begun, rest = example.read_text().partition("import torch")
+    assert begun + rest in (root / "README.md").read_text()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(root), str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=root)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+# -- every scenario of the library, for real
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(LIBRARY not in os.environ, reason=f"ten minutes: asked for by {LIBRARY}=1")
+def test_the_whole_library() -> None:
+    for name in library.names():
+        if name != "soak":
+            chaos_module.run_scenario(library.find(name)).check()

@@ -1,0 +1,335 @@
+"""Scenario files: what they may say, how they are refused, and the schedules that seeds make of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.plugins.registry import plugin_manager
+from holdfast.comms.plugins.spec import hookimpl
+from holdfast.harness import chaos
+from holdfast.harness.chaos.command import _ids
+from holdfast.harness.chaos.scenario import library
+from holdfast.harness.chaos.scenario.fault_type import fault_types
+from holdfast.harness.chaos.scenario.locate import line_of
+from holdfast.harness.chaos.scenario.planning import encoded, schedule
+from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
+from holdfast.harness.chaos.scenario.workload import Python
+from holdfast.harness.cluster.job import Job
+from holdfast.harness.links.breakable import unbreakable
+from support.source_tree import ROOT
+
+SMALLEST = """
+title = "nothing happens"
+
+[workload]
+kind = "all_reduce"
+"""
+
+BROKEN = """
+title = "a kill"
+
+[workload]
+kind = "all_reduce"
+steps = 100
+
+[job]
+ranks = 3
+
+[[fault]]
+type = "kill"
+who = 1
+at.step = 40
+
+[[fault]]
+type = "pause"
+who = "random"
+at = { random = [0.2, 0.8] }
+lasts = 0.5
+"""
+
+
+def parsed(text: str) -> Scenario:
+    return parse(text, "mine", "mine.toml")
+
+
+# -- what they say
+
+
+def test_a_title_and_a_workload_are_enough() -> None:
+    scenario = parsed(SMALLEST)
+    assert scenario.job.ranks == 3
+    assert scenario.expect.verdict == "held"
+    assert scenario.faults == ()
+
+
+def test_faults_have_a_type_a_moment_and_keys_of_their_own() -> None:
+    kill, pause = parsed(BROKEN).faults
+    assert (kill.type, kill.at.step, kill.lasts) == ("kill", 40, None)
+    assert (pause.type, pause.at.random, pause.lasts) == ("pause", (0.2, 0.8), 0.5)
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_every_scenario_that_comes_with_holdfast_can_be_read_and_scheduled(name: str) -> None:
+    scenario = library.find(name)
+    assert scenario.summary.strip(), "it says what it shows"
+    planned = schedule(scenario, 3, seconds=None if scenario.minutes is None else 60 * scenario.minutes)
+    assert planned, "it breaks something"
+
+
+def test_there_are_many_of_them_and_each_is_another() -> None:
+    names = library.names()
+    assert len(names) >= 15
+    assert len({library.find(name).title for name in names}) == len(names)
+    used = {fault.type for name in names for fault in library.find(name).faults}
+    assert used >= set(fault_types()), "every fault type is shown in one"
+
+
+def test_the_folder_in_the_root_is_the_library() -> None:
+    root = ROOT
+    assert (root / "scenarios").resolve() == (root / "harness" / "chaos" / "scenarios").resolve()
+
+
+# -- how they are refused
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "words"),
+    [
+        (("ranks = 3", "rank = 3"), 9, "job.rank: unknown key 'rank'; allowed are backend, ranks, spares"),
+        (("ranks = 3", "ranks = 0"), 9, "job.ranks: Expected `int` >= 1"),
+        (("steps = 100", "step = 100"), 6, "unknown key 'step'; allowed are kind, steps, elements, pause, seed"),
+        (("all_reduce", "all_reduced"), 5, "workload.kind: Invalid value 'all_reduced'"),
+        (('type = "kill"', 'type = "murder"'), 12, "no fault type 'murder'; there are corrupt,"),
+        (("who = 1", "whom = 1"), 13, "unknown key 'whom'; allowed are type, at, lasts, who"),
+        (("who = 1", "who = 7"), 11, "fault 1: who = 7: no such rank (3 ranks)"),
+        (("who = 1", 'who = "nobody"'), 11, "there are random, coordinator, last, spare, joiner"),
+        (("at.step = 40", "at.step = 400"), 11, "at.step = 400, but the workload has 100 steps"),
+        (("at.step = 40", "at.steps = 40"), 14, "unknown key 'steps'; allowed are step, seconds, random, point"),
+        (("at.step = 40", 'at.point = "somewhere"'), 11, "no point 'somewhere'; there are step.begin"),
+        (("at.step = 40", ""), 11, "a fault says when by `at`"),
+        (("{ random = [0.2, 0.8] }", "{ random = [0.8, 0.2] }"), 19, "must not be above the second"),
+        (("{ random = [0.2, 0.8] }", "{ step = 3, seconds = 1.0 }"), 19, "exactly one of"),
+        (("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
+        (("[job]", "[jobs]"), 8, "unknown key 'jobs'; allowed are title"),
+        (("ranks = 3", "ranks = "), 9, "not TOML"),
+        (("lasts = 0.5", "lasts = nan"), 20, "fault[1].lasts: nan is not a number to work with"),
+        (("[0.2, 0.8]", "[0.2, inf]"), 19, "inf is not a number to work with"),
+        (("ranks = 3", "ranks = 3\ntimeouts = { suspect = inf }"), 10, "job.timeouts.suspect: inf"),
+        (("ranks = 3", "ranks = 3\ntimeouts.suspect = 0.01"), 10, "must be at least twice heartbeat"),
+        (("ranks = 3", "ranks = 3\nmin_size = 5"), 10, "min_size = 5: the job has 3 ranks only"),
+        (("ranks = 3", "ranks = 3\n[expect]\nrebuilds = [3, 1]"), 11, "rebuilds = [3, 1]: write [least, most]"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_line_and_what_is_allowed(
+    change: tuple[str, str], line: int, words: str
+) -> None:
+    with pytest.raises(BadScenario) as caught:
+        parsed(BROKEN.replace(*change))
+    assert caught.value.line == line, str(caught.value)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"mine.toml:{line}: ")
+
+
+def test_a_number_of_the_users_own_arguments_may_be_anything() -> None:
+    text = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train:train"\narguments = { limit = inf }\n'
+    assert parsed(text).workload.arguments == {"limit": float("inf")}  # type: ignore[union-attr]
+
+
+def test_a_byte_order_mark_and_other_line_ends_are_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + BROKEN.replace("\n", "\r\n").encode())
+    assert load(path).title == "a kill"
+
+
+def test_what_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(BROKEN.encode().replace(b"a kill", b"caf\xe9"))
+    with pytest.raises(BadScenario, match=r"a\.toml:2: not UTF-8"):
+        load(path)
+
+
+OWN = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train.py:train"\n'
+
+
+def test_a_target_counts_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.toml").write_text(OWN)
+    with pytest.raises(BadScenario, match=r"mine\.toml:4: target = 'train\.py:train': there is no file"):
+        load(tmp_path / "mine.toml")
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    workload = load(Path("../mine.toml")).workload
+    assert isinstance(workload, Python)
+    assert Path(workload.target.rpartition(":")[0]).resolve() == tmp_path / "train.py"
+
+
+def test_a_random_step_of_an_unknown_number_says_what_to_set(tmp_path: Path) -> None:
+    scenario = parsed(OWN.replace("train.py", "train") + '[[fault]]\ntype = "kill"\nwho = 0\nat.random = [0.2, 0.8]\n')
+    with pytest.raises(ValueError, match=r"say so by `steps` in \[workload\], or steps="):
+        schedule(scenario, 0)
+
+
+def test_two_files_of_one_name_are_two_runs() -> None:
+    paths = [Path("/a/kill.toml"), Path("/b/kill.toml"), Path("/b/kill.toml"), Path("/b/cut.toml")]
+    assert _ids(["kill", "kill", "kill", "cut"], paths) == ["a-kill", "b-kill", "b-kill-3", "cut"]
+
+
+LINKED = SMALLEST + '[job]\nbackend = "{}"\nlinks = true\n[[fault]]\ntype = "partition"\ngroups = [[0]]\nat.step = 3\n'
+
+
+@pytest.mark.parametrize("backend", ["ucx", "mpi", "ucx,gloo", "inproc"])
+def test_links_that_do_not_go_over_tcp_are_not_broken_in_part(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    with pytest.raises(BadScenario, match=f"the {backend[:3]}.* backend has no links to break"):
+        parsed(LINKED.format(backend))
+    job: Any = SimpleNamespace(_links=object(), _settings=SimpleNamespace(backend=backend, environ={}))
+    with pytest.raises(Unsupported, match="has no links to break"):
+        Job.partition(job, [0], [1])
+
+
+@pytest.mark.parametrize(
+    ("tls", "breakable"), [("tcp,self", True), ("tcp", True), ("self,posix,tcp", False), ("all", False)]
+)
+def test_ucx_has_links_where_it_uses_tcp_alone(tls: str, breakable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert (unbreakable("ucx", {"UCX_TLS": tls}) is None) == breakable
+    assert unbreakable("ucx", {}, many_hosts=True) is None
+
+
+def test_faults_of_links_need_links() -> None:
+    text = BROKEN.replace('type = "kill"\nwho = 1', 'type = "cut"\nsource = 1')
+    with pytest.raises(BadScenario, match="links = true"):
+        parsed(text)
+    with pytest.raises(BadScenario, match="the shm backend has no links"):
+        parsed(text.replace("ranks = 3", "ranks = 3\nlinks = true"))
+    assert parsed(text.replace("ranks = 3", 'ranks = 3\nlinks = true\nbackend = "gloo"')).faults
+
+
+def test_a_verdict_of_broken_names_what_is_broken() -> None:
+    with pytest.raises(BadScenario, match="comes with the names"):
+        parsed(SMALLEST + '[expect]\nverdict = "broken"\n')
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=200))
+def test_no_text_does_anything_but_parse_or_be_refused(text: str) -> None:
+    try:
+        parsed(text)
+    except BadScenario:
+        pass
+
+
+def test_the_line_of_a_value_that_is_not_there_is_that_of_what_holds_it() -> None:
+    assert line_of(BROKEN, ("fault", 1, "at", "random")) == 19
+    assert line_of(BROKEN, ("fault", 0, "nothing")) == 11
+    assert line_of(BROKEN, ("nothing",)) is None
+
+
+# -- the schedule of a seed
+
+
+@given(st.integers(min_value=0, max_value=1 << 40))
+def test_the_same_seed_gives_the_same_schedule(seed: int) -> None:
+    assert encoded(schedule(parsed(BROKEN), seed)) == encoded(schedule(parsed(BROKEN), seed))
+
+
+@given(st.integers(min_value=0, max_value=1 << 40))
+def test_what_is_drawn_lies_where_the_scenario_says(seed: int) -> None:
+    _, pause = schedule(parsed(BROKEN), seed)
+    assert 20 <= (pause.when.step or 0) <= 79
+    (who,) = pause.what.names  # type: ignore[attr-defined]
+    assert who in range(3)
+
+
+def test_other_seeds_give_other_schedules() -> None:
+    assert len({encoded(schedule(parsed(BROKEN), seed)) for seed in range(20)}) > 15
+
+
+def test_another_process_draws_the_same() -> None:
+    code = (
+        "from holdfast.harness.chaos.scenario import library; from holdfast.harness.chaos import schedule\n"
+        "from holdfast.harness.chaos.scenario.planning import encoded\n"
+        "import sys; sys.stdout.buffer.write(encoded(schedule(library.find('two-at-once'), 11)))"
+    )
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
+    assert there == encoded(schedule(library.find("two-at-once"), 11))
+
+
+def test_a_fault_more_does_not_change_those_before_it() -> None:
+    more = BROKEN + '\n[[fault]]\ntype = "kill"\nwho = "random"\nat.random = [0.0, 1.0]\n'
+    assert schedule(parsed(more), 5)[:2] == schedule(parsed(BROKEN), 5)
+
+
+def test_two_random_ranks_are_two() -> None:
+    scenario = library.find("two-at-once")
+    for seed in range(30):
+        (planned,) = schedule(scenario, seed)
+        assert len(set(planned.what.names)) == 2  # type: ignore[attr-defined]
+
+
+def test_the_soak_has_a_fault_every_29_seconds() -> None:
+    planned = schedule(library.find("soak"), 0, seconds=600.0)
+    moments = {each.when.seconds or 0.0 for each in planned}
+    assert moments >= {29.0 * number for number in range(1, 21)}
+
+
+# -- fault types are plugins
+
+
+class Plain(chaos.FaultType, frozen=True, kw_only=True):
+    """Does nothing, but says so."""
+
+    summary: ClassVar[str] = "nothing at all"
+    times: int = 1
+
+    def strike(self, stage: chaos.Stage) -> None:
+        stage.note("nothing", [])
+
+
+class Offers:
+    @hookimpl
+    def holdfast_faults(self) -> dict[str, Any]:
+        return {"plain": Plain, "no-fault": int}
+
+
+class Fails:
+    @hookimpl
+    def holdfast_faults(self) -> dict[str, Any]:
+        raise RuntimeError("not today")
+
+
+def test_a_plugin_adds_a_fault_type_and_a_broken_one_harms_nobody() -> None:
+    plugins = [Offers(), Fails()]
+    for plugin in plugins:
+        plugin_manager().register(plugin)
+    try:
+        scenario = parsed(SMALLEST + '[[fault]]\ntype = "plain"\ntimes = 2\nat.step = 3\n')
+        assert isinstance(scenario.faults[0].what, Plain)
+        assert "no-fault" not in fault_types()
+        assert "kill" in fault_types()
+    finally:
+        for plugin in plugins:
+            plugin_manager().unregister(plugin)
+
+
+# -- from Python
+
+
+def test_faults_can_be_made_in_python() -> None:
+    made = chaos.kill(1, step=40)
+    assert msgspec.to_builtins(made.at)["step"] == 40
+    assert chaos.delay(0.01, source=1, step=3).what.seconds == 0.01
+    with pytest.raises(ValueError, match="exactly one of"):
+        chaos.kill(1)
+    with pytest.raises(ValueError, match=r"unknown field `whom`.*its keys are who"):
+        chaos.fault("kill", whom=1, step=3)

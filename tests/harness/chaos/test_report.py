@@ -1,0 +1,231 @@
+"""The report of a run: what is on the page, that it needs nothing outside itself, and how it looks in a browser."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from holdfast.harness.demo.page import report_of
+from holdfast.harness.invariants import CHECKERS
+from holdfast.harness.report import Curve, Fault, ProcessLane, Report, Span, StageTimes, render, write
+from holdfast.harness.report.curve import Point, smoothed
+from holdfast.harness.report.scene import LEAST, LONGEST, window
+from holdfast.harness.report.svg import Scale, duration
+from holdfast.harness.report.timeline import busy
+from support.demo_sample import STRUCK, sample_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(report_of(sample_run()))
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    """The SVGs, parsed as strictly as XML is."""
+    return [ElementTree.fromstring(text) for text in re.findall(r'<div class="chart">(<svg.*?</svg>)</div>', page)]
+
+
+def texts(picture: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+
+
+# What is on the page ---------------------------------------------------------------------------------------------
+
+
+def test_it_needs_nothing_outside_itself(page: str) -> None:
+    addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
+    assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which nobody fetches"
+    assert "<script" not in page
+    assert "@import" not in page
+    assert "url(" not in page
+    assert len(page) < 1_000_000
+
+
+def test_it_has_the_verdict_the_figures_and_how_to_repeat_it(page: str) -> None:
+    assert "✓ held" in page
+    assert "10.3% → 90.7%" in page
+    assert "equal bits" in page
+    assert "holdfast demo --backend shm --seed 0 --steps 1000" in page
+    assert "20 November 2025, 14:02 UTC" in page
+
+
+def test_it_is_for_light_and_dark_and_narrow_screens(page: str) -> None:
+    assert "prefers-color-scheme: dark" in page
+    assert "max-width: 640px" in page
+    assert 'name="viewport"' in page
+
+
+def test_every_process_has_a_lane_and_every_fault_a_mark(page: str) -> None:
+    curve, timeline, *scenes = pictures(page)
+    run = sample_run()
+    assert {life.name for life in run.lives} <= set(texts(timeline))
+    for picture in (curve, timeline):
+        assert {"1", "2", "3"} <= set(texts(picture))
+    assert len(scenes) == len(STRUCK)
+
+
+def test_a_scene_shows_the_stages_of_the_recovery(page: str) -> None:
+    scene = texts(pictures(page)[2])
+    assert {"detected 0.9 ms", "rebuilt 7.1 ms", "next step committed 49 ms"} <= set(scene)
+
+
+def test_the_table_of_faults_has_the_times(page: str) -> None:
+    table = re.sub(r"<[^>]+>|\s+", " ", page.split("<h2>Faults and recoveries</h2>")[1].split("</table>")[0])
+    assert re.search(r"SIGKILL of a trainer\s+trainer-1\s+14.2 s\s+\d+\s+0.9 ms\s+detected\s+7.1 ms\s+rebuilt", table)
+
+
+def test_a_run_that_failed_says_why() -> None:
+    page = render(report_of(sample_run(passed=False)))
+    assert "✗ did not hold" in page
+    assert "committed steps are kept&#34; was broken once" in page
+    assert "committed step 7 again" in page
+
+
+def test_what_needs_a_simulation_is_not_on_the_page(page: str) -> None:
+    assert sum(checker.needs_simulation for checker in CHECKERS) == 2
+    for checker in CHECKERS:
+        assert (checker.name in page) != checker.needs_simulation
+
+
+def test_a_run_without_faults_has_no_section_of_faults() -> None:
+    page = render(report_of(sample_run(faults=False)))
+    assert "Faults and recoveries" not in page
+    assert "Nothing was broken on the way" in page
+    assert "--no-faults" in page
+
+
+def test_a_run_that_ended_before_anything_happened_can_be_shown() -> None:
+    run = msgspec.structs.replace(
+        sample_run(steps=1), steps=(), evaluations=(), lives=(), spans=(), blows=(), findings=(), seconds=0.0
+    )
+    assert len(pictures(render(report_of(run)))) == 2
+
+
+def test_names_are_data_and_never_markup() -> None:
+    nasty = '<b onclick="x">&'
+    report = Report(
+        title=nasty,
+        good=True,
+        summary=nasty,
+        when="",
+        seconds=1.0,
+        figures=(),
+        curve=Curve((Point(1, 0.5),), ()),
+        lanes=(ProcessLane(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
+        spans=(Span(nasty, "train", 0.1, 0.9, nasty),),
+        faults=(Fault(0.5, nasty, nasty, 1, (StageTimes(nasty, 0.1),), nasty),),
+        findings=(),
+        configuration=((nasty, nasty),),
+        repeat=(nasty,),
+    )
+    page = render(report)
+    assert "<b onclick" not in page
+    assert len(pictures(page)) == 3
+
+
+def test_it_is_one_file(tmp_path: Path) -> None:
+    write(report_of(sample_run()), tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **more: Any) -> Any:
+        if name.startswith("jinja2"):
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'holdfast[report]'")):
+        render(report_of(sample_run(steps=1)))
+
+
+# What the pictures compute ---------------------------------------------------------------------------------------
+
+
+def test_busy_is_the_share_of_each_part_of_time() -> None:
+    spans = [Span("a", "train", 0.5, 1.5), Span("a", "train", 1.25, 2.0), Span("a", "train", 3.9, 9.0)]
+    assert busy(spans, 0.0, 4.0, 4) == pytest.approx([0.5, 1.0, 0.0, 0.1])
+
+
+def test_smoothing_keeps_a_level_and_the_ends() -> None:
+    level = [Point(step, 0.5) for step in range(10)]
+    assert [point.value for point in smoothed(level, 5)] == [0.5] * 10
+    assert [point.value for point in smoothed([Point(0, 0.0), Point(1, 1.0)], 1)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 ms"), (0.00091, "0.91 ms"), (0.0421, "42 ms"), (0.372, "372 ms"), (1.25, "1.25 s"), (125, "2 min 5 s")],
+)
+def test_durations_are_said_as_people_do(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_axes_have_round_numbers() -> None:
+    assert Scale(0, 62, 0, 1).ticks(8) == [0, 10, 20, 30, 40, 50, 60]
+    assert Scale(-37, 112, 0, 1).ticks(4) == [0, 50, 100]
+    assert Scale(3, 3, 0, 1).ticks(8) == [3]
+
+
+def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> None:
+    quick = Fault(10.0, "f", "p", 1, (StageTimes("detected", 0.001),))
+    slow = Fault(10.0, "f", "p", 1, (StageTimes("replaced", 50.0),))
+    assert window(quick) == pytest.approx((10.0 - LEAST, 10.001 + LEAST))
+    assert window(slow)[1] < 10.0 + 2 * LONGEST
+
+
+# How it looks ----------------------------------------------------------------------------------------------------
+
+
+def screenshot(page: Path, into: Path, width: int, dark: bool = False) -> Any:
+    """What Chromium shows, as rows of pixels (red, green, blue from 0 to 1)."""
+    from matplotlib.image import imread
+
+    assert CHROMIUM is not None
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    subprocess.run(
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            *quiet,
+            f"--user-data-dir={into.parent / 'profile'}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            f"--screenshot={into}",
+            f"--window-size={width},1600",
+            page.as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return imread(into)[:, :, :3]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_it_looks_right_in_a_browser(tmp_path: Path) -> None:
+    write(report_of(sample_run()), tmp_path / "report.html")
+    light = screenshot(tmp_path / "report.html", tmp_path / "light.png", 1200)
+    dark = screenshot(tmp_path / "report.html", tmp_path / "dark.png", 1200, dark=True)
+    narrow = screenshot(tmp_path / "report.html", tmp_path / "narrow.png", 500)
+    assert light[2, 2].mean() > 0.9
+    assert dark[2, 2].mean() < 0.2
+    for shot in (light, dark, narrow):
+        assert len({tuple(pixel) for pixel in shot[::7, ::7].reshape(-1, 3)}) > 50, "there are pictures"
+        margin = shot[:, -6:].reshape(-1, 3)
+        assert abs(margin - margin[0]).max() < 0.02, "nothing runs over the right edge"

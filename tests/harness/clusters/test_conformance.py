@@ -1,0 +1,80 @@
+"""The conformance kit as a third party runs it: from the command line, and on an example plugin that is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.source_tree import ROOT
+
+PLUGIN = ROOT / "examples" / "plugin-backend"
+
+
+def conformance(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`holdfast conformance ...`, in a folder that has nothing to do with this project's tests."""
+    environ = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "conformance", *arguments]
+    return subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_backend_that_passes_gives_status_0_and_every_outcome_as_json() -> None:
+    done = conformance("--backend", "inproc", "-n", "2", "-k", "broadcast or killed", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] and report["backend"] == "inproc"
+    outcomes = {check["check"]: check for check in report["checks"]}
+    assert outcomes["broadcast"]["outcome"] == "passed"
+    killed = [check for name, check in outcomes.items() if name.startswith("a_killed_rank")]
+    assert killed and all(check["outcome"] == "skipped" and "threads" in check["why"] for check in killed)
+
+
+def test_a_backend_that_breaks_a_promise_fails(tmp_path: Path) -> None:
+    (tmp_path / "forgetful.py").write_text(
+        "from dataclasses import replace\n"
+        "from holdfast.backends.inproc import transport as inproc\n"
+        "from holdfast.comms.plugins.spec import hookimpl\n"
+        "class Forgetful(inproc.InprocTransport):\n"
+        "    def broadcast(self, tensor, src, deadline):\n"
+        "        super().broadcast(tensor.clone(), src, deadline)\n"
+        "def connect(context):\n"
+        "    transport = inproc.connect(context)\n"
+        "    transport.__class__ = Forgetful\n"
+        "    return transport\n"
+        "@hookimpl\n"
+        "def holdfast_backends():\n"
+        "    return [replace(inproc.holdfast_backends()[0], name='forgetful', connect=connect)]\n"
+    )
+    entry = tmp_path / "forgetful-1.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetful\nVersion: 1\n")
+    (entry / "entry_points.txt").write_text("[holdfast]\nforgetful = forgetful\n")
+    done = conformance("--backend", "forgetful", "-k", "test_broadcast or test_gather_and", "--json", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    outcomes = {check["check"]: check["outcome"] for check in json.loads(done.stdout)["checks"]}
+    assert outcomes == {"broadcast": "failed", "gather_and_scatter": "passed"}
+
+
+def test_a_backend_that_is_unknown_gives_status_2() -> None:
+    done = conformance("--backend", "telepathy")
+    assert done.returncode == 2 and "unknown" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_plugin_installs_and_passes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "holdfast_filebox.py"):
+        (source / name).write_text((PLUGIN / name).read_text())
+    assert len((PLUGIN / "holdfast_filebox.py").read_text().splitlines()) < 150
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(tmp_path / "site"), str(source)], check=True, timeout=120)
+    done = conformance("--backend", "filebox", "-n", "2", "--json", path=tmp_path / "site")
+    report = json.loads(done.stdout)
+    assert report["passed"], [check for check in report["checks"] if check["outcome"] == "failed"]
+    assert {check["outcome"] for check in report["checks"]} == {"passed"}

@@ -1,0 +1,222 @@
+"""Three hosts of two ranks, as network namespaces: cables are pulled while a job runs. Needs root.
+
+The healthy side goes on; the other stops by itself, has committed nothing that the job does not have, and comes back
+when its cable is plugged in again, in a new session of the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import OpTimeout, StaleEpoch
+from holdfast.ft import Session, Timeouts
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.registers import RegisterAway
+from holdfast.harness.invariants import check, event_of
+from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.testbed import netns
+from holdfast.harness.testbed.etcd import EtcdCluster
+from holdfast.harness.testbed.netns import Entry, Network
+from support.tally import SHARDS, Tally
+
+pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+
+TIMES = Timeouts(heartbeat=0.1, suspect=0.6, operation=12.0, rebuild=12.0, join=20.0)
+LAST = 15
+"""The step in which all wait for the gate."""
+
+
+def tally_up(session: Session, gate: Path) -> list[float]:
+    """Add up; in the last step but one stay until the gate is open, op after op."""
+    tally = Tally()
+    session.attach("tally", tally)
+    for attempt in session.steps(LAST + 2):
+        with attempt:
+            time.sleep(0.01)
+            is_open = torch.zeros(1)
+            while attempt.step == LAST and not is_open.item():
+                time.sleep(0.01)
+                is_open.fill_(gate.exists())
+                attempt.comm.all_reduce(is_open)
+            part = torch.full((5,), sum((attempt.step + 1) * (shard + 1) for shard in attempt.shards)).double()
+            attempt.comm.all_reduce(part)
+        if attempt.committed:
+            tally.total += part
+            tally.steps.append(attempt.step)
+    assert tally.steps == list(range(LAST + 2))
+    return tally.total.tolist()
+
+
+def live(entry: Entry, options: dict[str, Any], gate: Path) -> Callable[[Channel], None]:
+    """A process on a host: it takes part, and begins anew whenever it is left out."""
+
+    def target(channel: Channel) -> None:
+        entry()
+        sessions = 0
+        while True:
+            sessions += 1
+            try:
+                with Session(**options) as session:
+                    result = tally_up(session, gate)
+            except (StaleEpoch, RegisterAway, OpTimeout):  # a loaded machine may be too slow to connect in time
+                time.sleep(0.1)
+                continue
+            channel.send((sessions, result), timeout=30.0)
+            return
+
+    return target
+
+
+class Hosts:
+    """A job of two processes on each host of a network."""
+
+    def __init__(self, network: Network, folder: Path, backend: str, register: str | None) -> None:
+        self.network, self.gate = network, folder / "gate"
+        contract = folder / "job"
+        contract.mkdir(mode=0o700)
+        self._contract = LocalContract.create("job", contract, backend, 6, register)
+        self.processes: list[Process] = []
+        for number in range(6):
+            address = network.addresses[number // 2]
+            options = {"host": address, "timeouts": TIMES, "shards": SHARDS, "min_size": 1}
+            self.processes.append(
+                zygote().spawn(
+                    live(network.entry(number // 2), options, self.gate),
+                    name=f"process {number}",
+                    output=folder / f"{number}.log",
+                    environ={**self._contract.environ(), "GLOO_SOCKET_IFNAME": "eth0"},
+                )
+            )
+
+    def events(self, kind: str, host: int | None = None) -> list[dict[str, Any]]:
+        """The events of a kind so far, of all processes or of those on one host."""
+        pids = {process.pid for process in self.processes[2 * host : 2 * host + 2]} if host is not None else None
+        return [e for e in self._contract.events() if e["kind"] == kind and (pids is None or e["pid"] in pids)]
+
+    def until(self, done: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s\n{self.story()}"
+            time.sleep(0.02)
+
+    def until_size(self, size: int, since: float = 0.0) -> None:
+        """Wait until the job works with this many ranks."""
+        self.until(
+            lambda: len([e for e in self.events("rebuilt") if e["size"] == size and e["time"] > since]) >= size,
+            f"all {size} work together",
+        )
+
+    def until_steps(self, host: int, steps: int, since: float) -> None:
+        """Wait until a host has committed so many steps."""
+        self.until(
+            lambda: len([e for e in self.events("committed", host) if e["time"] > since]) >= steps, "steps go on"
+        )
+
+    def story(self) -> str:
+        quiet = ("attempt", "prepared", "committed")
+        return "\n".join(json.dumps(e) for e in self._contract.events() if e["kind"] not in quiet)[-20_000:]
+
+    def left_out(self, *hosts: int) -> list[dict[str, Any]]:
+        """The sessions on these hosts that ended because the others went on without them."""
+        errors = [event for host in hosts for event in self.events("error", host)]
+        return [event for event in errors if event["error"].startswith("StaleEpoch")]
+
+    def finish(self) -> list[int]:
+        """Open the gate, and check that all end with the right sum; how many sessions each process needed."""
+        self.gate.touch()
+        expected = [float(sum((s + 1) * (shard + 1) for s in range(LAST + 2) for shard in range(SHARDS)))] * 5
+        ends: list[tuple[int, list[float]]] = [process.channel.recv(30.0) for process in self.processes]
+        assert [result for _, result in ends] == [expected] * 6
+        broken = check([event_of(event) for event in self._contract.events()])
+        assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []  # they have no cable
+        return [sessions for sessions, _ in ends]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.close()
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, backend: str = "gloo", etcd_on: int | None = None) -> Iterator[Hosts]:
+    """A job that runs on three hosts; its register is a file that all reach, or etcd on one of them."""
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(3))
+        register = None
+        if etcd_on is not None:
+            address, entry = network.addresses[etcd_on], network.entry(etcd_on)
+            etcd = stack.enter_context(EtcdCluster(1, folder / "etcd", host=address, enter=entry))
+            register = f"{etcd.url}/job"
+        job = stack.enter_context(contextlib.closing(Hosts(network, folder, backend, register)))
+        job.until_size(6)
+        yield job
+
+
+def test_a_host_whose_cable_is_pulled_stops_and_comes_back(tmp_path: Path) -> None:
+    with hosts(tmp_path, "ucx", etcd_on=0) as job:
+        job.network.cut(2)
+        cut = time.monotonic()
+        job.until_size(4, cut)
+        revoked = job.events("revoked", 2)
+        job.until(lambda: len(job.events("revoked", 2)) >= 2, "the cut-off side stops")
+        assert not [e for e in job.events("committed", 2) if e["time"] > cut + 1.0], revoked
+        job.network.heal(2)
+        job.until_size(6, cut)
+        sessions = job.finish()
+        assert job.left_out(0, 1) == [], "nobody of the healthy side was left out"
+        assert len(job.left_out(2)) == 2 and min(sessions[4:]) >= 2
+
+
+@pytest.mark.parametrize("fault", ["mute", "deafen"])
+def test_a_cable_that_works_one_way_costs_its_own_host(tmp_path: Path, fault: str) -> None:
+    """The register is a file that both sides reach, so only their judgement keeps the healthy side in."""
+    with hosts(tmp_path) as job:
+        getattr(job.network, fault)(2)
+        broken = time.monotonic()
+        job.until_size(4, broken)
+        job.network.heal(2)
+        job.until_size(6, broken)
+        job.finish()
+        assert job.left_out(0, 1) == []
+
+
+def test_with_the_register_on_the_cut_off_side_there_is_one_job_still(tmp_path: Path) -> None:
+    """The two hosts without etcd stop; the one that has it goes on alone, and the others come back to it."""
+    with hosts(tmp_path, etcd_on=2) as job:
+        job.network.cut(2)
+        cut = time.monotonic()
+        job.until_size(2, cut)
+        assert {e["pid"] for e in job.events("rebuilt") if e["time"] > cut} == {p.pid for p in job.processes[4:]}
+        job.network.heal(2)
+        job.until_size(6, cut)
+        job.finish()
+
+
+def test_a_cable_that_flaps_or_is_slow_costs_nobody(tmp_path: Path) -> None:
+    """It is gone for less than the suspect time at a time, and then lets 50 Mbit/s through."""
+    with hosts(tmp_path) as job:
+        for _ in range(3):
+            job.network.cut(2)
+            time.sleep(0.15)
+            job.network.heal(2)
+            time.sleep(0.3)
+        job.network.throttle(2, 50_000_000)
+        job.finish()
+        assert job.left_out(0, 1, 2) == []
+
+
+def test_nothing_stays_of_a_network() -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    with Network(2) as network:
+        assert network.addresses == ("10.77.0.1", "10.77.0.2")
+    assert len(set(Path("/proc/self/fd").iterdir())) <= len(before)

@@ -1,0 +1,605 @@
+"""The `holdfast` command: as a user calls it, in a process of its own; and in this one where only its words matter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from holdfast.ft.console.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand
+from holdfast.ft.console.outputs import check_file
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.harness.cli.app import app
+from support.source_tree import ROOT
+
+COMMANDS = typer.main.get_group(app)
+COMMAND = Path(sys.executable).parent / "holdfast"
+
+
+def holdfast(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with wide output and without colours."""
+    return subprocess.run(
+        [COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ},
+    )
+
+
+def said(*arguments: str | Path) -> Result:
+    """The same command in this process, which has imported all that it needs."""
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [*map(str, arguments)])
+
+
+def script(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def test_version() -> None:
+    done = holdfast("--version")
+    assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
+
+
+def test_help_teaches_by_examples() -> None:
+    done = holdfast("--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("backends", "run", "bench", "demo"))
+
+
+def _commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from _commands(command, (*above, name))
+        else:
+            yield (*above, name)
+
+
+@pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
+def test_each_command_has_examples(command: tuple[str, ...]) -> None:
+    done = said(*command, "--help")
+    assert done.exit_code == 0
+    assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("gate", "nosuch"), 2, "nosuch is neither a commit"),
+        (("bench", "overhead", "--backend", "nosuch"), 1, "known are"),
+        (("bench", "overhead", "--backend", "inproc"), 1, "use 'shm'"),
+        (("bench", "layer", "shm"), 1, "ask for 'gloo' or 'mpi'"),
+        (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
+        (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
+        (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_done_is_said_in_a_line(arguments: tuple[str, ...], status: int, message: str) -> None:
+    done = said(*arguments)
+    assert done.exit_code == status
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_conformance_run_without_a_check_fails() -> None:
+    done = holdfast("conformance", "--backend", "inproc", "-k", "matches_nothing")
+    assert done.returncode == 2
+    assert "no check could run" in done.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    done = said("blame", tmp_path, "--perfetto", tmp_path / "no" / "trace.json")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("holdfast blame: the trace cannot be written")
+
+
+@pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
+def test_each_command_is_guarded(command: tuple[str, ...]) -> None:
+    found: Any = COMMANDS
+    for name in command:
+        found = found.commands[name]
+    assert isinstance(found, GuardedCommand)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("a fault of ours"), INTERNAL_ERROR),
+        (OSError(28, "No space left on device"), INTERNAL_ERROR),
+        (StartFailed("the zygote died"), CANNOT_BEGIN),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_command_did_not_expect_ends_with_no_verdict(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("holdfast.harness.bench.overhead.imports.measure", fail)
+    done = said("bench", "imports")
+    assert done.exit_code == status
+    assert str(error) in done.stderr
+    assert ("Traceback" in done.stderr) == (status == INTERNAL_ERROR)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gate", "--markdown", "/dev/null/comment.md"),
+        ("bench", "copy", "--report", "/dev/null/report"),
+        ("bench", "copy", "--plot", "/dev/null/plot.png"),
+        ("chaos", "run", "kill-rank", "--report", "/dev/null/report"),
+        ("chaos", "compare", "before", "after", "--report", "/dev/null/report"),
+        ("demo", "--report", "/dev/null/report"),
+        ("simulate", "--figures", "/dev/null/figures"),
+        ("simulate", "--shrink", "--out", "/dev/null/failing.json"),
+        ("simulate", "--trace", "/dev/null/trace"),
+    ],
+    ids=" ".join,
+)
+def test_outputs_are_tried_before_anything_is_measured(arguments: tuple[str, ...]) -> None:
+    done = said(*arguments)
+    assert done.exit_code == CANNOT_BEGIN
+    assert "/dev/null" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "install"),
+    [
+        (("chaos", "run", "kill-rank"), "jinja2", "holdfast[report]"),
+        (("bench", "copy", "--report", "report"), "jinja2", "holdfast[report]"),
+        (("simulate", "--figures", "figures"), "matplotlib", "holdfast[report]"),
+        (("demo",), "transformers", "holdfast[rl]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_optional_modules_are_tried_before_anything_is_measured(
+    arguments: tuple[str, ...], module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == module else find(name, *more))
+    monkeypatch.chdir(tmp_path)
+    done = said(*arguments)
+    assert done.exit_code == CANNOT_BEGIN
+    assert module in done.stderr
+    assert install in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trying_an_output_leaves_nothing_behind_and_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("kept")
+    for name in ("old", "new"):
+        check_file(tmp_path / name, "--out")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_a_reader_that_has_gone_is_no_verdict(options: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert done.returncode == BROKEN_PIPE
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "arguments", [("chaos", "run", "kill-rank", "--minutes"), ("gate", "--effect"), ("bench", "copy", "--seconds")]
+)
+def test_a_number_that_is_none_is_refused(arguments: tuple[str, ...], number: str) -> None:
+    done = said(*arguments, number)
+    assert done.exit_code == CANNOT_BEGIN
+    assert arguments[-1] in done.stderr
+
+
+def test_the_command_is_a_module_to_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stdout == "holdfast 0.1.0\n", done.stderr
+
+
+def test_an_unknown_command_is_refused() -> None:
+    done = said("fly")
+    assert done.exit_code == 2
+    assert "No such command" in done.stderr
+
+
+# -- backends
+
+
+def test_backends_says_which_can_run_here() -> None:
+    done = said("backends")
+    assert done.exit_code == 0
+    rows = {row.split()[1]: row for row in done.stdout.splitlines() if row.startswith("│") and row[2] != " "}
+    assert set(rows) >= {"gloo", "inproc", "shm"}
+    assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
+
+
+def test_backends_as_json() -> None:
+    done = said("backends", "--json")
+    found = json.loads(done.stdout)
+    assert found["broken"] == {}
+    shm = found["backends"]["shm"]
+    assert shm["available"] is True
+    assert "all_reduce" in shm["capabilities"]["collectives"]
+    assert "float32" in shm["capabilities"]["reduces"]["cpu"]
+    assert shm["capabilities"]["one_host"] is True
+
+
+BROKEN = {"broken_plugin.py": "raise RuntimeError('cannot work')"}
+ABSENT = {
+    "absent_plugin.py": """
+        from holdfast.comms.plugins.spec import API_VERSION, BackendInfo, Capabilities, Unavailable, hookimpl
+
+        @hookimpl
+        def holdfast_backends():
+            probe = lambda: Unavailable("the card is not there", "buy one")
+            return [BackendInfo("warp", API_VERSION, "faster than light", Capabilities(), probe, lambda context: None)]
+    """
+}
+
+
+@pytest.fixture(scope="module")
+def with_plugins(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """`holdfast backends`, as a table and as JSON, where two more plugins are installed.
+
+    One of them does not load; the other's backend cannot run here.
+    """
+    folder = tmp_path_factory.mktemp("plugins")
+    for name, source in {**BROKEN, **ABSENT}.items():
+        (folder / name).write_text(textwrap.dedent(source))
+    info = folder / "plugins-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[holdfast]\nbroken = broken_plugin\nwarp = absent_plugin\n")
+    shown, described = (holdfast("backends", *options, PYTHONPATH=str(folder)) for options in ((), ("--json",)))
+    assert shown.returncode == described.returncode == 0
+    return shown.stdout, json.loads(described.stdout)
+
+
+def test_a_plugin_that_does_not_load_is_reported_and_harms_no_other(with_plugins: tuple[str, dict[str, Any]]) -> None:
+    shown, described = with_plugins
+    assert "its plugin does not load: RuntimeError: cannot work" in shown
+    assert described["broken"] == {"broken": "RuntimeError: cannot work"}
+    assert described["backends"]["shm"]["available"] is True
+
+
+def test_a_backend_that_cannot_run_here_says_why_and_what_to_install(with_plugins: tuple[str, dict[str, Any]]) -> None:
+    shown, described = with_plugins
+    assert "the card is not there" in shown
+    assert "buy one" in shown
+    warp = described["backends"]["warp"]
+    assert (warp["available"], warp["reason"], warp["install_hint"]) == (False, "the card is not there", "buy one")
+
+
+# -- run: bad input
+
+
+def test_run_refuses_a_script_that_is_not_there(tmp_path: Path) -> None:
+    done = said("run", tmp_path / "nothing.py")
+    assert done.exit_code == 2
+    assert "there is no file" in done.stderr
+
+
+def test_run_refuses_an_unknown_backend(tmp_path: Path) -> None:
+    done = said("run", "--backend", "carrier-pigeon", script(tmp_path, ""))
+    assert done.exit_code == 2
+    assert "known are" in done.stderr
+
+
+@pytest.mark.parametrize("options", [("-n", "0"), ("--spares", "-1"), ("-n", "many")])
+def test_run_refuses_bad_numbers(tmp_path: Path, options: tuple[str, str]) -> None:
+    assert said("run", *options, script(tmp_path, "")).exit_code == 2
+
+
+def test_run_says_if_no_process_joins(tmp_path: Path) -> None:
+    """That is no failure: scripts of torch.distributed do not."""
+    done = holdfast("run", "-n", "2", script(tmp_path, "print('I have work of my own')"))
+    assert done.returncode == 0
+    assert sorted(line for line in done.stdout.splitlines() if "work" in line) == [
+        "[0] I have work of my own",
+        "[1] I have work of my own",
+    ]
+    assert "no process joined the job" in done.stdout
+
+
+def test_run_fails_if_no_process_joins_and_one_fails(tmp_path: Path) -> None:
+    done = holdfast("run", "-n", "2", script(tmp_path, "import os, sys; sys.exit(os.environ['RANK'] == '1')"))
+    assert done.returncode == 1
+    assert "no process joined the job" in done.stdout and "exit statuses [0, 1]" in done.stdout
+
+
+TORCH_SCRIPT = """
+import torch, torch.distributed as dist, holdfast.comms.torchdist
+
+dist.init_process_group("holdfast")
+x = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+group = dist.new_group([0, 1])
+dist.barrier(group)
+print("sum", x.tolist(), group.communicator.backend)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
+def test_run_starts_a_script_of_torch_distributed_as_it_is(tmp_path: Path, backend: str) -> None:
+    done = holdfast("run", "-n", "2", "--backend", backend, script(tmp_path, TORCH_SCRIPT))
+    assert done.returncode == 0, done.stdout
+    for rank in range(2):
+        assert f"[{rank}] sum [3.0, 3.0, 3.0] {backend}" in done.stdout
+
+
+def test_backends_says_what_a_launcher_can_start() -> None:
+    described = json.loads(said("backends", "--json").output)["backends"]
+    assert [name for name, backend in described.items() if backend["by_launcher"]] == ["mpi"]
+    assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", said("backends").output)
+
+
+def test_run_shows_how_processes_ended_and_passes_arguments(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        print("arguments", sys.argv[1:])
+        print("no newline at the end", end="", file=sys.stderr)
+        sys.stderr.flush()
+        sys.exit(3) if os.environ["HOLDFAST_SIZE"] == "1" else None
+        """,
+    )
+    done = holdfast("run", "-n", "1", path, "--lr", "0.1", "-n", "7")
+    assert done.returncode == 1
+    assert "[0] arguments ['--lr', '0.1', '-n', '7']" in done.stdout
+    assert "[0] no newline at the end" in done.stdout
+    assert "[0] exited with status 3" in done.stdout
+
+
+def test_run_gives_the_environment_contract(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, stat
+        print(os.environ["HOLDFAST_JOB"], os.environ["HOLDFAST_BACKEND"], os.environ["HOLDFAST_SIZE"])
+        assert os.environ["HOLDFAST_REGISTER"].startswith("sqlite:///")
+        assert stat.S_IMODE(os.stat(os.environ["HOLDFAST_KEY_FILE"]).st_mode) == 0o600
+        assert os.path.isdir(os.environ["HOLDFAST_LOG_DIR"])
+        """,
+    )
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "gloo", "--job", "mine", path)
+    assert sorted(line for line in done.stdout.splitlines() if "mine" in line) == [
+        f"[{n}] mine gloo 2" for n in range(3)
+    ]
+    assert "exited with" not in done.stdout
+
+
+# -- run: jobs
+
+
+EXAMPLE = ROOT / "examples" / "train.py"
+
+
+def last_losses(output: str) -> list[str]:
+    """The loss that each rank printed for the last step."""
+    return [line.split("loss ")[1].split()[0] for line in output.splitlines() if "step 99:" in line]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The example as a job in which nothing fails, and the folder of its event logs."""
+    logs = tmp_path_factory.mktemp("run") / "events"
+    return holdfast("run", "-n", "2", "--spares", "1", "--logs", logs, EXAMPLE, "--steps", "100"), logs
+
+
+def test_run_runs_a_job(undisturbed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, logs = undisturbed
+    assert done.returncode == 0, done.stdout
+    losses = last_losses(done.stdout)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+    assert len(list(logs.glob("*.jsonl"))) == 3
+
+
+@pytest.mark.parametrize("backend", ["ucx", "mpi"])
+def test_one_word_changes_the_transport(
+    backend: str, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
+    """The same script, with the same losses; over mpi the processes take the places of those that mpirun starts."""
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", backend, EXAMPLE, "--steps", "100")
+    assert done.returncode == 0, done.stdout
+    assert last_losses(done.stdout) == last_losses(undisturbed[0].stdout)
+
+
+def test_run_over_mpi_puts_a_spare_in_the_place_of_a_killed_rank(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time, torch
+        from holdfast import ft
+        struck = pathlib.Path(sys.argv[1])
+        with ft.Session() as session:
+            for attempt in session.steps(40):
+                with attempt:
+                    time.sleep(0.02)
+                    if attempt.step == 20 and attempt.rank == 1 and not struck.exists():
+                        struck.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    total = torch.ones(1)
+                    attempt.comm.all_reduce(total)
+            print("sum", total.item(), "of", session.size)
+        """,
+    )
+    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "mpi", path, tmp_path / "struck")
+    assert done.returncode == 0, done.stdout
+    assert "was ended by SIGKILL" in done.stdout
+    assert sorted(line[4:] for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 of 2"] * 2
+
+
+def test_run_survives_a_kill_with_the_same_bits(
+    tmp_path: Path, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        textwrap.dedent("""
+            import os, runpy, signal, sys
+            from holdfast import ft
+            steps = ft.Session.steps
+
+            def deadly(session, total):
+                for attempt in steps(session, total):
+                    if attempt.step == 50 and attempt.rank == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    yield attempt
+
+            ft.Session.steps = deadly
+            sys.argv = sys.argv[1:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        """)
+    )
+    broken = holdfast("run", "-n", "2", killer, EXAMPLE, "--steps", "100")
+    assert broken.returncode == 0, broken.stdout
+    assert "was ended by SIGKILL" in broken.stdout
+    assert last_losses(broken.stdout) == last_losses(undisturbed[0].stdout)[:1]
+
+
+def test_run_fails_if_the_job_does_not_finish(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(3):
+                with attempt:
+                    raise ValueError("no such luck")
+        """,
+    )
+    done = holdfast("run", "-n", "2", path)
+    assert done.returncode == 1
+    assert "ValueError: no such luck" in done.stdout
+    assert "the job did not finish" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> None:
+    path = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    launcher = subprocess.Popen([COMMAND, "run", "-n", "2", path], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.send_signal(number)
+    assert launcher.wait(30.0) == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    launcher.stdout.close()
+    deadline = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.02)
+
+
+# -- run: after the last step
+
+
+STEPS = """
+from holdfast import ft
+with ft.Session() as session:
+    for attempt in session.steps(2):
+        with attempt:
+            pass
+"""
+
+
+def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
+    """The exit status of a job of one rank that goes on after its steps."""
+    path = tmp_path / "script.py"
+    path.write_text(STEPS + textwrap.dedent(after_the_steps))
+    return launch(LaunchPlan(python_command(str(path), [str(tmp_path)]), 1, **plan))
+
+
+def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(tmp_path, r"""print("10%\r20%\r30%\n\x1b[2J\x1b[31mred\x1b[0m [/dev/shm]", flush=True)""")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "0%" in line] == ["[0] 10%", "[0] 20%", "[0] 30%"]
+    assert "[0] \\x1b[2Jred [/dev/shm]" in lines
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not of the job's last view, or stopped, is given hardly any time after its end."""
+    monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> None:
+    status = launched(
+        tmp_path,
+        """
+        import pathlib, sys, time
+        time.sleep(2.0)
+        pathlib.Path(sys.argv[1], "model").touch()
+        """,
+    )
+    assert status == 0
+    assert (tmp_path / "model").exists()
+
+
+def test_run_fails_if_a_rank_fails_after_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched(tmp_path, "import sys; sys.exit(3)") == 1
+    assert "rank 0 exited with status 3" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("lingering", "grace"),
+    [("import time; time.sleep(600)", 1.0), ("import os; os.kill(os.getpid(), 19)", float("inf"))],
+    ids=["sleeps past its grace", "is stopped"],
+)
+def test_run_says_whom_it_ended_after_the_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lingering: str, grace: float
+) -> None:
+    assert launched(tmp_path, lingering, grace=grace) == 1
+    assert "[0] still ran" in (output := capsys.readouterr().out)
+    assert "rank 0 was ended by SIGTERM" in output
+
+
+# -- run: what ranks leave behind
+
+
+@pytest.mark.parametrize("end", ["signal.SIGKILL", "signal.SIGRTMIN + 1"])
+def test_run_ends_what_a_dead_rank_had_started(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str) -> None:
+    path = script(
+        tmp_path,
+        f"""
+        import os, signal, subprocess
+        print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
+        os.kill(os.getpid(), {end})
+        """,
+    )
+    assert launch(LaunchPlan(python_command(str(path), ()), 1)) == 1
+    output = capsys.readouterr().out
+    assert "was ended by" in output
+    child = int(output.split("child ")[1].split()[0])
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{child}").exists() and "sleep" in Path(f"/proc/{child}/cmdline").read_text():
+        assert time.monotonic() < deadline, f"the child (pid {child}) still runs"
+        time.sleep(0.02)

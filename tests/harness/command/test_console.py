@@ -1,0 +1,295 @@
+"""What the command prints: others' text as it is, on any terminal, in any encoding (`ft/console/console.py`)."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
+from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
+from holdfast.ft.console.visible import visible, visible_but_colours
+from holdfast.ft.console.words import counted
+from holdfast.harness.chaos.judge.compare import Row
+from holdfast.harness.chaos.show import comparison
+from holdfast.harness.gate.decide import Rule
+from holdfast.harness.gate.gate import Finding, GateReport
+from holdfast.harness.gate.show import show as show_gate
+from support.source_tree import ROOT
+
+# -- control characters
+
+
+def test_escape_sequences_are_shown_and_not_obeyed() -> None:
+    assert visible("\x1b[2Jgone\x1b]0;title\x07") == "\\x1b[2Jgone\\x1b]0;title\\x07"
+
+
+def test_marks_that_reorder_text_are_shown() -> None:
+    assert visible("exe.\u202egpj") == "exe.\\u202egpj"
+
+
+def test_colours_may_pass_and_nothing_else() -> None:
+    assert visible_but_colours("\x1b[31mred\x1b[0m\x1b[2J") == "\x1b[31mred\x1b[0m\\x1b[2J"
+
+
+@pytest.mark.parametrize("conceal", ["\x1b[8m", "\x1b[1;8m", "\x1b[08m"])
+def test_a_colour_that_conceals_text_does_not_pass(conceal: str) -> None:
+    assert "\x1b" not in visible_but_colours(f"{conceal}hidden")
+
+
+def test_a_colour_of_many_is_not_taken_for_one_that_conceals() -> None:
+    assert visible_but_colours("\x1b[38;5;8mgrey") == "\x1b[38;5;8mgrey"
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+    assert not [c for c in visible(text) if (ord(c) < 32 and c not in "\t\n") or 0x7F <= ord(c) < 0xA0]
+
+
+# -- lines of ranks
+
+
+def test_a_progress_bar_comes_out_as_lines() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"10%\r20%\r") == ["10%"]
+    assert splitter.feed(b"30%\ndone\r\n") == ["20%", "30%", "done"]
+    assert splitter.end() == []
+
+
+def test_a_line_without_an_end_is_shown_at_the_end() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"no newline") == []
+    assert splitter.end() == ["no newline"]
+
+
+def test_a_line_that_never_ends_is_not_kept_for_ever() -> None:
+    splitter = LineSplitter()
+    shown = splitter.feed(b"x" * (3 * LONGEST_LINE))
+    assert len(shown) == 2
+    assert len(splitter.end()[0]) == LONGEST_LINE
+
+
+@given(st.lists(st.sampled_from(["a", "\r", "\n", "\r\n", "é", "\x00"])), st.data())
+def test_where_the_bytes_are_cut_does_not_matter(pieces: list[str], data: st.DataObject) -> None:
+    whole = "".join(pieces).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
+    splitter, at_once = LineSplitter(), LineSplitter()
+    lines = []
+    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        lines += splitter.feed(whole[start:end])
+    assert lines + splitter.end() == at_once.feed(whole) + at_once.end()
+
+
+# -- text of others in tables, titles and frames
+
+
+class Screen:
+    """A stdout of some encoding that remembers what is printed. A context manager."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        self._bytes = io.BytesIO()
+        self._stream = io.TextIOWrapper(self._bytes, encoding)
+
+    @property
+    def text(self) -> str:
+        self._stream.flush()
+        return self._bytes.getvalue().decode(self._stream.encoding)
+
+    def __enter__(self) -> Screen:
+        self._before, sys.stdout = sys.stdout, self._stream
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout = self._before
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def everything_that_shows(text: str) -> None:
+    """Print `text` in every way that the commands have."""
+    out = console()
+    out.print(text)
+    out.print(styled(text, "bold red"))
+    out.print(panel(text, title=text, style="red"))
+    table = FoldingTable(text, "column", title=text, caption=text)
+    table.add_row(text, styled(text, "dim"))
+    out.print(table)
+    with working(out, text) as show:
+        show(text)
+    out.print(comparison(text, (text, text), [Row(text, text, text, text, "equal")]))
+
+
+@given(st.text())
+@example("[/dev/shm]")
+@example("[bold]")
+@example(":smile:")
+@example("[link=file:///x]y[/link]")
+def test_any_text_can_be_shown_in_any_encoding(text: str) -> None:
+    for encoding in ("utf-8", "ascii", "latin-1"):
+        with Screen(encoding) as screen:
+            everything_that_shows(text)
+            print_json({"text": text})
+        assert screen.text
+
+
+@pytest.mark.parametrize("text", ["[/dev/shm]", "[bold]x", ":smile:", "[link=x]y[/link]", "\\[red]"])
+def test_brackets_and_colons_come_out_as_they_are(text: str) -> None:
+    with Screen() as screen:
+        everything_that_shows(text)
+    assert screen.text.count(text) >= 12
+
+
+def test_a_gate_shows_a_commits_subject_with_brackets() -> None:
+    finding = Finding("call", "an op", 1.0, 1.0, 0.0, -1.0, 1.0, 0, "not compared", "no file [/dev/shm/x]")
+    with Screen() as screen:
+        show_gate(GateReport("abc use [/dev/shm]", "def [x]", (finding,), Rule(), 1.0, 0.0, ("a==1",)), console())
+    assert "use [/dev/shm]" in screen.text
+    assert "[/dev/shm/x]" in screen.text
+
+
+def test_what_cannot_be_encoded_is_replaced() -> None:
+    with Screen("ascii") as screen:
+        everything_that_shows("caf\u00e9")
+        print_json({"word": "caf\u00e9"})
+    assert "caf?" in screen.text
+    assert "caf\\u00e9" in screen.text
+
+
+# -- narrow terminals
+
+
+def wide_table() -> FoldingTable:
+    table = FoldingTable("size", "library", "p50", "p99", "min", "busbw GB/s", title="all_reduce, 2 ranks")
+    table.add_row("64 MiB", "shm", "1234.5 us", "12345.6 us", "1200.0 us", "123.456")
+    table.add_row("8 B", "torch-gloo", "35.5 us", "45.6 us", "30.0 us", "0.001")
+    return table
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80])
+def test_a_narrow_terminal_cuts_no_number_and_no_unit(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with Screen() as screen:
+        console().print(wide_table())
+    for value in ("1234.5 us", "12345.6 us", "35.5 us", "123.456", "torch-gloo", "0.001"):
+        assert all(word in screen.text for word in value.split()), f"{value} in {screen.text}"
+    assert "\u2026" not in screen.text
+    assert max(map(len, screen.text.splitlines())) <= columns
+
+
+def test_where_nothing_fits_rows_become_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    with Screen() as screen:
+        console().print(wide_table())
+    assert "p99: 12345.6 us" in screen.text.splitlines()
+
+
+# -- long commands that are piped
+
+
+def test_what_is_piped_has_a_line_for_each_thing_done() -> None:
+    with Screen() as screen, working(console(), "bench: about 20 s") as show:
+        show("8 bytes")
+        show("64 bytes")
+    assert screen.text.splitlines() == ["bench: about 20 s", "8 bytes", "64 bytes"]
+
+
+# -- the rule
+
+
+MARKUP = re.compile(r"\[(/|/?(bold|dim|italic|red|green|yellow|blue|cyan|magenta|default)\b[^\]]*)\]")
+HARNESS = ROOT / "harness"
+
+
+def offences(source: str) -> Iterator[str]:
+    """What a file of the harness must not do with rich: see `ft/console/console.py`."""
+    tree = ast.parse(source)
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            text = node.value.replace("[bold]Examples[/bold]", "")
+            if MARKUP.search(text):
+                yield f"{node.lineno}: markup in {node.value!r}: use styled()"
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name in ("Console", "Table"):
+            yield f"{node.lineno}: {name}(): use console() or FoldingTable()"
+        if name == "from_markup":
+            yield f"{node.lineno}: {name}(): text of others may be in it"
+        if name == "TextColumn" and "markup" not in given:
+            yield f"{node.lineno}: TextColumn() reads markup: markup=False"
+        if name == "Panel" and isinstance(given.get("title"), ast.Constant | ast.JoinedStr):
+            yield f"{node.lineno}: the title of a Panel is markup unless it is a Text"
+
+
+PLURALS = re.compile(r"^ (rebuilds|ranks|steps|faults|spares|members|events|recordings|kills|jobs|violations|times)\b")
+
+
+def disagreements(source: str) -> Iterator[str]:
+    """Counts in front of a plural in f-strings: 1 rebuilds. Not "3 of 5 ranks" nor "3/5 steps", which are shares."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for before, value, after in zip([None, *node.values], node.values, node.values[1:], strict=False):
+            if not (isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant)):
+                continue
+            share = isinstance(before, ast.Constant) and before.value.endswith((" of ", "/", " x ", "<= "))
+            if value.format_spec is None and not share and PLURALS.match(after.value):
+                yield f"{node.lineno}:{ast.unparse(value.value)}{after.value[:12]}: use counted()"
+
+
+def test_a_count_and_its_noun_agree() -> None:
+    found = [
+        f"{path.relative_to(HARNESS)}:{each}"
+        for path in sorted(HARNESS.rglob("*.py"))
+        for each in disagreements(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+    assert list(disagreements('f"{rebuilds} rebuilds"'))
+    assert [counted(count, "rebuild") for count in (0, 1, 2, 1000)] == [
+        "0 rebuilds",
+        "1 rebuild",
+        "2 rebuilds",
+        "1,000 rebuilds",
+    ]
+
+
+def test_nobody_but_the_console_module_gives_text_to_rich() -> None:
+    found = [
+        f"{path.relative_to(HARNESS)}:{offence}"
+        for path in sorted(HARNESS.rglob("*.py"))
+        if path != HARNESS / "console.py"
+        for offence in offences(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'out.print(f"[red]{name}[/]")',
+        "Console()",
+        'rich.table.Table("a")',
+        "Text.from_markup(x)",
+        'TextColumn("{task.description}")',
+        'Panel(x, title=f"{name}: failed")',
+    ],
+)
+def test_the_rule_finds(source: str) -> None:
+    assert list(offences(source))

@@ -1,0 +1,177 @@
+"""The asv suite: its counts, its ranks that stay alive, and a real run whose published pages open in a browser."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.harness.asv import pages as asv_pages
+from holdfast.harness.asv.common import RankClock, Ranks
+from holdfast.harness.bench.collectives.counters import Unavailable, bytecodes, instructions
+from holdfast.harness.bench.collectives.counting import count_traffic
+from holdfast.harness.bench.overhead.alone import in_threads, one_rank
+from support.source_tree import ROOT
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHOSEN = r"Bookkeeping|Atomics\.time_op\(.*signal"
+
+
+# What is counted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_traffic_is_that_of_the_algorithms(ranks: int) -> None:
+    pairwise = count_traffic("all_to_all", ranks, 4096 * ranks)
+    assert {(each.messages, each.nbytes) for each in pairwise} == {(ranks - 1, 4096 * (ranks - 1))}
+    gathered = count_traffic("all_gather", ranks, ranks << 20)
+    assert {each.nbytes for each in gathered} == {(ranks - 1) << 20}
+    spread = count_traffic("broadcast", ranks, 8)
+    assert sum(each.messages for each in spread) == ranks - 1
+
+
+def test_bytecodes_are_the_same_every_time() -> None:
+    tensor = torch.ones(2)
+    with one_rank() as comm:
+        fast = {bytecodes(lambda: comm.all_reduce(tensor)) for _ in range(3)}
+        long_way = {bytecodes(lambda: comm.all_reduce(tensor, timeout=30.0)) for _ in range(3)}
+    assert len(fast) == len(long_way) == 1
+    assert 5 < fast.pop() < 100 < long_way.pop() < 20_000
+
+
+def test_instructions_are_counted_or_the_reason_is_said() -> None:
+    try:
+        count = instructions(lambda: None)
+    except Unavailable as error:
+        assert "count" in str(error)
+    else:
+        assert count > 10
+
+
+def test_an_error_of_a_thread_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_threads(1, lambda comm: 1 / 0)
+
+
+# Ranks that stay alive -------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_started_once_and_the_clock_shows_what_they_measured() -> None:
+    ranks, clock = Ranks(), RankClock()
+    try:
+        group = ranks.group("holdfast:inproc", 2)
+        began = clock()
+        clock.advance(ranks.seconds("holdfast:inproc", "all_reduce", 2, 1024, 5))
+        assert 0 < clock() - began < 5
+        assert ranks.group("holdfast:inproc", 2) is group
+    finally:
+        ranks.close()
+
+
+def test_what_cannot_run_here_is_skipped_by_asv() -> None:
+    with pytest.raises(NotImplementedError, match="nosuch"):
+        Ranks().group("holdfast:nosuch", 2)
+
+
+# The pages -------------------------------------------------------------------------------------------------------
+
+
+def test_what_pages_load_from_elsewhere_is_put_beside_them(tmp_path: Path) -> None:
+    page = '<script src="https://a.b/jquery-3.3.1.min.js" integrity="sha256-x" onerror="f()"></script>'
+    local = asv_pages.localise(page, tmp_path / "vendor")
+    assert local == '<script src="vendor/jquery.min.js" onerror="f()"></script>'
+    assert (tmp_path / "vendor" / "jquery.min.js").stat().st_size > 80_000
+    with pytest.raises(asv_pages.NotVendored, match="unheard-of"):
+        asv_pages.localise('<script src="https://a.b/unheard-of.js"></script>', tmp_path / "vendor")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of a real run of two benchmarks, one of them by ranks."""
+    folder = tmp_path_factory.mktemp("asv")
+    configuration = json.loads((ROOT / "asv.conf.json").read_text())
+    configuration |= {"repo": str(ROOT), "benchmark_dir": str(ROOT / "harness" / "asv")}
+    configuration |= {name: str(folder / name) for name in ("env_dir", "results_dir", "html_dir")}
+    (folder / "asv.conf.json").write_text(json.dumps(configuration))
+    commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True).strip()
+    environment = os.environ | {"HOME": str(folder), "HOLDFAST_ASV": "quick"}
+
+    def asv(*arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "asv", *arguments, "--config", str(folder / "asv.conf.json")],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=110,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    asv("machine", "--yes")
+    here = f"existing:{sys.executable}"
+    asv("run", "--environment", here, "--set-commit-hash", commit, "--quick", "--show-stderr", "--bench", CHOSEN)
+    asv("publish", "--no-pull")
+    asv_pages.make_local(folder / "html_dir")
+    return folder / "html_dir"
+
+
+def test_a_run_has_figures_and_leaves_no_rank_behind(published: Path) -> None:
+    names = set(json.loads((published / "index.json").read_text())["benchmarks"])
+    assert {"rl.Bookkeeping.time_units", "one_sided.Atomics.time_op"} <= names
+    ours = f"/proc/{os.getpid()}"
+    left = [
+        path for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent != Path(ours) and _is_rank(path, published)
+    ]
+    assert left == []
+
+
+def _is_rank(command: Path, published: Path) -> bool:
+    """Whether a process is a rank of the run that was published: its environment names the run's folder."""
+    try:
+        words = command.read_bytes()
+        environment = (command.parent / "environ").read_bytes()
+    except OSError:
+        return False
+    return b"holdfast.harness.bench" in words and f"HOME={published.parent}".encode() in environment
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_the_published_pages_open_in_a_browser_without_a_network(published: Path, tmp_path: Path) -> None:
+    assert "://" not in (published / "index.html").read_text().split("<body", 1)[0].replace("http://www.w3.org", "")
+    handler = functools.partial(_Quiet, directory=str(published))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            shown = _shown(f"http://127.0.0.1:{server.server_address[1]}/#summarylist", tmp_path / "profile")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "time_units" in shown, "the table of all benchmarks"
+    assert "signal" in shown
+    assert "failed to load" not in shown.lower()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _shown(address: str, profile: Path) -> str:
+    """What Chromium has made of a page, once its scripts have run; it cannot reach any other host."""
+    assert CHROMIUM is not None
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet,
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}",
+            "--virtual-time-budget=8000", "--dump-dom", address,
+        ],
+        check=True, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    return done.stdout

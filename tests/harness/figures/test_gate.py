@@ -1,0 +1,302 @@
+"""`holdfast gate`: its statistics, how a commit becomes importable, and a real slowdown that it finds."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.comms import reproducible
+from holdfast.harness.cli.app import app
+from holdfast.harness.gate.calibrate import calibrate
+from holdfast.harness.gate.decide import Rule, Verdict, decide, paired_ratio, t_cdf, t_quantile
+from holdfast.harness.gate.gate import Comparison, Course, Finding, GateReport, chosen, cluster
+from holdfast.harness.gate.pairs import CannotRun, Nursery, SideFailed, SideProcess
+from holdfast.harness.gate.show import markdown
+from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
+from holdfast.harness.gate.workloads import Workload
+from support.source_tree import ROOT
+from support.waiting import eventually
+
+PACKAGES = ("backends", "comms", "ft", "harness", "rl", "store")
+
+
+# The test that decides -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "quantile"),
+    [(0.975, 1, 12.706), (0.95, 5, 2.015), (0.99, 10, 2.764), (0.999, 7, 4.785), (0.95, 30, 1.697)],
+)
+def test_students_quantiles_are_those_of_the_tables(probability: float, degrees: int, quantile: float) -> None:
+    assert t_quantile(probability, degrees) == pytest.approx(quantile, abs=0.001)
+    assert t_cdf(quantile, degrees) == pytest.approx(probability, abs=1e-4)
+
+
+def test_drift_cancels_and_a_disturbed_turn_does_no_harm() -> None:
+    drifting = [(1.0 + t, 1.0 + t + 0.01, 1.0 + t + 0.02, 1.0 + t + 0.03) for t in (0.0, 0.1, 0.2, 0.3)]
+    assert paired_ratio(drifting) == pytest.approx(0.0, abs=1e-3)
+    slower = [(1.0, 1.05, 1.05, 1.0)] * 8
+    assert paired_ratio(slower) == pytest.approx(0.0488, abs=1e-4)
+    assert paired_ratio([*slower, (1.0, 9.0, 9.0, 1.0)]) == pytest.approx(paired_ratio(slower))
+
+
+def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: int = 8) -> Verdict:
+    """A run of the rule on clusters whose log ratios are normal."""
+    rule, ratios = Rule(), []
+    for _ in range(rule.most):
+        ratios.append(chance.gauss(slowdown, noise))
+        verdict, _ = decide(ratios, rule, workloads)
+        if verdict != "unsure":
+            return verdict
+    return "unsure"
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.01, 0.02, 0.03])
+def test_the_rule_keeps_its_error_rates_whatever_the_noise(noise: float) -> None:
+    chance = random.Random(7)
+    equal = [_verdict(0.0, noise, chance) for _ in range(1000)]
+    slowed = [_verdict(0.0488, noise, chance) for _ in range(400)]
+    assert equal.count("slower") <= 0.01 / 8 * len(equal) + 2
+    assert slowed.count("slower") >= 0.95 * len(slowed)
+
+
+def test_little_is_not_called_slower_however_sure() -> None:
+    exactly = [0.008 + 0.0001 * (number % 2) for number in range(10)]
+    assert decide(exactly, Rule(), 1)[0] == "same"
+
+
+# The sides -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit, of a package that looks like ours."""
+    root = tmp_path / "repository"
+    (root / "comms").mkdir(parents=True)
+    (root / "comms" / "__init__.py").write_text("WHO = 'committed'\n")
+    (root / "constraints.txt").write_text("# pins\ntorch==1\n")
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "holdfast"\nversion = "7"\n[project.entry-points.holdfast]\nshm = "holdfast.shm"\n'
+    )
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(root), *arguments], check=True, timeout=30)
+    return root
+
+
+def test_a_commit_is_built_with_its_own_entry_points_and_leaves_no_trace(repository: Path, tmp_path: Path) -> None:
+    (repository / "comms" / "__init__.py").write_text("WHO = 'changed'\n")
+    side = build("HEAD", repository, tmp_path / "built")
+    assert (side.site / "holdfast" / "comms" / "__init__.py").read_text() == "WHO = 'committed'\n"
+    assert side.title.endswith("first")
+    (found,) = distributions(path=[str(side.site)])
+    assert [(point.name, point.value) for point in found.entry_points] == [("shm", "holdfast.shm")]
+    worktrees = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True)
+    assert len(worktrees.stdout.splitlines()) == 1
+
+
+def test_a_folder_is_a_side_as_it_is_and_pins_that_differ_are_told(repository: Path, tmp_path: Path) -> None:
+    (repository / "constraints.txt").write_text("torch==2\n")
+    (repository / "comms" / "__init__.py").write_text("WHO = 'changed'\n")
+    base = build("HEAD", repository, tmp_path / "base")
+    head = build(str(repository), repository, tmp_path / "head")
+    (repository / "comms" / "__init__.py").write_text("WHO = 'changed again'\n")
+    assert (head.site / "holdfast" / "comms" / "__init__.py").read_text() == "WHO = 'changed'\n"
+    assert differing_pins(base, head) == ("torch==1", "torch==2")
+
+
+def test_what_is_no_side_is_refused(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoSuchSide):
+        build("no-such-commit", repository, tmp_path / "built")
+    refused = CliRunner().invoke(app, ["gate", "no-such-commit", "--repository", str(repository)])
+    assert refused.exit_code == 2
+    with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
+        chosen(["nosuch"])
+
+
+def test_two_folders_need_no_repository_and_no_git(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build(str(repository), tmp_path, tmp_path / "built").title.endswith("as it is")
+    with pytest.raises(NoSuchSide, match="git is not installed: name two folders"):
+        build("HEAD", repository, tmp_path / "commit")
+
+
+def test_a_commit_outside_of_any_repository_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchSide, match=r"main is no folder with a pyproject\.toml, and no commit can be looked for"):
+        build("main", tmp_path, tmp_path / "built")
+
+
+def test_a_shallow_clone_says_that_older_commits_are_missing(repository: Path, tmp_path: Path) -> None:
+    shallow = tmp_path / "shallow"
+    clone = ["git", "clone", "-q", "--depth", "1", f"file://{repository}", str(shallow)]
+    subprocess.run(clone, check=True, timeout=30)
+    with pytest.raises(NoSuchSide, match="the clone is shallow: git fetch --unshallow"):
+        build("HEAD~1", shallow, tmp_path / "built")
+
+
+def test_a_subfolder_stands_for_the_tree_that_it_is_in(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository / "comms")
+    for name in (".", "HEAD"):
+        side = build(name, Path(), tmp_path / f"built {name}")
+        assert (side.root / "constraints.txt").is_file()
+
+
+def test_sigterm_ends_it_with_nothing_left_behind(repository: Path, tmp_path: Path) -> None:
+    own = tmp_path / "temporary"
+    own.mkdir()
+    (repository / "setup.py").write_text("import time; time.sleep(60)\n")  # it is being compiled when the signal comes
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "gate", str(repository), str(repository)]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(own)}, stderr=subprocess.DEVNULL)
+    eventually(lambda: any(own.glob("holdfast-gate-*/base/tree/setup.py")), 60.0)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(own.iterdir()) == []
+
+
+def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    add_exactly = reproducible.add_exactly
+    monkeypatch.setattr(reproducible, "add_exactly", lambda *args: (called.append(1), add_exactly(*args)))
+    (workload,) = chosen(["reproducible"])
+    op = workload.make(0, workload.ranks, tmp_path)
+    op()
+    assert called
+
+
+@pytest.mark.parametrize("name", ["arm", "workloads"])
+def test_what_runs_before_the_sides_are_forked_imports_nothing_of_holdfast(name: str) -> None:
+    """Or both sides would run the code of the gate."""
+    tree = ast.parse((ROOT / "harness" / "gate" / f"{name}.py").read_text())
+    imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in imported if module and module.startswith("holdfast")]
+
+
+# Whole runs ------------------------------------------------------------------------------------------------------
+
+
+def _copy(into: Path) -> Path:
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "LICENSE"):
+        shutil.copy(ROOT / name, into / name)
+    return into
+
+
+def test_it_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    execution = _copy(slow) / "comms" / "execution" / "executor.py"
+    code = execution.read_text()
+    head = "    def issue("
+    assert head in code
+    body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
+    execution.write_text(f"{code[:body]}\n        sum(range(400))\n{code[body:]}")
+    comment = tmp_path / "comment.md"
+    only = ["--only", "long-way", "--only", "membership", "--most", "12"]
+    result = CliRunner().invoke(app, ["gate", str(ROOT), str(slow), *only, "--json", "--markdown", str(comment)])
+    assert result.exit_code == 1, result.output
+    verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
+    assert verdicts["long-way"] == "slower"
+    assert verdicts["membership"] != "slower"
+    assert "### ❌ Slower: long-way" in comment.read_text()
+
+
+def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
+    side = build(str(ROOT), ROOT, tmp_path / "here")
+    found = calibrate((side, side), Rule(first=2, most=3), 1, ["membership"], injected=0.5)
+    assert (found.trials, found.workloads, found.power) == (1, 1, 1.0)
+    assert [rate.injected for rate in found.rates] == [0.0, 0.5]
+    assert found.rates[1].mean == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_slowdown_that_cannot_be_put_in_exactly_is_refused() -> None:
+    side = Side("a", "a", Path(), Path())
+    with pytest.raises(ValueError, match=r"a multiple of 0\.05"):
+        calibrate((side, side), Rule(), 1, injected=0.02)
+
+
+def test_a_side_that_does_not_run_its_own_code_is_found_out(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    (broken / "site").mkdir(parents=True)
+    sides = [Side("broken", "broken", broken / "site", broken)]
+    with Nursery() as nursery, pytest.raises(SideFailed, match="is not its code"), nursery.pair(sides):
+        pass
+
+
+def found(workload: str, verdict: str, why: str = "") -> Finding:
+    return Finding(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
+
+
+def reported(*findings: Finding) -> GateReport:
+    return GateReport("a", "b", findings, Rule(), 1.0, 0.0, ("torch==2",))
+
+
+def test_what_base_has_not_got_is_not_compared() -> None:
+    report = reported(found("store", "not compared", "no such module"), found("call", "same"))
+    assert report.status == 0
+    assert "### ✅ No slowdown found\n" in markdown(report)
+    assert "❔ not compared: no such module" in markdown(report)
+    assert "Pinned versions differ" in markdown(report)
+    assert msgspec.json.decode(msgspec.json.encode(report))["findings"][0]["workload"] == "store"
+
+
+@pytest.mark.parametrize(
+    ("findings", "status", "headline"),
+    [
+        ((found("call", "same"), found("store", "does not run", "TypeError")), 2, "❌ Does not run: store"),
+        ((found("call", "not compared", "no module"),), 2, "❔ Nothing was compared"),
+        ((found("call", "slower"), found("store", "unsure")), 1, "❌ Slower: call, ❔ 1 undecided"),
+        ((found("call", "same"), found("store", "unsure")), 0, "✅ No slowdown found, ❔ 1 undecided"),
+    ],
+)
+def test_a_run_is_no_better_than_what_it_compared(findings: tuple[Finding, ...], status: int, headline: str) -> None:
+    report = reported(*findings)
+    assert report.status == status
+    assert markdown(report).startswith(f"### {headline}\n")
+
+
+class Unable(SideProcess):
+    """A side that refuses some workloads, and does the others in no time."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+
+    def prepare(self, workload: Workload) -> None:
+        if workload.name == self.refused:
+            raise CannotRun(self, "AttributeError")
+
+    def run(self, workload: Workload, ops: int) -> float:
+        return 1.0
+
+
+def test_what_only_head_cannot_run_is_broken() -> None:
+    class OnePair(Nursery):
+        def __init__(self) -> None:
+            pass
+
+        @contextlib.contextmanager
+        def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
+            yield [Unable("store"), Unable("call")]
+
+    side = Side("a", "a", Path(), Path())
+    courses = tuple(Course(workload) for workload in chosen(["call", "store"]))
+    cluster(OnePair(), (side, side), 0, [Comparison(courses)])
+    assert [course.finding().verdict for course in courses] == ["does not run", "not compared"]

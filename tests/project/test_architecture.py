@@ -1,0 +1,341 @@
+"""The walls: which package may import which, what a wheel holds, how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils._device import _device_constructors
+
+from support.source_tree import NAMESPACE, PACKAGES, ROOT, imports, module_name, modules, runtime_imports
+
+MAY_USE = {
+    "comms": {"comms"},
+    "backends": {"backends", "comms"},
+    "ft": {"ft", "comms"},
+    "store": {"store", "ft", "comms"},
+    "rl": {"rl", "store", "ft", "comms"},
+    "harness": {"harness", "rl", "store", "ft", "comms"},
+}
+"""The arrows. Nothing but `backends` is allowed `backends`: they are found through plugins."""
+
+PURE = {
+    "__future__",
+    "abc",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "itertools",
+    "math",
+    "msgspec",
+    "types",
+    "typing",
+}
+"""What a file without I/O may import from outside holdfast."""
+
+DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.comms.transport.base"}
+"""What it may import from outside its package: errors, what numbers are taken, and the type `Peer`."""
+
+LONGEST = 500
+
+
+def test_dependencies_point_one_way() -> None:
+    wrong = []
+    for path in modules():
+        for line, name in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "holdfast" and rest.partition(".")[0] not in MAY_USE[path.parts[0]]:
+                wrong.append(f"{path}:{line}: {path.parts[0]} must not import {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_is_imported_by_its_folder_name() -> None:
+    """`import store` would find the user's own folder, or nothing."""
+    wrong = [
+        f"{path}:{line}: {name}"
+        for path in modules()
+        for line, name in imports(path)
+        if name.partition(".")[0] in PACKAGES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_membership_core_does_no_io() -> None:
+    """Neither does anything of `ft` that it imports; of `comms` it takes data types alone."""
+    files = {module_name(path): path for path in modules()}
+    seen: set[str] = set()
+    todo = ["holdfast.ft.membership.state_machine"]
+    wrong = []
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        for line, name in runtime_imports(files[module]):
+            home = name if name in files else name.rpartition(".")[0]
+            if home.startswith("holdfast.ft"):
+                todo += {home} - seen
+            elif home not in DATA_ONLY and name.partition(".")[0] not in PURE:
+                wrong.append(f"{files[module]}:{line}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_a_view_keeps_what_is_derived_from_it() -> None:
+    """Views are shared by threads: whoever writes into one elsewhere invents another rule for that."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        if path.parts[0] == "ft" and path.name != "view.py"
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Subscript | ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "__dict__"
+    ]
+    assert not wrong, f"use View.remember: {', '.join(wrong)}"
+
+
+READS_SWITCHES_OF_OTHERS = {Path("backends/mpi/__init__.py"), Path("backends/nccl/settings.py")}
+"""Open MPI's and torch's variables have these libraries' own words for on and off."""
+
+
+def test_switches_in_the_environment_are_read_in_one_place() -> None:
+    """`HOLDFAST_X=false` must not turn X on: `holdfast.comms.system.environment.flag` knows the words."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        if path not in (Path("comms/system/environment.py"), *READS_SWITCHES_OF_OTHERS)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Compare)
+        and "environ" in ast.unparse(node.left)
+        and any(_mentions_zero(each) for each in node.comparators)
+    ]
+    assert not wrong, f"use holdfast.comms.system.environment.flag: {', '.join(wrong)}"
+
+
+def _mentions_zero(node: ast.expr) -> bool:
+    return any(isinstance(each, ast.Constant) and each.value in ("0", "1") for each in ast.walk(node))
+
+
+def test_pickle_stays_between_a_parent_and_its_children() -> None:
+    """Only the harness unpickles, from sockets that it inherited or made."""
+    wrong = [
+        f"{path}:{line}: {name}"
+        for path in modules()
+        if path.parts[0] != "harness"
+        for line, name in imports(path)
+        if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_stay_small() -> None:
+    lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules()}
+    long = [f"{path}: {length} lines" for path, length in lengths.items() if length > LONGEST]
+    assert not long, f"more than {LONGEST} lines; split by idea: " + ", ".join(long)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(path)
+        for path in modules()
+        if (ROOT / path).read_text().strip() and not ast.get_docstring(ast.parse((ROOT / path).read_text()))
+    ]
+    assert not silent, f"without a docstring: {', '.join(silent)}"
+
+
+def installed_path(path: Path) -> str:
+    """Where a file of the tree lies in an installation."""
+    return f"holdfast/{path.name if path.parent == NAMESPACE else path}"
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """setup.py finds packages by their `__init__.py`."""
+    folders = {path.parent for path in modules()} - {NAMESPACE}
+    assert not [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
+
+
+def test_constraints_pin_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {_name(text) for text in [*project["dependencies"], *extras["dev"], *extras["mpi"], *extras["rl"]]}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {_name(line) for line in lines}
+    assert all("==" in line for line in lines), "only exact pins, no addresses and no paths"
+    assert "torch==2.13.0" in lines
+    assert wanted - pinned - {"holdfast"} == set()
+
+
+def _name(requirement: str) -> str:
+    return (
+        "".join(c if c.isalnum() else " " for c in requirement.replace("-", "_").replace("_", "0")).split()[0].lower()
+    )
+
+
+def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> str:
+    """Run an interpreter; its output, once it has succeeded."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_importing_comms_brings_in_no_backend_and_no_framework() -> None:
+    code = "import holdfast.comms, sys; print(*sys.modules)"
+    loaded = run_python(sys.executable, "-c", code).split()
+    heavy = {"transformers", "typer", "matplotlib", "mpi4py", "jinja2", "sqlite3"}
+    assert heavy & set(loaded) == set()
+    assert not [name for name in loaded if name.startswith("holdfast.backends")]
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import holdfast.harness.cli.app, sys; print(*sys.modules)"
+    loaded = set(run_python(sys.executable, "-c", code).split())
+    assert {"torch", "numpy", "transformers", "matplotlib"} & loaded == set()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, built from a copy of what git knows, so that it cannot pick up what lies around."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    names = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, text=True
+    )
+    for name in names.split("\0"):
+        if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    run_python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {installed_path(path) for path in modules()} <= names
+    assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
+    kinds = ("*.j2", "*.toml")
+    data = {
+        str(path.relative_to(ROOT)) for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)
+    }
+    assert {f"holdfast/{path}" for path in data} <= names
+    assert {"holdfast/comms/_native.abi3.so", "holdfast/backends/ucx/onesided/_near.abi3.so"} <= names
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
+    assert len(top) == 2
+    assert "holdfast/__init__.py" not in names, "holdfast is a namespace: plugins may add to it"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `holdfast` command of an empty virtual environment into which the wheel was installed.
+
+    Dependencies are borrowed from this environment by a path file, without its editable install of the tree.
+    """
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    ours = Path(pytest.__file__).parents[1]
+    # A path file's lines are not followed for the path files in the folder that it names: no editable finder.
+    (site / "borrowed.pth").write_text(f"{ours}\n")
+    where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
+    assert Path(where).is_relative_to(home), f"{where} is not what was installed"
+    return home / "bin" / "holdfast"
+
+
+def run_command(command: Path, *arguments: str, cwd: Path) -> str:
+    """Run the installed command outside the tree; its output, once it has succeeded."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST"))}
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=300.0, cwd=cwd, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_lists_its_backends(installed: Path, tmp_path: Path) -> None:
+    listed = run_command(installed, "backends", cwd=tmp_path)
+    assert all(name in listed for name in ("inproc", "shm", "gloo"))
+    assert "broken" not in listed
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_is_a_module_to_run(installed: Path, tmp_path: Path) -> None:
+    assert run_command(installed.parent / "python", "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
+    run_command(installed, "demo", "--steps", "5", "--report", str(tmp_path / "report"), cwd=tmp_path)
+    assert (tmp_path / "report" / "report.html").stat().st_size > 1000
+
+
+def test_our_own_tensors_do_not_follow_the_default_device() -> None:
+    """`torch.set_default_device` is for a user's tensors: each that holdfast makes says where it is."""
+    factories = {function.__name__ for function in _device_constructors()}
+    wrong = []
+    for path in modules():
+        if path.parts[0] == "harness":  # programs of their own, which set no default
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("torch"), name), _, keywords) if name in factories:
+                    if "device" not in {keyword.arg for keyword in keywords}:
+                        wrong.append(f'{path}:{node.lineno}: torch.{name} without device="cpu"')
+                case ast.ImportFrom("torch", names) if found := factories & {alias.name for alias in names}:
+                    wrong.append(f"{path}:{node.lineno}: write torch.{min(found)}, with its device")
+    assert not wrong, "\n".join(wrong)
+
+
+def _kept(function: ast.AST) -> Iterator[tuple[int, str]]:
+    """The `raise` statements of a function that raise an error which something keeps."""
+    caught = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler)}
+    kept = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.NamedExpr(ast.Name(name), value) | ast.Assign([ast.Name(name)], value):
+                asked = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("over", "exception")
+                if (isinstance(value, ast.Attribute) or asked) and name not in caught:
+                    kept.add(name)
+    for node in ast.walk(function):
+        match node:
+            case ast.Raise(ast.Attribute() | ast.Subscript()):
+                yield node.lineno, ast.unparse(node)
+            case ast.Raise(ast.Name(name)) if name in kept:
+                yield node.lineno, ast.unparse(node)
+            case ast.Raise(ast.Call(ast.Attribute(_, "with_traceback"))):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_kept_errors_are_raised_as_copies() -> None:
+    """One that is raised itself grows its traceback each time, and holds every frame that it passed through."""
+    wrong = set()
+    for path in modules():
+        if path.parts[0] != "harness":
+            for node in ast.walk(ast.parse((ROOT / path).read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    wrong |= {f"{path}:{line}: {words}" for line, words in _kept(node)}
+    assert not wrong, "raise again(error): " + "; ".join(sorted(wrong))
+
+
+def test_errors_are_told_by_their_type_and_not_by_their_words() -> None:
+    """Words change. Where a library gives nothing else, one file knows them, and a test has the real ones."""
+    classifiers = {"backends/gloo/errors.py", "comms/system/local_causes.py", "ft/registers/etcd.py"}
+    wrong = []
+    for path in modules():
+        if str(path) in classifiers or path.parts[0] == "harness":
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+                words = ast.unparse(node.comparators[0])
+                if isinstance(node.left, ast.Constant) and words in ("str(error)", "str(over)", "str(failure)"):
+                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "; ".join(wrong)

@@ -1,0 +1,150 @@
+"""The documentation: snippets run, tables are complete, the site builds without a warning or the network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from support.snippets import blocks, run_page, unmarked, wrong_excerpts
+from support.source_tree import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
+SITE = sorted(path for path in PAGES if path.parent != DOCS or path.name in ("index.md", "install.md", "quickstart.md"))
+RUNNING = [page for page in SITE if any(block.runs for block in blocks(page))]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=name)
+def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
+
+
+def test_every_shell_snippet_says_whether_it_is_run() -> None:
+    assert not [line for page in SITE for line in unmarked(page)]
+
+
+def test_excerpts_are_lines_of_the_files_they_name() -> None:
+    assert not [line for page in SITE for line in wrong_excerpts(page)]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """The module that makes the tables of the reference."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "reference" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def listed(page: str) -> set[str]:
+    """The names in the first columns of a page's tables."""
+    rows = re.findall(r"^\| (`[^|]*) \|", (DOCS / "reference" / page).read_text(), re.M)
+    return {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_reference_lists_every_environment_variable(generate: ModuleType) -> None:
+    assert listed("environment.md") == generate.environment_variables()
+
+
+def test_the_reference_lists_every_kind_of_event(generate: ModuleType) -> None:
+    missing = set(generate.event_kinds()) - listed("events-and-metrics.md")
+    assert not missing
+
+
+def test_the_reference_lists_the_metrics_that_are_served(generate: ModuleType) -> None:
+    pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
+    table = generate.metrics()
+    for row in (
+        "| `holdfast_epoch` | gauge |",
+        "| `holdfast_steps_committed_total` | counter | `how` |",
+        "| `holdfast_op_seconds` | histogram | `op` |",
+    ):
+        assert row in table
+
+
+def test_the_reference_has_every_command_and_error(generate: ModuleType) -> None:
+    from holdfast import comms, store
+
+    text = generate.errors()
+    for module in (comms, store):
+        for each in module.__all__:
+            kind = getattr(module, each)
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                assert f"{each}`" in text
+    commands = generate.command_line()
+    for command in ("run", "bench", "chaos run", "simulate", "blame", "top", "gate", "conformance", "backends"):
+        assert f" holdfast {command}\n" in commands
+    assert "[bold]" not in commands
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as `make docs` builds it."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_site_builds_without_a_warning_and_has_every_public_name(site: Path) -> None:
+    from holdfast import comms, ft, harness, store
+
+    for package in (comms, ft, harness, store):
+        short = package.__name__.rpartition(".")[2]
+        page = (site / "reference" / f"{short}.html").read_text() + (site / "reference" / "errors.html").read_text()
+        page += (site / "reference" / "timeouts.html").read_text()
+        missing = [each for each in package.__all__ if not re.search(rf"\b{each}\b", page)]
+        assert not missing, f"{short}.md lacks {missing}"
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    """Links for the reader to follow may lead anywhere; what a browser loads by itself lies in the site."""
+    loads = re.compile(
+        r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:)?//|<link[^>]*rel=["']?(?:stylesheet|preconnect|icon)["']?[^>]*href=["']?(https?:)?//"""
+    )
+    wrong = [str(path.relative_to(site)) for path in site.rglob("*.html") if loads.search(path.read_text())]
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_a_browser_opens_the_pages_without_the_network(site: Path, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    for page in ("index.html", "quickstart.html", "reference/ft.html"):
+        shot = tmp_path / "page.png"
+        subprocess.run(
+            [
+                *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+                f"--user-data-dir={tmp_path / 'profile'}",
+                f"--screenshot={shot}",
+                (site / page).as_uri(),
+            ],
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        assert shot.stat().st_size > 10_000

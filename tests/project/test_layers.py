@@ -1,0 +1,161 @@
+"""The order of the modules within each package: imports run down, in no circle, and no folder is crowded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from support.source_tree import NAMESPACE, ROOT, module_name, modules, runtime_imports
+
+LAYERS = {
+    "comms": """
+        errors ops journal arithmetic quantities object_codec
+        system
+        work
+        tensors
+        transport
+        rendezvous
+        plugins exact
+        reproducible execution
+        memory_plane
+        algorithms
+        collectives objects window
+        communicator
+        connect
+        torchdist
+    """,
+    "backends": """
+        common
+        inproc shm gloo nccl mpi ucx nixl
+    """,
+    "ft": """
+        timeouts faultpoints console on_demand
+        control
+        registers
+        membership
+        telemetry
+        commit error_history
+        attempt
+        state
+        detectors
+        settings
+        runtime
+        departure communicators torch_default_group recovery_times
+        session
+        launch
+        diagnosis
+    """,
+    "harness": """
+        processes
+        links
+        invariants
+        cluster
+        testbed
+        report
+        conformance
+        simulate
+        bench
+        demo
+        chaos
+        blame top
+        gate asv
+        cli
+    """,
+}
+"""From the ground up: a module or folder imports only from its own line and from those above it."""
+
+MOST = 15
+"""Modules in a folder, `__init__.py` and one more aside."""
+
+
+def graph(*, eager: bool) -> Mapping[str, set[str]]:
+    """Module -> the modules of ours that it imports: as it is itself imported (`eager`), or ever."""
+    files = {module_name(path): path for path in modules() if path.parent != NAMESPACE}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        lines = runtime_imports(path, eager=eager)
+        homes = {
+            name if name in files else name.rpartition(".")[0] for _, name in lines if not name.endswith("._native")
+        }
+        found[module] = {home for home in homes if home in files and home != module}
+    return found
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_run_down(package: str) -> None:
+    levels = {name: level for level, line in enumerate(LAYERS[package].strip().splitlines()) for name in line.split()}
+    wrong = []
+    for module, others in graph(eager=False).items():
+        here = module.split(".")
+        if here[1] != package or len(here) < 3:
+            continue
+        assert here[2] in levels, f"{module}: say in LAYERS where it stands"
+        for other in others:
+            there = other.split(".")
+            if there[1] == package and len(there) > 2 and levels[there[2]] > levels[here[2]]:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_layers_name_nothing_that_is_not_there() -> None:
+    gone = [
+        f"{package}/{name}"
+        for package, lines in LAYERS.items()
+        for name in lines.split()
+        if not (ROOT / package / name).is_dir() and not (ROOT / package / f"{name}.py").is_file()
+    ]
+    assert not gone, gone
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even within functions: what needs that is one module, or three."""
+    circles = [sorted(circle) for circle in strongly_connected(graph(eager=False)) if len(circle) > 1]
+    assert not circles, "\n".join(", ".join(circle) for circle in circles)
+
+
+def strongly_connected(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """The strongly connected components of a graph (Kosaraju)."""
+    order, seen = list[str](), set[str]()
+    for start in edges:
+        stack = [(start, iter(sorted(edges[start])))] if start not in seen else []
+        seen.add(start)
+        while stack:
+            node, rest = stack[-1]
+            following = next((other for other in rest if other not in seen), None)
+            if following is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(sorted(edges[following]))))
+    backwards = defaultdict(set)
+    for node, others in edges.items():
+        for other in others:
+            backwards[other].add(node)
+    taken = set[str]()
+    for start in reversed(order):
+        component, todo = [], [start]
+        while todo:
+            node = todo.pop()
+            if node not in taken:
+                taken.add(node)
+                component.append(node)
+                todo += backwards[node]
+        if component:
+            yield component
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str](), "e": {"a"}}
+    assert sorted(map(sorted, strongly_connected(edges))) == [["a", "b", "c"], ["d"], ["e"]]
+
+
+def test_no_folder_is_crowded() -> None:
+    folders: dict[Path, int] = defaultdict(int)
+    for path in modules():
+        folders[path.parent] += path.name != "__init__.py"
+    crowded = [f"{folder}: {count} modules" for folder, count in folders.items() if count > MOST]
+    assert not crowded, f"more than {MOST}: {', '.join(crowded)}"

@@ -1,0 +1,88 @@
+"""The leak check of `conftest.py`, on test sessions that leak: it must fail them, and name what leaked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+LEAKING = """
+    import os, socket, subprocess, threading, time
+
+    KEPT = []
+
+    def test_process():
+        KEPT.append(subprocess.Popen(["sleep", "30"]))
+
+    def test_thread():
+        threading.Thread(target=time.sleep, args=(60,), name="holdfast-left", daemon=True).start()
+
+    def test_socket():
+        KEPT.append(socket.create_server(("127.0.0.1", 0)))
+
+    def test_shared_file():
+        open("/dev/shm/holdfast-left-{pid}", "w").close()
+
+    def test_mapping():
+        KEPT.append(os.memfd_create("left"))
+"""
+
+
+def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a test session with our `conftest.py` and one file of tests."""
+    shutil.copy(TESTS / "conftest.py", tmp_path)
+    shutil.copytree(TESTS / "support", tmp_path / "support")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (tmp_path / "test_one.py").write_text(textwrap.dedent(source))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+        cwd=tmp_path,
+        env=environ,
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Path, workers: int) -> None:
+    shared = Path(f"/dev/shm/holdfast-left-{os.getpid()}")
+    try:
+        done = session(tmp_path, LEAKING.replace("{pid}", str(os.getpid())), "-n", str(workers))
+    finally:
+        shared.unlink(missing_ok=True)
+    assert done.returncode == 1, done.stdout
+    assert "5 passed, 2 errors" in done.stdout, "processes and threads are blamed on their test"
+    _, found, end = done.stdout.partition("left behind by the session")
+    assert found, done.stdout
+    for name in ("sleep 30", "thread holdfast-left", "socket:", str(shared), "memfd:left"):
+        assert name in end
+    assert ("gw0: " in end) == (workers == 1)
+
+
+def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
+    done = session(
+        tmp_path,
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", range(3))
+        def test_gpu(n):
+            pytest.skip("there is no GPU")
+
+        def test_cluster():
+            from holdfast.harness import LocalCluster
+            with LocalCluster(2) as cluster:
+                cluster.run(lambda comm: comm.barrier())
+        """,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 skipped: there is no GPU" in done.stdout

@@ -1,0 +1,530 @@
+"""The weight store in normal use and at its edges. `test_store_faults.py` has the kills."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
+from holdfast.ft.registers import RegisterAway
+from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore, layout
+from support.children import Child, children
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A register that several processes can reach."""
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[WeightStore]:
+    with WeightStore(f"memory://{tmp_path}") as opened:
+        yield opened
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def weights(value: float = 1.0, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), value, dtype=torch.float64)}
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def a_holder(pipe: Connection, url: str) -> None:
+    """A process that keeps replicas until it is told to end."""
+    with WeightStore(url) as held:
+        pipe.send(held.versions())
+        pipe.recv()
+
+
+# -- one process
+
+
+def test_what_is_published_can_be_had(store: WeightStore) -> None:
+    model, other = nn.Linear(20, 30), nn.Linear(20, 30)
+    store.publish(7, model.state_dict())
+    assert store.get("latest", into=other.state_dict()) == 7
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert store.latest() == 7 and store.versions() == [7]
+    assert [holder.pid for holder in store.holders(7)] == [os.getpid()]
+
+
+def test_an_empty_store(store: WeightStore) -> None:
+    assert store.latest() is None and store.versions() == []
+    for attempt in (lambda: store.get("latest", into=weights()), lambda: store.holders(), lambda: store.pin(3)):
+        with pytest.raises(NoSuchVersion, match="wait"):
+            attempt()
+    with pytest.raises(StoreTimeout, match="none is visible"):
+        store.wait(1, timeout=0.02)
+
+
+def every_kind_of_tensor() -> dict[str, torch.Tensor]:
+    base = torch.randn(40, 50)
+    large = torch.randn(700, 900)
+    return {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 7),
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(5, 2),
+        "shared": base,
+        "shared again": base.view(-1)[10:20],
+        "large": large,
+        "large, transposed": large.t(),
+        "conjugate": torch.randn(9, dtype=torch.complex64).conj(),
+        "bool": torch.rand(33) > 0.5,
+        "half": torch.randn(17).to(torch.bfloat16),
+        "float8": torch.randn(17).to(torch.float8_e4m3fn),
+        "odd bytes": torch.arange(13, dtype=torch.int8),
+        "gradient": nn.Parameter(torch.randn(4)),
+        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = (each.detach().resolve_conj().contiguous().view(-1) for each in (left, right))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_every_kind_of_tensor_arrives_bit_for_bit(store: WeightStore) -> None:
+    state = every_kind_of_tensor()
+    store.publish(1, state)
+    into = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    store.get(1, into)
+    assert [name for name in state if not same_bits(state[name], into[name])] == []
+
+
+def test_the_tensors_read_into_may_lie_anyhow(store: WeightStore) -> None:
+    state = {"small": torch.randn(6, 8), "large": torch.randn(600, 800), "weight": torch.randn(5)}
+    store.publish(1, state)
+    into: dict[str, Any] = {
+        "small": torch.zeros(12, 8)[::2],
+        "large": torch.zeros(800, 600).t(),
+        "weight": nn.Parameter(torch.zeros(5)),
+    }
+    store.get(1, into)
+    assert all(torch.equal(state[name], into[name]) for name in state)
+    assert into["weight"].requires_grad
+
+
+def test_nested_state_dicts_are_flattened(store: WeightStore) -> None:
+    store.publish(1, {"actor": {"layer": {"w": torch.ones(3)}}, "step": torch.tensor(4)})
+    into = {"actor.layer.w": torch.zeros(3), "step": torch.tensor(0)}
+    store.get(1, into)
+    assert into["actor.layer.w"].tolist() == [1, 1, 1] and into["step"] == 4
+
+
+def test_the_published_tensors_may_be_changed_at_once(store: WeightStore) -> None:
+    state = weights(1.0)
+    store.publish(1, state)
+    state["a"].fill_(9)
+    into = blank(state)
+    store.get(1, into)
+    assert bool((into["a"] == 1).all())
+
+
+def test_no_tensors_at_all(store: WeightStore) -> None:
+    store.publish(1, {})
+    assert store.get(1, {}) == 1
+
+
+def test_a_version_does_not_change(store: WeightStore) -> None:
+    store.publish(1, weights(1.0))
+    store.publish(1, dict(reversed(weights(1.0).items())))
+    changed = weights(1.0)
+    changed["b"][2, 4] = 7
+    for other, what in [
+        (changed, "values in or near a, b"),
+        ({"a": weights()["a"]}, "lacks b"),
+        ({**weights(), "c": torch.ones(1)}, "has c besides"),
+        ({**weights(), "b": torch.ones(3, 5)}, r"b float32\[3, 5\], not b float64\[3, 5\]"),
+    ]:
+        with pytest.raises(Mismatch, match=f"version 1 .*cannot change.*{what}"):
+            store.publish(1, other)
+    into = blank(weights())
+    store.get(1, into)
+    assert bool((into["b"] == 1).all()) and store.versions() == [1]
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(store: WeightStore) -> None:
+    store.publish(1, weights(5.0))
+    good = blank(weights())
+    for into, what in [
+        ({"a": good["a"]}, "also has 'b'"),
+        ({**good, "c": torch.zeros(1)}, "no 'c'"),
+        ({"a": torch.zeros(999), "b": good["b"]}, r"a float32\[1000\]"),
+        ({"a": good["a"].int(), "b": good["b"]}, "int32"),
+        ({"a": torch.zeros(1).expand(1000), "b": good["b"]}, "expanded"),
+    ]:
+        with pytest.raises(Mismatch, match=what):
+            store.get(1, into)
+    assert float(good["a"].sum()) == 0.0 == float(good["b"].sum())
+    store.get(1, {"a": good["a"]}, strict=False)
+    assert bool((good["a"] == 5).all()) and float(good["b"].sum()) == 0.0
+
+
+def test_bad_arguments(store: WeightStore) -> None:
+    contains_itself: dict[str, Any] = {}
+    contains_itself["a"] = contains_itself
+    for state, kind in [
+        ({"a": 3.0}, TypeError),
+        ({1: torch.ones(1)}, TypeError),
+        ([torch.ones(1)], TypeError),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError),
+        ({"\ud800": torch.ones(1)}, ValueError),
+        (contains_itself, TypeError),
+        ({"a": torch.eye(3).to_sparse()}, Unsupported),
+        ({"a": torch.ones(3, device="meta")}, Unsupported),
+    ]:
+        with pytest.raises(kind):
+            store.publish(1, state)  # type: ignore[arg-type]
+        with pytest.raises((kind, NoSuchVersion)):
+            store.get(1, state)  # type: ignore[arg-type]
+    for version in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="version"):
+            store.publish(version, weights())
+    for part, parts in ((2, 2), (0, 0), (-1, 2)):
+        with pytest.raises(ValueError, match="part"):
+            store.publish(1, weights(), part=part, parts=parts)
+    with pytest.raises(TypeError):
+        store.publish(1.5, weights())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="latest"):
+        store.get("newest", weights())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1"):
+        WeightStore(store.url, keep=0)
+    with pytest.raises(ValueError, match="one process"):
+        WeightStore(store.url, replicas=2)
+    with pytest.raises(ValueError, match="register"):
+        WeightStore("nonsense")
+    assert store.versions() == []
+
+
+def test_the_newest_versions_stay(store: WeightStore) -> None:
+    for version in range(1, 6):
+        store.publish(version, weights(version))
+    assert store.versions() == [4, 5]
+    into = blank(weights())
+    assert store.get(4, into) == 4 and bool((into["a"] == 4).all())
+    with pytest.raises(NoSuchVersion, match="superseded") as caught:
+        store.get(2, into)
+    assert caught.value.version == 2 and caught.value.there == (4, 5) and isinstance(caught.value, RegionGone)
+    with pytest.raises(NoSuchVersion, match="nobody published"):
+        store.get(6, into)
+    with pytest.raises(Mismatch, match="older than those that are kept"):
+        store.publish(0, weights())
+    with pytest.raises(Mismatch, match="use a new number"):
+        store.publish(2, weights(99))
+
+
+def test_a_pinned_version_stays_until_it_is_released(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    with store.pin("latest") as lease:
+        assert lease.version == 1
+        for version in (2, 3, 4):
+            store.publish(version, weights(version))
+        assert store.versions() == [1, 3, 4]
+        assert store.get(1, blank(weights())) == 1
+        with pytest.raises(Mismatch, match=f"pinned by process {os.getpid()}"):
+            store.delete(1)
+    assert store.versions() == [3, 4]
+    lease.release()
+
+
+def test_rolling_back(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    store.publish(2, weights(2))
+    store.rollback(1)
+    into = blank(weights())
+    assert store.latest() == 1 and store.get("latest", into) == 1 and store.get(2, into) == 2
+    store.publish(3, weights(3))
+    assert store.latest() == 3
+    with pytest.raises(NoSuchVersion):
+        store.rollback(9)
+
+
+def test_a_deleted_version_can_be_published_anew(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    store.publish(2, weights(2))
+    store.delete(2)
+    assert store.latest() == 1 and store.versions() == [1]
+    store.publish(2, weights(22))
+    into = blank(weights())
+    assert store.get(2, into) == 2 and bool((into["a"] == 22).all())
+    with pytest.raises(NoSuchVersion):
+        store.delete(7)
+
+
+def test_a_version_is_visible_when_all_its_parts_are_there(store: WeightStore) -> None:
+    store.publish(3, {"a": torch.ones(10)}, part=0, parts=2)
+    assert store.versions() == [] and store.latest() is None
+    with pytest.raises(NoSuchVersion, match="1 of 2 parts"):
+        store.get(3, {"a": torch.zeros(10)})
+    with pytest.raises(Mismatch, match="2 parts, this publisher says 3"):
+        store.publish(3, {"b": torch.ones(10)}, part=1, parts=3)
+    store.publish(3, {"b": torch.full((10,), 2.0)}, part=1, parts=2)
+    into = {"b": torch.zeros(10), "a": torch.zeros(10)}
+    assert store.get("latest", into) == 3
+    assert into["a"].tolist() == [1.0] * 10 and into["b"].tolist() == [2.0] * 10
+
+
+def test_a_name_in_two_parts_is_found_out(store: WeightStore) -> None:
+    for part in (0, 1):
+        store.publish(1, {"a": torch.ones(3)}, part=part, parts=2)
+    with pytest.raises(Mismatch, match="'a' is in two parts"):
+        store.get(1, {"a": torch.zeros(3)})
+
+
+def test_a_publisher_of_an_epoch_that_is_over_is_refused(store: WeightStore) -> None:
+    store.publish(1, weights(1), fence=4)
+    store.publish(2, weights(2), fence=5)
+    with pytest.raises(StaleEpoch, match="epoch 4"):
+        store.publish(3, weights(3), fence=4)
+    store.publish(3, weights(3), fence=5)
+    store.publish(4, weights(4))
+    assert store.latest() == 4
+
+
+def test_what_an_older_epoch_began_is_dropped(store: WeightStore) -> None:
+    store.publish(1, {"a": torch.ones(3)}, part=0, parts=2, fence=1)
+    store.publish(1, {"b": torch.ones(3)}, part=1, parts=2, fence=2)
+    assert store.versions() == []
+    store.publish(1, {"a": torch.full((3,), 7.0)}, part=0, parts=2, fence=2)
+    into = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    store.get(1, into)
+    assert into["a"].tolist() == [7.0] * 3
+
+
+def test_waiting_for_a_version(store: WeightStore) -> None:
+    def publish_soon() -> None:
+        time.sleep(0.05)
+        store.publish(4, weights())
+        store.publish(5, weights(2))
+
+    thread = threading.Thread(target=publish_soon)
+    thread.start()
+    assert store.wait(4, timeout=10) in (4, 5)
+    thread.join()
+    assert store.wait(2, timeout=1) == 5
+    with pytest.raises(OpTimeout, match="the newest is 5"):
+        store.wait(6, timeout=0.02)
+
+
+def test_a_read_ends_at_its_timeout(store: WeightStore) -> None:
+    store.publish(1, weights())
+    with pytest.raises(StoreTimeout, match="get of version 1"):
+        store.get(1, blank(weights()), timeout=0)
+
+
+def test_stores_of_one_url_are_one_store(store: WeightStore) -> None:
+    with WeightStore(store.url) as other:
+        other.publish(1, weights(1))
+        assert store.versions() == [1]
+    assert store.get(1, blank(weights())) == 1, "closing a store hands over what it holds"
+    assert len(store.holders()) == 1
+
+
+def test_a_store_that_nobody_refers_to_is_closed(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}/forgotten"
+    forgotten = WeightStore(url)
+    forgotten.publish(1, weights())
+    before = threading.active_count()
+    del forgotten
+    gc.collect()
+    assert threading.active_count() < before
+    with WeightStore(url) as fresh:
+        assert fresh.versions() == []
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = WeightStore(f"memory://{tmp_path}")
+    store.publish(1, weights())
+    store.close()
+    store.close()
+    for use in (lambda: store.publish(2, weights()), lambda: store.get(1, weights()), store.latest, store.versions):
+        with pytest.raises(Mismatch, match="closed"):
+            use()
+
+
+def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[..., Child]) -> None:
+    def child(pipe: Connection) -> None:
+        try:
+            store.latest()
+        except UsedAfterFork as error:
+            pipe.send(str(error))
+
+    assert "fork" in start(child).hear()
+    assert store.latest() is None
+
+
+def test_a_register_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "job.sqlite"
+    with WeightStore(f"sqlite://{path}", replicas=1) as store:
+        store.publish(1, weights())
+        path.unlink()
+        for use in (store.versions, lambda: store.publish(2, weights()), lambda: store.get(1, blank(weights()))):
+            with pytest.raises(RegisterAway):
+                use()
+
+
+def test_a_thing_with_a_url_names_the_register(tmp_path: Path) -> None:
+    class Session:
+        url = f"memory://{tmp_path}/session"
+
+    with WeightStore(Session()) as store:
+        assert store.url == Session.url
+
+
+def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
+    small = {f"layer{number}": torch.ones(64, 64) for number in range(300)}
+    packed = layout.pack(small, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    assert len(packed.manifest.pieces()) == 3
+    assert sum(piece.nbytes for piece in packed.manifest.pieces()) == 300 * 64 * 64 * 4
+    large = {"a": torch.ones(3, 1 << 20), "b": torch.ones(5)}
+    pieces = layout.pack(large, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).manifest.pieces()
+    assert max(piece.nbytes for piece in pieces) == layout.PIECE_BYTES
+    assert sum(piece.nbytes for piece in pieces) == 12 * (1 << 20) + 20
+
+
+# -- several processes
+
+
+def test_a_version_is_kept_in_two_processes(url: str, start: Callable[..., Child]) -> None:
+    holder = start(a_holder, url)
+    holder.hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(4))
+        assert {each.pid for each in store.holders(1)} == {os.getpid(), holder.pid}
+        into = blank(weights())
+        store.get("latest", into)
+        assert bool((into["a"] == 4).all())
+
+
+def test_without_a_second_process_publishing_times_out_and_leaves_nothing(url: str) -> None:
+    with WeightStore(url) as store:
+        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*open it in more"):
+            store.publish(1, weights(), timeout=0.1)
+        assert store.versions() == []
+        with pytest.raises(NoSuchVersion, match="nobody published"):
+            store.get(1, blank(weights()))
+
+
+def test_a_reader_need_not_hold_and_a_publisher_neither(url: str, start: Callable[..., Child]) -> None:
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    with WeightStore(url, hold=False) as store:
+        for version in range(3):
+            store.publish(version, weights(version))
+            assert {each.pid for each in store.holders(version)} == {holder.pid for holder in holders}
+        assert store.get("latest", blank(weights())) == 2
+
+
+def test_publishers_in_two_processes_bring_a_part_each(url: str, start: Callable[..., Child]) -> None:
+    def publisher(pipe: Connection) -> None:
+        with WeightStore(url) as mine:
+            pipe.recv()
+            mine.publish(1, {"theirs": torch.full((700, 700), 2.0)}, part=1, parts=2)
+            pipe.recv()
+
+    other = start(publisher)
+    with WeightStore(url) as store:
+        other.tell("go")
+        store.publish(1, {"mine": torch.full((10,), 1.0)}, part=0, parts=2)
+        store.wait(1, timeout=20)
+        into = {"mine": torch.zeros(10), "theirs": torch.zeros(700, 700)}
+        store.get(1, into)
+        assert bool((into["mine"] == 1).all()) and bool((into["theirs"] == 2).all())
+        other.tell("end")
+        other.end()
+        assert store.get(1, into) == 1
+
+
+def test_a_holder_that_closes_hands_over_what_it_holds(url: str, start: Callable[..., Child]) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(6))
+        holder = start(a_holder, url)
+        assert holder.hear() == [1]
+        store.close()
+    with WeightStore(url, hold=False) as reader:
+        assert [each.pid for each in reader.holders(1)] == [holder.pid]
+        into = blank(weights())
+        assert reader.get("latest", into) == 1 and bool((into["a"] == 6).all())
+
+
+def test_readers_never_see_a_mixture(url: str, start: Callable[..., Child]) -> None:
+    """Versions are published one after the other, filled with their number; each read has one number in every bit."""
+
+    def reader(pipe: Connection) -> None:
+        pipe.send(os.getpid())
+        into = {"small": torch.zeros(100), "large": torch.zeros(1 << 19), "last": torch.zeros(50)}
+        seen = []
+        with WeightStore(url, hold=False) as mine:
+            mine.wait(0)
+            while not seen or seen[-1] < 59:
+                version = mine.get("latest", into)
+                assert all(bool((tensor == version).all()) for tensor in into.values()), version
+                seen.append(version)
+        assert seen == sorted(seen)
+        pipe.send(len(set(seen)))
+
+    holder = start(a_holder, url)
+    holder.hear()
+    readers = [start(reader) for _ in range(2)]
+    for child in readers:
+        child.hear()
+    with WeightStore(url) as store:
+        for version in range(60):
+            sizes = {"small": 100, "large": 1 << 19, "last": 50}
+            store.publish(version, {name: torch.full((size,), float(version)) for name, size in sizes.items()})
+        for child in readers:
+            assert child.hear() > 1
+            child.end()
+
+
+def test_an_idle_holder_costs_little(url: str, start: Callable[..., Child]) -> None:
+    def idler(pipe: Connection) -> None:
+        with WeightStore(url):
+            before = time.process_time()
+            time.sleep(1.0)
+            pipe.send(time.process_time() - before)
+
+    assert start(idler).hear() < 0.05
+
+
+def test_nothing_is_left_behind(url: str, start: Callable[..., Child]) -> None:
+    start(a_holder, url).hear()
+
+    def use() -> None:
+        with WeightStore(url) as store:
+            store.publish(store.latest() or 1, weights(3))
+            store.get("latest", blank(weights()))
+
+    use()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    threads = threading.active_count()
+    for _ in range(3):
+        use()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert threading.active_count() == threads
+    assert not [name for name in os.listdir("/dev/shm") if "holdfast-regions" in name]  # noqa: PTH208
+
+
+def test_every_error_of_the_store_is_in_the_tree() -> None:
+    assert issubclass(NoSuchVersion, HoldfastError) and issubclass(StoreTimeout, HoldfastError)

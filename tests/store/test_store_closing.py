@@ -1,0 +1,171 @@
+"""What is published outlives its publisher's store: every order of publishing, closing and dying."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.store import WeightStore
+from holdfast.store.catalog import Catalog, Shard
+from support.children import Child, children
+from support.waiting import eventually
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def a_holder(pipe: Connection, url: str) -> None:
+    with WeightStore(url):
+        pipe.send("open")
+        pipe.recv()
+
+
+def a_part(number: int) -> dict[str, torch.Tensor]:
+    return {f"part {number}": torch.full((300,), float(number))}
+
+
+def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) -> None:
+    """Publish part 0 of version 1, close the store, and die at `point`: "leaving" is between the two steps of closing.
+    With "closed" and no death the process stays, without a store.
+    """
+    store = WeightStore(url, hold=hold)
+    store.publish(1, a_part(0), part=0, parts=2)
+    if point == "leaving":
+        change = store._book.change
+
+        def leave_and_die(transition: Callable[[Catalog], Catalog]) -> tuple[int, Catalog]:
+            change(transition)
+            pipe.send(point)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        store._book.change = leave_and_die  # type: ignore[method-assign]
+    store.close()
+    pipe.send(point)
+    if point == "killed after closing":
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("hold", [True, False], ids=["holding", "publishing only"])
+@pytest.mark.parametrize("point", ["closed", "leaving", "killed after closing"])
+def test_a_part_whose_publish_has_returned_outlives_its_closed_store(
+    url: str, start: Callable[..., Child], point: str, hold: bool
+) -> None:
+    for _ in range(2):
+        start(a_holder, url).hear()
+    publisher = start(a_publisher_of_a_part, url, point, hold)
+    assert publisher.hear() == point
+    if point != "closed":
+        publisher.kill()
+    with WeightStore(url, hold=False) as store:
+        with pytest.raises(Mismatch, match=r"part 0 is being published with other bytes.*later fence"):
+            store.publish(1, a_part(2), part=0, parts=2)
+        store.publish(1, a_part(1), part=1, parts=2)
+        into = {"part 0": torch.zeros(300), "part 1": torch.zeros(300)}
+        assert store.get(1, into) == 1
+        assert all(bool((into[f"part {number}"] == number).all()) for number in (0, 1))
+
+
+def test_a_closed_part_outlives_its_holders_one_after_the_other(url: str, start: Callable[..., Child]) -> None:
+    """A replica's death before, while or after its publisher closes leaves one replica, which is copied."""
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    publisher = start(a_publisher_of_a_part, url, "closed", False)
+    publisher.hear()
+    for _ in range(3):
+        with WeightStore(url, hold=False) as store:
+            eventually(lambda: len(store._book.bury_dead()[1].keeping(_part(store))) == 2)
+        holders.pop(0).kill()
+        holders.append(start(a_holder, url))
+        holders[-1].hear()
+    with WeightStore(url) as store:
+        store.publish(1, a_part(1), part=1, parts=2)
+        eventually(lambda: store.versions() == [1])
+
+
+def _part(store: WeightStore) -> Shard:
+    found = store._book.read()[1].shard(1, 0)
+    assert found is not None
+    return found
+
+
+def test_one_of_two_publishers_of_a_part_dies_and_the_other_has_published(
+    url: str, start: Callable[..., Child]
+) -> None:
+    def publisher(pipe: Connection) -> None:
+        with WeightStore(url) as mine:
+            mine.publish(1, a_part(0), part=0, parts=2)
+            pipe.send("published")
+            pipe.recv()
+
+    first = start(publisher)
+    with WeightStore(url) as store:
+        first.hear()
+        store.publish(1, a_part(0), part=0, parts=2)
+        start(a_holder, url).hear()
+        first.kill()
+        store.publish(1, a_part(1), part=1, parts=2)
+        eventually(lambda: store.versions() == [1])
+
+
+def test_publishing_again_what_is_published_and_failing_withdraws_nothing(
+    url: str, start: Callable[..., Child]
+) -> None:
+    def interrupted(kind: str, _: dict[str, object]) -> None:
+        if kind == "announced" and again:
+            raise KeyboardInterrupt
+
+    again = False
+    start(a_holder, url).hear()
+    with WeightStore(url, observe=interrupted) as store:
+        store.publish(1, a_part(0), part=0, parts=2)
+        again = True
+        with pytest.raises(KeyboardInterrupt):
+            store.publish(1, a_part(0), part=0, parts=2)
+        again = False
+        store.publish(1, a_part(1), part=1, parts=2)
+        assert store.versions() == [1]
+
+
+def test_what_is_still_being_published_is_withdrawn_when_its_store_closes(
+    url: str, start: Callable[..., Child]
+) -> None:
+    """Its thread does not announce it again after that: nobody could take it back."""
+    announced, failures = threading.Event(), []
+
+    def publish() -> None:
+        try:
+            publishing.publish(1, a_part(0))
+        except HoldfastError as error:
+            failures.append(error)
+
+    start(a_holder, url).hear()
+    publishing = WeightStore(url, replicas=3, observe=lambda kind, _: announced.set() if kind == "announced" else None)
+    thread = threading.Thread(target=publish)
+    thread.start()
+    assert announced.wait(10)
+    publishing.close()
+    thread.join(10)
+    assert len(failures) == 1
+    with WeightStore(url) as store:
+        assert store._book.read()[1].versions == ()
+        store.publish(1, a_part(2))
+        assert store.versions() == [1]

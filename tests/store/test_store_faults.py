@@ -1,0 +1,429 @@
+"""The weight store when processes die: publishers, holders and readers, killed and stopped at the worst moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.ft.registers import RegisterAway
+from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
+from holdfast.store.catalog import Catalog
+from support.children import Child, children
+from support.waiting import eventually
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def weights(value: float, size: int = 10_000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(value)), "b": torch.full((7,), float(value))}
+
+
+def read(store: WeightStore, version: int, size: int = 10_000) -> float:
+    """The one value that a version consists of."""
+    into = weights(-1, size)
+    assert store.get(version, into, timeout=10) == version
+    (value,) = set(into["a"].tolist()) | set(into["b"].tolist())
+    return float(value)
+
+
+def pids(store: WeightStore, version: int) -> set[int]:
+    return {holder.pid for holder in store.holders(version)}
+
+
+def a_holder(pipe: Connection, url: str) -> None:
+    with WeightStore(url):
+        pipe.send("open")
+        pipe.recv()
+
+
+def a_publisher(pipe: Connection, url: str, version: int, value: float, point: str, replicas: int) -> None:
+    """Publish, and die at `point`."""
+
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == point:
+            pipe.send(kind)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with WeightStore(url, replicas=replicas, observe=observe) as store:
+        store.publish(version, weights(value))
+    pipe.send("survived")
+
+
+def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..., Child]) -> None:
+    others = [start(a_holder, url) for _ in range(2)]
+    for other in others:
+        other.hear()
+
+    def publisher(pipe: Connection) -> None:
+        with WeightStore(url) as store:
+            store.publish(5, weights(5))
+            pipe.send("published")
+            pipe.recv()
+
+    newest = start(publisher)
+    newest.hear()
+    with WeightStore(url, hold=False) as reader:
+        before = pids(reader, 5)
+        assert newest.pid in before and len(before) == 2
+        newest.kill()
+        assert read(reader, 5) == 5.0
+        eventually(lambda: pids(reader, 5) == {other.pid for other in others})
+        assert reader.latest() == 5
+        assert read(reader, 5) == 5.0
+
+
+def test_the_replica_is_made_again_within_milliseconds(url: str, start: Callable[..., Child]) -> None:
+    """A coarse bound for a busy machine; the figure is the bench's business."""
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(1))
+        (victim,) = (holder for holder in holders if holder.pid in pids(store, 1))
+        victim.kill()
+        began = time.monotonic()
+        eventually(lambda: len(pids(store, 1) - {victim.pid}) == 2)
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("point", ["copied", "announced"])
+def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
+    url: str, start: Callable[..., Child], point: str
+) -> None:
+    """It asks for more replicas than there are processes: it certainly dies before the version is visible."""
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        publisher = start(a_publisher, url, 3, 1.0, point, 4)
+        assert publisher.hear() == point
+        publisher.kill()
+        with pytest.raises(NoSuchVersion):
+            read(store, 3)
+        store.publish(3, weights(2.0))
+        assert store.versions() == [3] and read(store, 3) == 2.0
+
+
+def test_a_publisher_that_dies_after_publishing_has_published(url: str, start: Callable[..., Child]) -> None:
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        publisher = start(a_publisher, url, 3, 1.0, "published", 2)
+        assert publisher.hear() == "published"
+        publisher.kill()
+        assert read(store, 3) == 1.0
+        eventually(lambda: len(pids(store, 3)) == 2 and publisher.pid not in pids(store, 3))
+        with pytest.raises(Mismatch):
+            store.publish(3, weights(2.0))
+
+
+def test_a_part_of_a_dead_publisher_does_not_complete_a_version(url: str, start: Callable[..., Child]) -> None:
+    """Whoever takes its place may bring other bytes for that part."""
+
+    def publisher(pipe: Connection) -> None:
+        with WeightStore(url) as mine:
+            mine.publish(1, {"a": torch.ones(9)}, part=0, parts=2)
+            pipe.send("part 0 is there")
+            pipe.recv()
+
+    with WeightStore(url) as store:
+        start(a_holder, url).hear()
+        dying = start(publisher)
+        dying.hear()
+        dying.kill()
+        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
+        assert store.versions() == []
+        store.publish(1, {"a": torch.full((9,), 2.0)}, part=0, parts=2)
+        into = {"a": torch.zeros(9), "b": torch.zeros(9)}
+        assert store.get(1, into) == 1 and into["a"].tolist() == [2.0] * 9
+
+
+def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callable[..., Child]) -> None:
+    """Two bring the same bytes; the one that was first dies before anybody has a copy of its."""
+    first = start(a_publisher, url, 3, 1.0, "announced", 2)
+    assert first.hear() == "announced"
+    first.kill()
+    with WeightStore(url) as store:
+        start(a_holder, url).hear()
+        store.publish(3, weights(1.0))
+        assert read(store, 3) == 1.0 and first.pid not in pids(store, 3)
+
+
+def test_a_holder_that_dies_in_the_middle_of_a_read(url: str, start: Callable[..., Child]) -> None:
+    size = 16 << 20
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    with WeightStore(url, hold=False) as store:
+        store.publish(1, weights(3.0, size))
+        into = weights(-1, size)
+        preferred = [start(a_holder, url) for _ in range(2)]
+        for holder in holders:
+            began = time.monotonic()
+            store.get(1, into)
+            seconds = time.monotonic() - began
+            killer = Killer(holder.pid, 0.4 * seconds)
+            for tensor in into.values():
+                tensor.fill_(-1)
+            store.get(1, into)
+            killer.join()
+            assert all(bool((tensor == 3.0).all()) for tensor in into.values())
+            eventually(lambda dead=holder.pid: len(pids(store, 1) - {dead}) == 2)
+        assert pids(store, 1) == {holder.pid for holder in preferred}
+
+
+class Killer:
+    """SIGKILLs a process after a while, from a process of its own: the reader's own threads would hold it up."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self._child = os.fork()
+        if self._child == 0:
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+
+    def join(self) -> None:
+        os.waitpid(self._child, 0)
+
+
+def test_when_all_holders_die_the_version_is_lost_and_says_so(url: str, start: Callable[..., Child]) -> None:
+    publisher = start(a_publisher, url, 3, 1.0, "published", 1)
+    assert publisher.hear() == "published"
+    publisher.kill()
+    with WeightStore(url, hold=False) as store:
+        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
+            read(store, 3)
+        assert store.versions() == [] and store.latest() is None
+
+
+def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(
+    url: str, start: Callable[..., Child]
+) -> None:
+    with WeightStore(url) as store:
+        holders = [start(a_holder, url) for _ in range(3)]
+        for holder in holders:
+            holder.hear()
+            holder.stop()
+        holders[1].resume()
+        for version in range(4):
+            store.publish(version, weights(version))
+            assert holders[1].pid in pids(store, version)
+        holders[1].stop()
+        with WeightStore(url, hold=False) as reader:
+            assert read(reader, 3) == 3.0
+        for holder in holders:
+            holder.resume()
+
+
+def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, start: Callable[..., Child]) -> None:
+    happened: list[tuple[str, dict[str, object]]] = []
+    holder = start(a_holder, url)
+    holder.hear()
+    with WeightStore(url, observe=lambda kind, fields: happened.append((kind, fields))) as store:
+        store.publish(1, weights(4.0))
+        (mine,) = (each for each in store.holders(1) if each.pid == os.getpid())
+        for kept in store._keeper._kept.values():
+            kept.memory[100:104] = 99
+        assert read(store, 1) == 4.0, "a process reads its own replica first, and then the other one"
+        assert ("replica_condemned", {"version": 1, "part": 0, "holder": mine.id}) in happened
+        eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
+        holder.kill()
+        assert read(store, 1) == 4.0, "what was wrong was copied anew"
+
+
+def test_wrong_bytes_everywhere_are_an_error(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(4.0))
+        (kept,) = store._keeper._kept.values()
+        kept.memory[100:104] = 99
+        with pytest.raises(CorruptData, match="wrong bytes"):
+            read(store, 1)
+        kept.memory[-100:] = 99
+
+
+def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
+    def pinner(pipe: Connection) -> None:
+        with WeightStore(url, hold=False) as mine:
+            mine.pin(1)
+            pipe.send("pinned")
+            pipe.recv()
+
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1))
+        child = start(pinner)
+        child.hear()
+        for version in (2, 3, 4):
+            store.publish(version, weights(version))
+        assert store.versions() == [1, 3, 4]
+        child.kill()
+        store.publish(5, weights(5))
+        eventually(lambda: store.versions() == [4, 5])
+
+
+def test_of_publishers_that_disagree_one_wins(url: str, start: Callable[..., Child]) -> None:
+    def publisher(pipe: Connection, value: float) -> None:
+        with WeightStore(url) as mine:
+            pipe.recv()
+            for version in range(10):
+                try:
+                    mine.publish(version, weights(value))
+                    pipe.send((version, value))
+                except Mismatch:
+                    pipe.send((version, None))
+            pipe.recv()
+
+    rivals = [start(publisher, float(value)) for value in (1, 2, 3)]
+    for rival in rivals:
+        rival.tell("go")
+    won = [rival.hear() for _ in range(10) for rival in rivals]
+    with WeightStore(url, hold=False) as reader:
+        for version in range(10):
+            values = [value for number, value in won if number == version and value is not None]
+            assert len(values) <= 1
+            if version in reader.versions():
+                assert read(reader, version) == values[0]
+    for rival in rivals:
+        rival.tell("end")
+    for rival in rivals:
+        rival.end()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_holders_die_at_random_and_no_version_is_lost(url: str, start: Callable[..., Child], seed: int) -> None:
+    """One of the three holders is killed and replaced at a random moment, again and again, while versions are
+    published and read. What was published stays, and is never a mixture.
+    """
+    dice = random.Random(seed)
+    holders = [start(a_holder, url) for _ in range(3)]
+    for holder in holders:
+        holder.hear()
+    size = 1 << 19
+    with WeightStore(url, hold=False) as store:
+        for version in range(12):
+            victim = holders.pop(dice.randrange(3))
+            killer = Killer(victim.pid, dice.random() * 0.01)
+            store.publish(version, weights(version, size), timeout=10)
+            assert read(store, version, size) == version
+            killer.join()
+            assert read(store, version, size) == version
+            holders.append(start(a_holder, url))
+            holders[-1].hear()
+            eventually(lambda number=version: len(pids(store, number)) >= 2)
+            assert store.latest() == version
+
+
+def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Child]) -> None:
+    with WeightStore(url, replicas=3) as store:
+        start(a_holder, url).hear()
+        with pytest.raises(StoreTimeout, match="of 3 processes keep part 0"):
+            store.publish(1, weights(1), timeout=0.2)
+        assert store.versions() == []
+        start(a_holder, url).hear()
+        store.publish(1, weights(2))
+        assert read(store, 1) == 2.0
+
+
+def test_versions_that_are_lost_are_told(url: str, start: Callable[..., Child]) -> None:
+    lost: list[object] = []
+
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == "lost":
+            lost.append(fields["version"])
+
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    with WeightStore(url, hold=False, observe=observe) as store:
+        for version in (1, 2, 3):
+            store.publish(version, weights(version))
+        assert lost == []
+        for holder in holders:
+            holder.kill()
+        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
+            read(store, 3)
+        assert lost == [2, 3]
+
+
+def test_what_is_superseded_or_deleted_is_told_but_the_end_of_a_store_is_no_loss(url: str) -> None:
+    told: list[tuple[str, object]] = []
+    with WeightStore(url, replicas=1, observe=lambda kind, fields: told.append((kind, fields["version"]))) as store:
+        for version in (1, 2, 3):
+            store.publish(version, weights(version))
+        store.delete(3)
+    assert [each for each in told if each[0] in ("retired", "lost")] == [("retired", 1), ("retired", 3)]
+
+
+def test_a_lease_that_could_not_be_released_can_be_released_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise RegisterAway(url, "it is locked")
+
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1))
+        lease = store.pin(1)
+        with monkeypatch.context() as broken:
+            broken.setattr(store._book, "change", away)
+            with pytest.raises(RegisterAway):
+                lease.release()
+        lease.release()
+        lease.release()
+        store.delete(1)
+
+
+def test_a_closed_store_pins_nothing(url: str) -> None:
+    with WeightStore(url, replicas=1) as holder:
+        holder.publish(1, weights(1))
+        with WeightStore(url, hold=False) as reader:
+            lease, other = reader.pin(1), holder.pin(1)
+        lease.release()
+        with pytest.raises(Mismatch, match="pinned"):
+            holder.delete(1)
+        other.release()
+        holder.delete(1)
+
+
+def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has read that they are deleted, and acts on it after they were announced anew."""
+    has_read, announced, has_acted = threading.Event(), threading.Event(), threading.Event()
+
+    def observe(kind: str, _: dict[str, object]) -> None:
+        if kind == "announced" and has_read.is_set():
+            announced.set()
+            has_acted.wait(5.0)
+
+    with WeightStore(f"memory://{tmp_path}", observe=observe) as store:
+        store.publish(1, weights(4.0))
+        let_go = store._keeper._let_go
+
+        def late(at: int, catalog: Catalog) -> None:
+            if threading.current_thread() is store._keeper._thread and not catalog.versions:
+                has_read.set()
+                announced.wait(5.0)
+                let_go(at, catalog)
+                has_acted.set()
+            else:
+                let_go(at, catalog)
+
+        monkeypatch.setattr(store._keeper, "_let_go", late)
+        store.delete(1)
+        assert has_read.wait(5.0)
+        store.publish(1, weights(4.0))
+        assert has_acted.is_set()
+        assert read(store, 1) == 4.0

@@ -1,0 +1,146 @@
+"""State dicts of tensors that are odd in kind or layout, whose publisher or first holder dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.store import WeightStore
+from support.children import Child, children
+
+Tensor = torch.Tensor
+SIZES = (5, 70_000)
+"""Elements of a small and of a large tensor: they lie apart in a part, and are read in different ways."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as starter:
+        yield starter
+
+
+def odd(seed: int) -> dict[str, Tensor]:
+    """The same in every process."""
+    torch.manual_seed(seed)
+    state: dict[str, Tensor] = {
+        "a scalar": torch.randn(()),
+        "nothing": torch.empty(0, 3),
+        "one element of a stride": torch.randn(4)[2::4],
+    }
+    for size in SIZES:
+        tied = torch.randn(size)
+        pairs = torch.randn(size, 2)
+        with torch.inference_mode():
+            inferred = torch.randn(size)
+        state |= {
+            f"{size} tied": tied,
+            f"{size} tied to it": tied,
+            f"{size} bool": torch.rand(size) > 0.5,
+            f"{size} complex": torch.randn(size, dtype=torch.complex64),
+            f"{size} conjugate": torch.randn(size, dtype=torch.complex64).conj(),
+            f"{size} negated": torch.randn(size, dtype=torch.complex64).conj().imag,
+            f"{size} bfloat16": torch.randn(size).bfloat16(),
+            f"{size} float8, strided": pairs.to(torch.float8_e4m3fn)[:, 1],
+            f"{size} unsigned, strided": pairs.view(torch.uint32)[:, 0],
+            f"{size} parameter": nn.Parameter(torch.randn(size)),
+            f"{size} leaf": torch.randn(size).requires_grad_(),
+            f"{size} inferred": inferred,
+        }
+    return state
+
+
+def bits(tensor: Tensor) -> bytes:
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return bytes(plain.view(-1).view(torch.uint8).numpy())
+
+
+def targets() -> dict[str, Tensor]:
+    """Tensors that lie as those of `odd` do, with other content."""
+    return odd(99)
+
+
+def a_holder(pipe: Connection, url: str) -> None:
+    with WeightStore(url):
+        pipe.send("open")
+        pipe.recv()
+
+
+def a_publisher(pipe: Connection, url: str, point: str) -> None:
+    def observe(kind: str, _: dict[str, object]) -> None:
+        if kind == point:
+            pipe.send(kind)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with WeightStore(url, observe=observe) as store:
+        store.publish(1, odd(1))
+
+
+def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, start: Callable[..., Child]) -> None:
+    for _ in range(2):
+        start(a_holder, url).hear()
+    publisher = start(a_publisher, url, "published")
+    publisher.hear()
+    publisher.kill()
+    expected, into = odd(1), targets()
+    with WeightStore(url, hold=False) as store:
+        assert store.get(1, into) == 1
+    assert [name for name in expected if bits(into[name]) != bits(expected[name])] == []
+
+
+@pytest.mark.parametrize("point", ["copied", "announced"])
+def test_a_publisher_of_odd_tensors_that_dies_half_way_leaves_nothing_in_the_way(
+    url: str, start: Callable[..., Child], point: str
+) -> None:
+    publisher = start(a_publisher, url, point)
+    publisher.hear()
+    publisher.kill()
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        store.publish(1, odd(2))
+        into = targets()
+        store.get(1, into)
+    assert [name for name, tensor in odd(2).items() if bits(into[name]) != bits(tensor)] == []
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_targets_are_filled_in_whatever_mode_they_and_the_caller_are(
+    tmp_path: Path, mode: Callable[..., object]
+) -> None:
+    with WeightStore(f"memory://{tmp_path}") as store:
+        store.publish(1, odd(1))
+        into, expected = targets(), odd(1)
+        with mode():  # type: ignore[attr-defined]
+            store.publish(2, odd(1))
+            for version in (1, 2):
+                store.get(version, into)
+        assert [name for name in expected if bits(into[name]) != bits(expected[name])] == []
+
+
+def test_a_tensor_without_memory_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    freed = torch.ones(9)
+    freed.untyped_storage().resize_(0)
+    with WeightStore(f"memory://{tmp_path}") as store:
+        store.publish(1, {"there": torch.ones(9), "other": torch.ones(9)})
+        for other in (torch.ones(9, device="meta"), freed):
+            there = torch.zeros(9)
+            with pytest.raises(Unsupported, match="'other'"):
+                store.get(1, {"there": there, "other": other})
+            with pytest.raises(Unsupported, match="'other'"):
+                store.publish(2, {"there": there, "other": other})
+            assert float(there.sum()) == 0
+        with pytest.raises(Mismatch, match="float32"):
+            store.get(1, {"there": torch.zeros(9), "other": torch.zeros(9, dtype=torch.int32)})
+        assert store.versions() == [1]

@@ -1,0 +1,53 @@
+"""The source tree: its modules, and what they import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
+
+
+NAMESPACE = Path("harness/namespace")
+"""What lies in `holdfast` itself, and in no subpackage of it."""
+
+
+def modules() -> list[Path]:
+    """Every Python file of the six packages, relative to the root."""
+    return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full module name) of every import in a file, wherever it stands; `from a import b` counts as a.b too."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    """`comms/errors.py` is `holdfast.comms.errors`."""
+    parts = path.with_suffix("").parts
+    return ".".join(("holdfast", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def runtime_imports(path: Path, *, eager: bool = False) -> Iterator[tuple[int, str]]:
+    """The imports of a file, without those for type checkers; with `eager` without those in functions, too."""
+    source = ast.parse((ROOT / path).read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    hidden = {
+        child.lineno
+        for node in ast.walk(source)
+        if (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
+        or (eager and isinstance(node, functions))
+        for child in ast.walk(node)
+        if isinstance(child, ast.stmt)
+    }
+    return ((line, name) for line, name in imports(path) if line not in hidden)

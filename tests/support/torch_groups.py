@@ -1,0 +1,41 @@
+"""Process groups of torch over the ranks of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms import Communicator
+from holdfast.harness import LocalCluster
+
+T = TypeVar("T")
+
+
+ENVIRON = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def in_group(cluster: LocalCluster, path: Path, body: Callable[[int, int], T], backend: str = "holdfast") -> list[T]:
+    """`body(rank, size)` on every rank, inside a default process group."""
+
+    def run(comm: Communicator) -> T:
+        import holdfast.comms.torchdist  # noqa: F401  # registers the name
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{path}/{backend}",
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=timedelta(seconds=60),
+        )
+        try:
+            return body(comm.rank, comm.size)
+        finally:
+            dist.destroy_process_group()
+
+    return cluster.run(run)
