@@ -56,8 +56,8 @@ _API = (
     "slow_link",
 )
 _HOMES = {
-    **dict.fromkeys(_API, "api"),
-    **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "scenario"),
+    **dict.fromkeys(_API, "holdfast.harness.chaos.api"),
+    **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "holdfast.harness.chaos.scenario.scenario"),
     "FaultType": "holdfast.harness.chaos.scenario.fault_type",
     "FaultContext": "holdfast.harness.chaos.run.fault_context",
     "schedule": "holdfast.harness.chaos.scenario.planning",

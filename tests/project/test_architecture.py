@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -339,3 +340,11 @@ def test_errors_are_told_by_their_type_and_not_by_their_words() -> None:
                 if isinstance(node.left, ast.Constant) and words in ("str(error)", "str(over)", "str(failure)"):
                     wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.parametrize("package", ["holdfast.ft", "holdfast.harness", "holdfast.harness.chaos"])
+def test_every_public_name_is_imported_on_demand(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match="no public name 'nothing'"):
+        _ = module.nothing
