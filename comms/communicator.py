@@ -232,6 +232,12 @@ class Communicator(Collectives):
         self.close()
 
 
+def discard_unconnected(communicator: Communicator) -> None:
+    """End a communicator that its ranks never used, whose transport the backend has closed itself."""
+    communicator._dropped.detach()
+    communicator._executor.discard()
+
+
 def _dropped(executor: Executor, memories: Sequence[WindowMemory], what: str) -> None:
     """A communicator was collected that was not closed: close it, in a thread of its own, for this may be anywhere."""
 

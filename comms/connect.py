@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms import rendezvous as places
-from holdfast.comms.communicator import Communicator
+from holdfast.comms.communicator import Communicator, discard_unconnected
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.registry import registry
@@ -273,10 +273,19 @@ def _build(
     made: list[Communicator] = []
 
     def make(transport: Transport) -> None:
-        made[:] = [Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more)]
+        discard()
+        made.append(Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more))
+
+    def discard() -> None:
+        while made:
+            discard_unconnected(made.pop())
 
     context = told(meanwhile=make)
-    transport = _connect(info.connect, context)
+    try:
+        transport = _connect(info.connect, context)
+    except BaseException:
+        discard()
+        raise
     if not made or made[0].transport is not transport:
         make(transport)
     return made.pop()  # what was made may hold `make`, and must not hold the communicator

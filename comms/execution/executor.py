@@ -332,6 +332,13 @@ class Executor:
         with contextlib.suppress(HoldfastError):
             self.close()
 
+    def discard(self) -> None:
+        """Refuse all ops, and leave the transport alone: its owner has closed it. For an executor that ran none."""
+        with self._ending:
+            self._closed = True
+            if self._over is None:
+                self._over, self._order.over = Revoked(self._epoch, "closed"), True
+
     def close(self) -> None:
         """Abort what is pending and release the transport. Idempotent."""
         with self._ending:

@@ -44,7 +44,8 @@ class Context:
     `previous` is the transport of the epoch before, whose ops have ended; what is good of it may be kept.
     `connect_payload` is up to four whole numbers for the others, which a transport may carry
     (`Transport.connect_payloads`). A backend whose rank has done its part, and waits for the others, may call
-    `meanwhile(transport)`: what is to be made of the transport is made while they come.
+    `meanwhile(transport)`: what is to be made of the transport is made while they come. If the backend then raises, or
+    returns another transport, it closes this one itself.
     """
 
     rank: int

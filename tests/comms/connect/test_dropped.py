@@ -1,7 +1,9 @@
-"""A communicator that nobody holds any more, and nobody closed: it says so here, and goodbye to its peers."""
+"""Communicators that are dropped without `close()`: they warn here, and take leave of their peers."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import threading
 import time
@@ -11,9 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast import comms
+from holdfast.backends.inproc import transport as inproc
+from holdfast.backends.inproc.transport import InprocTransport
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.connect import connect_members
+from holdfast.comms.plugins.spec import BackendInfo, hookimpl
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 
 
@@ -99,3 +108,57 @@ def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> Non
     with LocalCluster(2, backend, timeout=60.0) as cluster:
         dropped, said = cluster.run(body)
     assert dropped == "dropped" and said in ("PeerFailed", "Revoked"), said
+
+
+# -- a backend that closes its transport itself, after a communicator was made of it (`Context.meanwhile`)
+
+
+def fail(context: Context) -> InprocTransport:
+    """Hand over a transport while the ranks meet, then close it: connecting has failed."""
+    transport = inproc.connect(context)
+    context.meanwhile(transport)
+    transport.close()
+    raise PeerFailed((1,), "it did not come")
+
+
+def move(context: Context) -> InprocTransport:
+    """Hand over a transport, then close it and return another one."""
+    with contextlib.suppress(PeerFailed):
+        fail(context)
+    return inproc.connect(context)
+
+
+@pytest.mark.parametrize(("connect", "connects"), [(fail, False), (move, True)])
+def test_a_transport_that_its_backend_closed_is_not_closed_again(
+    connect: Callable[[Context], InprocTransport],
+    connects: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    plugin = Plugin(connect)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    comms.register(plugin)
+    try:
+        with contextlib.ExitStack() as stack:
+            if not connects:
+                stack.enter_context(pytest.raises(PeerFailed))
+            store, peers = dist.HashStore(), [this_process()]
+            connect_members("handing-over", rank=0, size=1, store=store, peers=peers, epoch=0).close()
+        gc.collect()
+        assert settled()
+    finally:
+        comms.unregister(plugin)
+    assert not failures
+    assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]
+
+
+class Plugin:
+    """A backend `handing-over` that connects by a given function."""
+
+    def __init__(self, connect: Callable[[Context], InprocTransport]) -> None:
+        self._info = dataclasses.replace(inproc.holdfast_backends()[0], name="handing-over", connect=connect)
+
+    @hookimpl
+    def holdfast_backends(self) -> list[BackendInfo]:
+        return [self._info]
