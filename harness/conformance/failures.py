@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, closed or aborted while others wait for them: nobody hangs, everybody learns who.
+"""Ranks that are killed, stopped, closed or aborted end the waits of their peers, which learn the failed rank.
 
 Fixtures: `backend`, the name of the backend that is checked; `process_backend`, the same if its ranks are processes.
 """
@@ -18,7 +18,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, StillRunning
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import held
+from holdfast.harness.conformance.aftermath import growth, held, wait_for_files
 
 SIZES = (2, 300_000)
 """Elements: one that fits into a slot, one that does not."""
@@ -44,7 +44,9 @@ def test_a_killed_rank_is_named_by_all_others(
 ) -> None:
     def body(comm: Communicator) -> None:
         comm.barrier()
+        (tmp_path / f"{comm.rank} left the barrier").touch()
         if comm.rank == 1:
+            wait_for_files(tmp_path / "0 left the barrier", tmp_path / "2 left the barrier")
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
@@ -56,7 +58,8 @@ def test_a_killed_rank_is_named_by_all_others(
         (tmp_path / str(comm.rank)).write_text(outcome)
 
     environ = {"HOLDFAST_CHECK": checks}
-    with LocalCluster(3, process_backend, timeout=20.0, environ=environ) as cluster, pytest.raises(HoldfastError):
+    cluster = LocalCluster(3, process_backend, timeout=20.0, grace=15.0, environ=environ)
+    with cluster, pytest.raises(HoldfastError):
         cluster.run(body)
     for rank in (0, 2):
         seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
@@ -76,7 +79,7 @@ def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, ch
         except (OpTimeout, Revoked) as error:
             (tmp_path / str(comm.rank)).write_text(str(error))
         if comm.rank == 0:
-            _wait_for(tmp_path / "2")  # the death of rank 1 would be another way out
+            wait_for_files(tmp_path / "2")  # the death of rank 1 would be another way out
             os.kill(pids[1], signal.SIGKILL)
 
     environ = {"HOLDFAST_CHECK": checks}
@@ -87,21 +90,23 @@ def test_a_stopped_rank_ends_in_a_timeout_that_names_it(process_backend: str, ch
     assert all("rank 1" in each for each in said)
 
 
-def test_abort_frees_a_blocked_op_from_another_thread(backend: str) -> None:
+def test_abort_frees_a_blocked_op_from_another_thread(backend: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> float:
         comm.barrier()
         if comm.rank == 0:
-            time.sleep(0.3)
+            wait_for_files(tmp_path / "freed")
             comm.abort("enough")
             return 0.0
         threading.Timer(0.1, comm.abort, ["called off"]).start()
         began = time.monotonic()
         with pytest.raises(Revoked, match="called off"):
             comm.all_reduce(torch.ones(2))
-        return time.monotonic() - began
+        took = time.monotonic() - began
+        (tmp_path / "freed").touch()
+        return took
 
     with LocalCluster(2, backend) as cluster:
-        assert cluster.run(body)[1] < 2.0
+        assert cluster.run(body)[1] < 5.0
 
 
 def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> None:
@@ -157,27 +162,28 @@ def test_an_async_op_carries_its_error(backend: str, tmp_path: Path) -> None:
             with pytest.raises(OpTimeout) as caught:
                 work.wait()
             assert work.done() and str(work.exception()) == str(caught.value)
-            with pytest.raises(OpTimeout) as again:  # an equal error each time, whose traceback does not grow
+            with pytest.raises(OpTimeout) as again:  # an equal error each time, so its traceback does not grow
                 work.wait()
             assert again.value is not caught.value and str(again.value) == str(caught.value)
             assert caught.value.op == "all_reduce"
             (tmp_path / "late").touch()
         else:
-            _wait_for(tmp_path / "late")
+            wait_for_files(tmp_path / "late")
 
     with LocalCluster(2, backend) as cluster:
         cluster.run(body)
 
 
-def test_a_wait_may_time_out_while_the_op_goes_on(backend: str) -> None:
+def test_a_wait_may_time_out_while_the_op_goes_on(backend: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
             work = comm.barrier(async_op=True)
             with pytest.raises(StillRunning):
                 work.wait(timeout=0.05)
+            (tmp_path / "waited").touch()
             work.wait(timeout=10.0)
         else:
-            time.sleep(0.4)
+            wait_for_files(tmp_path / "waited")
             comm.barrier()
 
     with LocalCluster(2, backend) as cluster:
@@ -196,7 +202,7 @@ def test_an_op_behind_one_that_may_wait_longer_ends_by_its_own_timeout(backend: 
                 earlier.wait()
             (tmp_path / "late").touch()
         else:
-            _wait_for(tmp_path / "late")
+            wait_for_files(tmp_path / "late")
 
     with LocalCluster(2, backend) as cluster:
         cluster.run(body)
@@ -219,7 +225,7 @@ def test_a_rank_that_closes_ends_the_wait_of_the_others(backend: str) -> None:
 
 
 def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> None:
-    """Aborted in the middle of an op and built again, in one process: descriptors, threads and maps stay as many."""
+    """Abort communicators in the middle of an op and build them again: descriptors, threads and maps do not grow."""
 
     def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
         start = held("holdfast-")
@@ -233,16 +239,8 @@ def test_a_hundred_communicators_leave_nothing_behind(process_backend: str) -> N
                     part.barrier(timeout=10.0)
             part.close()
             comm.barrier()
-        time.sleep(0.1)
-        return tuple(b - a for a, b in zip(start, held("holdfast-"), strict=True))  # type: ignore[return-value]
+        return growth(start, "holdfast-")
 
     with LocalCluster(2, process_backend, timeout=100.0) as cluster:
         for grown in cluster.run(body, 100 if process_backend == "shm" else 30):
             assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
-
-
-def _wait_for(path: Path) -> None:
-    """Return once the file is there, or after ten seconds."""
-    deadline = time.monotonic() + 10.0
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)

@@ -18,8 +18,9 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import outlived
+from holdfast.harness.conformance.aftermath import outlived, wait_for_files
 from holdfast.harness.conformance.capability import capabilities
 
 CARRIER = "gloo"
@@ -120,7 +121,7 @@ def test_a_region_closed_in_the_middle_of_reads_gives_no_later_bytes(planed: str
 # -- the memory of other processes
 
 
-def test_the_memory_of_a_process_that_sleeps(planed_processes: str) -> None:
+def test_the_memory_of_a_process_that_sleeps(planed_processes: str, tmp_path: Path) -> None:
     name = planed_processes
 
     def body(comm: Communicator) -> float:
@@ -130,19 +131,20 @@ def test_the_memory_of_a_process_that_sleeps(planed_processes: str) -> None:
             handles = [Handle.decode(text) for text in comm.all_gather_object(region.handle.encode())]
             began = time.monotonic()
             if comm.rank == 1:
-                time.sleep(1.5)
+                wait_for_files(tmp_path / "written")
             else:
                 into = torch.zeros_like(mine)
                 plane.read(handles[1], into).wait()
                 assert torch.equal(into, torch.arange(LARGE) + 1)
                 plane.write(handles[1], torch.zeros(9, dtype=torch.int64)).wait()
+                (tmp_path / "written").touch()
             took = time.monotonic() - began
             comm.barrier()
             assert comm.rank == 0 or not mine[:9].any()
         return took
 
     with LocalCluster(2, CARRIER, timeout=30.0) as cluster:
-        assert cluster.run(body)[0] < 1.4
+        assert cluster.run(body)[0] < 5.0, "the owner makes no call for 10 s, unless the copies are done"
 
 
 def test_the_memory_of_a_stopped_process_is_read_or_times_out(planed_processes: str, tmp_path: Path) -> None:
@@ -156,7 +158,8 @@ def test_the_memory_of_a_stopped_process_is_read_or_times_out(planed_processes: 
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return
-            time.sleep(0.1)
+            while not is_stopped(pids[1]):
+                time.sleep(0.01)
             into, late = torch.full((LARGE,), 7), False
             try:
                 plane.read(handle, into, timeout=1.0).wait()

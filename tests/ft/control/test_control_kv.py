@@ -226,7 +226,7 @@ def test_a_group_that_is_being_built_fails_at_once_when_the_host_is_killed() -> 
             host.kill()
             killed = time.monotonic()
             builder.join(10.0)
-            assert time.monotonic() - killed < 2.0
+            assert time.monotonic() - killed < 5.0
         assert [type(error) for error in errors] == [ConnectionLost]
 
 

@@ -35,6 +35,7 @@ from holdfast.ft.membership import events as v
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
+from holdfast.harness.bench.recovery.evictions import HOGS, measure
 from support.children import children
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
@@ -486,3 +487,21 @@ def test_ours_are_offered_like_anybodys_and_can_work_here() -> None:
     registry.register(own_detectors)
     assert list(registry.detectors) == ["pidfd", "heartbeat", "observers", "transport", "progress"]
     assert all(isinstance(each.probe(), Available) for each in registry.detectors.values())
+
+
+# -- slow ranks; `holdfast bench evictions` tries it for longer
+
+
+def test_slow_ranks_on_too_few_cores_are_not_evicted() -> None:
+    cores = min(2, len(os.sched_getaffinity(0)))
+    found = measure(4.0, ranks=4, cores=cores, suspect=0.3)
+    assert found.evictions == []
+    assert found.epochs == 1
+    assert set(found.hogs) <= set(HOGS) and sum(found.hogs.values()) > 0
+    assert found.rounds > 0
+
+
+@pytest.mark.parametrize(("options", "words"), [({"cores": 10**6}, "may use"), ({"ranks": 1}, "at least 2")])
+def test_bench_evictions_refuses_what_it_cannot_run(options: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        measure(1.0, **options)

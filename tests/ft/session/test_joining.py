@@ -437,13 +437,13 @@ def test_a_session_leaves_no_threads_and_no_descriptors(contract: dict[str, Any]
             one_step(session)
             assert any(thread.name.startswith("holdfast-") for thread in threading.enumerate())
     eventually(lambda: set(threading.enumerate()) <= threads)  # a call of the register may end a moment later
-    assert open_descriptors() == before
+    eventually(lambda: open_descriptors() <= before)
 
 
 def test_a_session_that_cannot_start_leaves_nothing_behind(contract: dict[str, Any]) -> None:
     threads = set(threading.enumerate())
     with pytest.raises(ValueError, match="none of this machine"):
         Session(**contract, size=1, host="203.0.113.1")
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     with Register.open(contract["register"]) as register:
         assert register.read() is None

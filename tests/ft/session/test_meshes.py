@@ -19,7 +19,7 @@ from holdfast.ft import Session, ShardSums, Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.processes.zygote_client import zygote
-from support.sharded_model import build
+from support.torch_groups import sharded_model
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 6
@@ -53,7 +53,7 @@ def tensor_parallel(mesh: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)}
 
 
-BUILDS = {"replicate": (build, replicas, 7), "data": (tensor_parallel, pairs, 8)}
+BUILDS = {"replicate": (sharded_model, replicas, 7), "data": (tensor_parallel, pairs, 8)}
 
 
 def train(
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_a_mesh_can_be_read_on_another_of_its_kind(tmp_path: Pat
 def test_a_mesh_that_cannot_work_is_refused(mesh: Any, said: str) -> None:
     def refused(session: Session) -> str:
         try:
-            things = session.attach_sharded(build, copies=0, mesh=mesh)
+            things = session.attach_sharded(sharded_model, copies=0, mesh=mesh)
             for attempt in session.steps(1):
                 with attempt:
                     assert things["model"]
@@ -192,7 +192,7 @@ def test_state_on_a_mesh_of_ones_own_is_refused() -> None:
     def own(mesh: Any) -> dict[str, Any]:
         from torch.distributed.device_mesh import init_device_mesh
 
-        return build(init_device_mesh("cpu", (2, 1), mesh_dim_names=("mine", "too")))
+        return sharded_model(init_device_mesh("cpu", (2, 1), mesh_dim_names=("mine", "too")))
 
     def careless(session: Session) -> None:
         session.attach_sharded(own)

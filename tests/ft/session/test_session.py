@@ -158,7 +158,7 @@ def test_a_stopped_rank_is_fenced_and_replaced() -> None:
         fenced = job.wait_for("fenced")
         results = job.results()
         assert_exact(job, results, 3, 100)
-    assert 0.3 < fenced["time"] - began < 3.0
+    assert 0.3 < fenced["time"] - began < 10.0, "an op would take 20 s to time out"
     assert "stopped at each of" in fenced["reason"]
     assert pid not in [result["pid"] for result in results]
 

@@ -32,7 +32,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.processes.zygote_client import zygote
-from support.sharded_model import build
+from support.torch_groups import sharded_model
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 6
@@ -248,7 +248,7 @@ def train(
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Losses and final weights; `kills[step]` are the ranks of the first epoch that end in the middle of that step."""
-    things = session.attach_sharded(build, copies=copies)
+    things = session.attach_sharded(sharded_model, copies=copies)
     if saved:
         session.checkpoints(saved, every=2)
     first, losses, final = None, {}, []
@@ -400,7 +400,7 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
     session.attach("steps", steps)
     session.checkpoints(saved, every=2)
     if sharded:
-        session.attach_sharded(build)
+        session.attach_sharded(sharded_model)
     for attempt in session.steps(total):
         with attempt:
             attempt.comm.barrier()
@@ -457,12 +457,12 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         found = []
         for attempt in (
             lambda: session.attach_sharded(3),  # type: ignore[arg-type]
-            lambda: session.attach_sharded(build, copies=-1),
-            lambda: session.attach_sharded(build, copies="1"),  # type: ignore[arg-type]
-            lambda: session.attach_sharded(build, copies=2),
+            lambda: session.attach_sharded(sharded_model, copies=-1),
+            lambda: session.attach_sharded(sharded_model, copies="1"),  # type: ignore[arg-type]
+            lambda: session.attach_sharded(sharded_model, copies=2),
             lambda: session.checkpoints(str(tmp_path), every=0),
-            lambda: session.attach_sharded(build, copies=0),
-            lambda: session.attach_sharded(build),
+            lambda: session.attach_sharded(sharded_model, copies=0),
+            lambda: session.attach_sharded(sharded_model),
             lambda: session.steps(1),
         ):
             try:
@@ -493,7 +493,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 def test_a_change_outside_of_an_attempt_is_refused() -> None:
     def careless(session: Session) -> None:
-        things = session.attach_sharded(build)
+        things = session.attach_sharded(sharded_model)
         for attempt in session.steps(3):
             with attempt:
                 pass

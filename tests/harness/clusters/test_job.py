@@ -11,7 +11,9 @@ import torch
 
 from holdfast.comms import Unsupported
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.telemetry.event import Event
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
+from holdfast.harness.cluster.spares import standing_by
 
 QUICK = {"timeouts": Timeouts(heartbeat=0.1, suspect=1.0, operation=10.0, rebuild=5.0, join=10.0)}
 
@@ -211,3 +213,20 @@ def test_closing_ends_a_running_job() -> None:
         job.close()
         assert not files.exists()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+# -- spares, from the events of a job
+
+TOLD = Event(1.0, "spare", 3, "spare", {"epoch": 2, "to": ["first", "second"]})
+
+
+def welcomed(by: str) -> Event:
+    return Event(2.0, by, 1, "welcomed", {"spare": "spare"})
+
+
+def test_a_spare_stands_by_once_all_members_that_it_told_have_welcomed_it() -> None:
+    assert standing_by([]) == set()
+    assert standing_by([TOLD]) == set()
+    assert standing_by([TOLD, welcomed("first")]) == set()
+    assert standing_by([TOLD, welcomed("first"), welcomed("first")]) == set()
+    assert standing_by([welcomed("second"), TOLD, welcomed("first")]) == {"spare"}

@@ -1,16 +1,36 @@
-"""`holdfast bench overhead` measures what it says: every variant, and steps with and without a session."""
+"""`holdfast bench overhead` and `holdfast bench layer` measure every variant that they list."""
 
 from __future__ import annotations
 
-from holdfast.harness.bench.overhead.overhead import VARIANTS, run, table
+import pytest
+
+from holdfast.comms.errors import Unsupported
+from holdfast.harness.bench.overhead import layer, overhead
 
 
-def test_every_part_is_measured() -> None:
-    cost = run(rounds=8, work_ms=1.0)
-    assert [op.variant for op in cost.ops] == list(VARIANTS)
+def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() -> None:
+    cost = overhead.run(rounds=8, work_ms=1.0)
+    assert [op.variant for op in cost.ops] == list(overhead.VARIANTS)
     assert cost.ops[0].ratio == 1
     assert all(op.us > 0 and op.alone_us > 0 for op in cost.ops)
     assert 0 < cost.ops[1].alone_extra_us < 100
     assert cost.step.bare_ms >= 0.1
     assert 0 < cost.step.background < 1
-    assert "under ft.Session" in table(cost)
+    assert "under ft.Session" in overhead.table(cost)
+
+
+@pytest.mark.parametrize("backend", sorted(layer.WAYS))
+def test_layer_measures_each_way_at_each_size(backend: str) -> None:
+    ways = layer.WAYS[backend]
+    cost = layer.run(backend, [8, 65_536], rounds=6)
+    assert [(call.nbytes, call.way) for call in cost.calls] == [(n, way) for n in (8, 65_536) for way in ways]
+    for call in cost.calls:
+        assert 0 < call.least_us <= call.us
+        if call.way == ways[0]:
+            assert (call.extra_us, call.speed) == (0, 1)
+    assert layer.HOLDFAST in layer.table(cost)
+
+
+def test_layer_refuses_a_transport_that_wraps_no_library() -> None:
+    with pytest.raises(Unsupported, match="shm"):
+        layer.run("shm", [8])

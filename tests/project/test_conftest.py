@@ -1,4 +1,4 @@
-"""The leak check of `conftest.py`, on test sessions that leak: it must fail them, and name what leaked."""
+"""`conftest.py` fails sessions that leak and names the leak; it restores signals that a shell ignores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from support.source_tree import ROOT
+
+TESTS = ROOT / "tests"
 
 LEAKING = """
     import os, socket, subprocess, threading, time
@@ -86,3 +88,16 @@ def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "3 skipped: there is no GPU" in done.stdout
+
+
+IGNORED = "print(next(line for line in open('/proc/self/status') if line.startswith('SigIgn')).split()[1])"
+
+
+def test_children_of_tests_in_the_background_start_with_default_dispositions() -> None:
+    """`make test &`: a shell ignores SIGINT for its jobs in the background; children must not inherit that."""
+    start = f"subprocess.run([sys.executable, '-c', {IGNORED!r}])"
+    body = f"import subprocess, sys; from support import dispositions; dispositions.restore(); {start}"
+    command = ["sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh", sys.executable, "-c", body]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=60.0, check=True)
+    ignored = int(done.stdout, 16)
+    assert not ignored & (1 << 1 | 1 << 2 | 1 << 0), "SIGINT is 2, SIGQUIT 3, SIGHUP 1"
