@@ -53,7 +53,7 @@ def main() -> None:
                 total = torch.empty(1 + sum(p.numel() for p in model.parameters()))
                 sum_contributions(attempt.comm, parts, total)
             if attempt.committed:
-                loss, mean = total[0] / SHARDS, total[1:] / SHARDS
+                loss, mean = total[0] / attempt.total_shards, total[1:] / attempt.total_shards
                 for parameter, part in zip(model.parameters(), mean.split([8, 1]), strict=True):
                     parameter.grad = part.view_as(parameter)
                 optimizer.step()

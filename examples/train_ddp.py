@@ -68,7 +68,7 @@ def train(session: ft.Session, steps: int, kill_rank: int = -1, kill_step: int =
             loss = torch.zeros(1, dtype=torch.float64)
             for turn in sums.turns():
                 tokens = batch(attempt.step, turn.shard)
-                part = replica(input_ids=tokens, labels=tokens).loss / SHARDS
+                part = replica(input_ids=tokens, labels=tokens).loss / attempt.total_shards
                 if (
                     (attempt.rank, attempt.step) == (kill_rank, kill_step)
                     and attempt.epoch == first.epoch

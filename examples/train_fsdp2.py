@@ -99,7 +99,7 @@ def train(
             loss = torch.zeros(1, dtype=torch.float64)
             for turn in sums.turns():
                 tokens = batch(attempt.step, turn.shard)
-                part = model(input_ids=tokens, labels=tokens).loss / SHARDS
+                part = model(input_ids=tokens, labels=tokens).loss / attempt.total_shards
                 if (
                     (attempt.rank, attempt.step) == (kill_rank, kill_step)
                     and attempt.epoch == first.epoch

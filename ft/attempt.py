@@ -1,4 +1,4 @@
-"""One try at one step: what `Session.steps` yields, to be entered with `with`."""
+"""One attempt at one step: `Session.steps` yields it, the caller enters it with `with`."""
 
 from __future__ import annotations
 
@@ -13,58 +13,71 @@ if TYPE_CHECKING:
     from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
 
 FAILURES = (PeerFailed, Revoked, OpTimeout)
-"""What the death of a peer can look like inside an attempt."""
+"""The errors that the death of a peer can cause inside an attempt."""
+
+
+_READABLE = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards")
+"""What a forked child can still read of its parent's attempt."""
 
 
 class Transaction(Protocol):
-    """What an attempt needs of its session."""
+    """The part of a session that an attempt calls."""
 
     def commit(self) -> None:
         """Agree that the step is done. Raises one of `FAILURES`."""
 
     def recover(self, failure: HoldfastError) -> bool:
-        """Wait for the next epoch; whether the step turned out to be committed. Raises if there is no next epoch."""
+        """Wait for the next epoch; return whether the step was committed. Raises if there is no next epoch."""
 
     def process_group(self) -> BorrowedProcessGroup:
-        """torch's default process group, over the communicator of the epoch at hand."""
+        """torch's default process group over the communicator of the current epoch."""
 
 
 class Attempt:
-    """One try at step number `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
+    """One attempt at step `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
 
-    `shards` are the parts of the step that are this rank's, of `total`: together the ranks have each of them once.
-    After the `with` block `committed` says whether the step is done, on all ranks alike. If it is not, a peer has
-    failed, and the same step comes again.
+    A step's work is divided into `total_shards` shards, numbered from 0: the number that `ft.Session(shards=...)` set
+    for the job (default: its `size`), the same in every epoch. `shards` are the numbers of this rank's shards; each
+    shard belongs to one rank. A mean over the whole step is the sum over all shards divided by `total_shards`.
+
+    After the `with` block, `committed` says whether the step is done, alike on all ranks. If it is not, a peer has
+    failed, and `Session.steps` yields the same step again.
     """
 
-    def __init__(self, transaction: Transaction, comm: Communicator, step: int, total: int) -> None:
+    def __init__(self, transaction: Transaction, comm: Communicator, step: int, total_shards: int) -> None:
         self.step = step
         self.comm = comm
         self.epoch = comm.epoch
         self.rank = comm.rank
-        self.total = total
+        self.total_shards = total_shards
         self.shards = self.share(comm.rank, comm.size)
         self.committed = False
         self.entered = False
         self.settled = False
         self._transaction = transaction
-        forks.own(self, f"the attempt at step {step}", ("step", "comm", "epoch", "rank", "total", "shards"))
+        forks.own(self, f"the attempt at step {step}", _READABLE)
 
     def __repr__(self) -> str:
         state = ", committed" * self.committed
         return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
 
+    @property
+    def total(self) -> int:
+        """The same as `total_shards`, which is the name to use."""
+        return self.total_shards
+
     def share(self, part: int, parts: int) -> tuple[int, ...]:
-        """The shards of part `part`, if the step is divided into so many: neighbours, as evenly as can be. For ranks
-        that work on the same shards, such as those of one tensor-parallel group.
+        """The shards of part `part`, if the step is divided into `parts`: consecutive numbers, as evenly as possible.
+
+        For ranks that work on the same shards, such as those of one tensor-parallel group.
         """
-        return tuple(range(self.total * part // parts, self.total * (part + 1) // parts))
+        return tuple(range(self.total_shards * part // parts, self.total_shards * (part + 1) // parts))
 
     def process_group(self) -> BorrowedProcessGroup:
-        """torch.distributed's default group in this epoch: what DDP, `fully_shard` and DeviceMesh work over. It runs on
-        `comm` and ends with the epoch, as does what was made over it.
+        """torch.distributed's default group in this epoch, for DDP, `fully_shard` and DeviceMesh.
 
-        Collective only in its subgroups. Raises HoldfastError if torch has another default group in this process.
+        It runs on `comm`. It ends with the epoch, and so does everything that was built on it. Only the creation of
+        subgroups is collective. Raises HoldfastError if torch has another default group in this process.
         """
         return self._transaction.process_group()
 
@@ -94,10 +107,10 @@ class Attempt:
         return True
 
     def _failure_behind(self, error: BaseException) -> HoldfastError | None:
-        """What ended the communicator, if `error` may be how a library says so.
+        """The error that ended the communicator, if `error` may be a library's report of it.
 
-        torch hands on what its callbacks raise (those of DistributedDataParallel's reducer) as RuntimeErrors that have
-        nothing but the text.
+        torch turns what its callbacks raise (those of DistributedDataParallel's reducer) into a RuntimeError that
+        keeps only the text.
         """
         over = self.comm.over
         if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError) or not isinstance(over, FAILURES):

@@ -7,7 +7,7 @@ whoever died. That costs one gradient of memory for each of a rank's shards.
     sums = ShardSums(attempt)
     model = sums.data_parallel(model)               # or sums.fully_sharded(model)
     for turn in sums.turns():
-        loss = model(batch(attempt.step, turn.shard)).loss / SHARDS
+        loss = model(batch(attempt.step, turn.shard)).loss / attempt.total_shards
         loss.backward()
 
 With `fully_shard` over a mesh of two dimensions, replicas of shards (HSDP), it is the same. Where ranks work together
@@ -66,7 +66,7 @@ class ShardSums:
 
         Raises HoldfastError if there are more ranks than shards: then some have nothing to compute.
         """
-        part, parts, total = self._comm.rank, self._comm.size, self._attempt.total
+        part, parts, total = self._comm.rank, self._comm.size, self._attempt.total_shards
         shards, rounds = self._attempt.share(part, parts), -(-total // parts)
         if total < parts:
             raise HoldfastError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -48,6 +49,25 @@ def test_steps_divide_the_shards_and_are_committed_once(process_backend: str) ->
     with cluster(3, process_backend) as ranks:
         job = ranks.start(tally_up, 10)
         assert_exact(job, job.results(), 3, 10)
+
+
+def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> None:
+    def look(session: Session) -> tuple[set[int], set[int]]:
+        seen, sizes = set(), set()
+        for attempt in session.steps(3):
+            with attempt:
+                mine = torch.tensor([len(attempt.shards)])
+                attempt.comm.all_reduce(mine)
+                if (attempt.step, attempt.rank, attempt.comm.size) == (1, 1, 2):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen |= {attempt.total_shards, attempt.total, int(mine)}
+                sizes.add(attempt.comm.size)
+        return seen, sizes
+
+    with cluster(2, shards=5, min_size=1) as ranks:
+        assert ranks.start(look).results()[0] == ({5}, {1, 2})
+    with cluster(1, shards=None) as ranks:
+        assert ranks.start(look).results() == [({1}, {1})], "without `shards`: the size of the job"
 
 
 def test_one_process_is_a_job_too() -> None:
