@@ -46,9 +46,12 @@ def prepare() -> None:
 
 
 def _load() -> None:
-    from holdfast.backends.ucx import prewarmed_worker as standby
+    from holdfast.backends.ucx import (
+        handshake,  # noqa: F401  # to import it is half of the work
+        prewarmed_worker,
+    )
 
-    standby.rehearse()
+    prewarmed_worker.rehearse()
 
 
 def memory() -> MemoryPlane:
