@@ -23,8 +23,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import told_as_local
-from holdfast.ft import departure, error_history, faultpoints
-from holdfast.ft import settings as joining
+from holdfast.ft import departure, error_history, faultpoints, settings
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.commit import voting
 from holdfast.ft.commit.commit_state import CommitState
@@ -94,7 +93,7 @@ class Session(Attachments):
             raise ValueError(f"on_error={on_error!r} is neither 'raise' nor 'replace'")
         self._on_error = on_error
         self._metrics, self._host = telemetry.asked_for(metrics), check_ours(host)
-        self._settings = joining.settle(
+        self._settings = settings.settle(
             backend=backend,
             size=size,
             min_size=min_size,
@@ -107,8 +106,8 @@ class Session(Attachments):
         )
         self._register = Register.open(self._settings.register)
         try:
-            joining.candidate_job(self._settings, self._register.read())
-            joining.check_single(self._settings)
+            settings.candidate_job(self._settings, self._register.read())
+            settings.check_single(self._settings)
             if self._register.lasts:
                 self._register.close()
         except BaseException:
@@ -204,14 +203,14 @@ class Session(Attachments):
             lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
         )
         try:
-            joining.open_single(self._settings)
-        except joining.AlreadyJoined as error:
+            settings.open_single(self._settings)
+        except settings.AlreadyJoined as error:
             self._telemetry.close(error)
             raise
         try:
             self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
         except BaseException as error:
-            joining.close_single(self._settings)
+            settings.close_single(self._settings)
             self._telemetry.close(error)
             raise
         return self
@@ -227,7 +226,7 @@ class Session(Attachments):
         self._comms.close()
         if runtime is not None:
             runtime.close()
-            joining.close_single(self._settings)
+            settings.close_single(self._settings)
         self._register.close()
         if self._telemetry is not None:
             self._telemetry.close(error)

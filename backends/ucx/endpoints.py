@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx import libucp, prewarmed_worker
 from holdfast.backends.ucx.farewells import Tags
 from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
 from holdfast.comms.transport.base import Peer
@@ -49,7 +48,7 @@ class Connections:
         self._tags: deque[Tags] = deque(maxlen=_EPOCHS)
         self._sent: list[tuple[int, torch.Tensor]] = []
         self._dead = 0
-        self.worker: Worker = standby.take(over, self._broke)
+        self.worker: Worker = prewarmed_worker.take(over, self._broke)
         self.name = name_of(self.worker.address)
         self._info = self.worker.lib.ffi.new("ucp_tag_recv_info_t *")
 
@@ -112,4 +111,4 @@ class Connections:
                 self.worker.lib.call.ucp_request_free(request)
             self.worker.close()
             self._sent.clear()
-            standby.left(self.worker.over)
+            prewarmed_worker.left(self.worker.over)

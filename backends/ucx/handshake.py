@@ -13,8 +13,7 @@ import time
 
 import msgspec
 
-from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx import libucp, prewarmed_worker
 from holdfast.backends.ucx.endpoints import Connections, name_of
 from holdfast.backends.ucx.farewells import WORDS, Hello, Met
 from holdfast.backends.ucx.libucp import UcxError
@@ -53,7 +52,7 @@ def connect(context: Context) -> UcxTransport:
         transport.close()
         raise
     if context.previous is None:
-        standby.make(over)
+        prewarmed_worker.make(over)
     return transport
 
 

@@ -28,7 +28,7 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime import messages as notices
+from holdfast.ft.runtime import messages
 from holdfast.ft.runtime.connections import MemberConnections
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.runtime.register import Register
@@ -70,7 +70,7 @@ class Reactor:
         self.table = SharedTable(self._share_soon)
         self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
         self._loop = asyncio.get_running_loop()
-        hears = notices.Listener(
+        hears = messages.Listener(
             core=self.feed,
             beat=self._hear_beat,
             deaths=self._buried,
@@ -82,7 +82,7 @@ class Reactor:
             identity,
             key=settings.key,
             job=settings.name,
-            handlers={**kv.handlers(self.table), **notices.handlers(hears)},
+            handlers={**kv.handlers(self.table), **messages.handlers(hears)},
             on_link=self._linked,
             on_refused=self._refused,
         )
@@ -151,7 +151,7 @@ class Reactor:
 
     def leave(self, reason: str) -> None:
         """Tell the others that this process is gone for the job, as if it had died."""
-        self.links.notify_all(*notices.leave(reason))
+        self.links.notify_all(*messages.leave(reason))
 
     def feed(self, event: v.Event) -> None:
         """One event through the core, its effects into the world."""
@@ -228,17 +228,17 @@ class Reactor:
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
             case v.Announce(view, to, None):
-                self._spread(view, to, notices.install(view))
+                self._spread(view, to, messages.install(view))
             case v.Announce(view, to, change):
                 assert change is not None
-                self._spread(view, to, notices.change(change))
+                self._spread(view, to, messages.change(change))
             case v.Ask():
                 self._asking.read()
             case v.Report(deaths, to):
-                self._tell(to, notices.deaths(deaths))
+                self._tell(to, messages.deaths(deaths))
             case v.Testify(seen, to):
                 for word in seen:
-                    self._tell(to, notices.testimony(word))
+                    self._tell(to, messages.testimony(word))
             case v.AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
@@ -283,7 +283,7 @@ class Reactor:
         if items := self.table.items(view.epoch):  # the session was told before, and has set them
             self._share(view.epoch, items)
 
-    def _spread(self, view: View, to: tuple[Member, ...], notice: notices.Notice) -> None:
+    def _spread(self, view: View, to: tuple[Member, ...], notice: messages.Notice) -> None:
         """Tell of a view; those who were left word of it where they wait, a moment later."""
         epoch, announced_to = self._announced
         if epoch == view.epoch:
@@ -292,7 +292,7 @@ class Reactor:
             self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, notice)
         self._tell(to, notice)
 
-    def _tell(self, to: tuple[Member, ...], notice: notices.Notice) -> None:
+    def _tell(self, to: tuple[Member, ...], notice: messages.Notice) -> None:
         for member in to:
             self.links.deliver(member, *notice)
 
@@ -348,7 +348,7 @@ class Reactor:
         view = self._core.view if self._core is not None else None
         if view is None or view.epoch != epoch or not view.members or view.members[0].id != self._identity:
             return
-        notice = notices.share(epoch, items)
+        notice = messages.share(epoch, items)
         for member in view.members[1:]:
             if only in (None, member.id):
                 self.links.notify(member.id, *notice)
@@ -386,12 +386,12 @@ class Reactor:
 
     def _introduce(self, member: Member) -> None:
         assert self._core is not None
-        self.links.deliver(member, *notices.spare(self._core.me))
+        self.links.deliver(member, *messages.spare(self._core.me))
 
     def _beat(self) -> None:
         """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
         self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
-        self.links.notify_all(*notices.beat(self._core.view if self._core is not None else None))
+        self.links.notify_all(*messages.beat(self._core.view if self._core is not None else None))
         if self._detectors is not None:
             self._detectors.beat()
 
@@ -431,9 +431,9 @@ class Reactor:
 
     def _send_detectors(self, member_id: str | None, body: bytes) -> None:
         if member_id is None:
-            self.links.notify_all(*notices.detect(body))
+            self.links.notify_all(*messages.detect(body))
         else:
-            self.links.notify(member_id, *notices.detect(body))
+            self.links.notify(member_id, *messages.detect(body))
 
     def _hear_beat(self, peer: str, epoch: int) -> None:
         if self._detectors is None:

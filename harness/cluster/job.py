@@ -26,7 +26,7 @@ from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.telemetry.event import event_of
-from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
 from holdfast.harness.cluster.ranks import ClusterSettings
 from holdfast.harness.cluster.results import RankResult, values
@@ -76,7 +76,7 @@ class Job:
         self.processes: tuple[Process, ...] = ()
         self._launch: Launch | None = None
         try:
-            self._target = session_target(portable.dumps((fn, args, kwargs)), options, prepare)
+            self._target = session_target(pickling.dumps((fn, args, kwargs)), options, prepare)
             self._launch = launch(settings.launcher, count)
             for _ in range(count):
                 self._start_process()

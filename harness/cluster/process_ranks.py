@@ -15,7 +15,7 @@ from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
-from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
 from holdfast.harness.cluster.rank_worker import Abort, Call, Link, Raised, Returned, rank_target
 from holdfast.harness.cluster.ranks import ClusterSettings, Ranks
@@ -66,7 +66,7 @@ class ProcessRanks(Ranks):
     ) -> list[RankResult]:
         self._replace_dead()
         self._calls += 1
-        body = portable.dumps((fn, args, kwargs))
+        body = pickling.dumps((fn, args, kwargs))
         meeting = self._directory / f"meeting-{self._calls}"
         try:
             return self._gather(self._issue(body, meeting, timeout), timeout, abort)

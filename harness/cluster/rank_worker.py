@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.comms.communicator import Communicator
-from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
 from holdfast.harness.processes.channel import Channel, ChannelClosed
 
@@ -147,7 +147,7 @@ class RankWorker:
         try:
             fn, args, kwargs = cloudpickle.loads(call.body)
             value = call_connected(call.link, running, fn, args, kwargs)
-            return Returned(call.number, portable.dumps_result(value))
+            return Returned(call.number, pickling.dumps_result(value))
         except BaseException as error:
             return Raised(call.number, running.failed_at or time.monotonic(), pack_error(error))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from holdfast.harness.cluster import pickling as portable
+from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
 from holdfast.harness.processes.channel import Channel
 
@@ -41,7 +41,7 @@ def session_target(
         faulthandler.register(WHERE_ARE_YOU, all_threads=False)
         try:
             own = prepare() if prepare is not None else None
-            ended = Ended(time.monotonic(), portable.dumps_result(_in_session(body, {**options, **(own or {})})))
+            ended = Ended(time.monotonic(), pickling.dumps_result(_in_session(body, {**options, **(own or {})})))
         except BaseException as error:
             ended = Ended(time.monotonic(), error=pack_error(error))
         channel.send(ended, timeout=600.0)

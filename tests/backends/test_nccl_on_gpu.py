@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl import transport
 from holdfast.comms import Communicator, HoldfastError
 from holdfast.harness import LocalCluster
 
@@ -54,14 +54,14 @@ def test_gpu_a_close_that_the_other_rank_does_not_join_is_bounded(tmp_path: Path
 def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_works(tmp_path: Path) -> None:
     def body(outer: Communicator) -> None:
         if outer.rank == 1:
-            connect_over = nccl.connect_over
+            connect_over = transport.connect_over
 
             def die(*_: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            nccl.connect_over = die
+            transport.connect_over = die
             connected(outer, f"{tmp_path}/meet")
-            nccl.connect_over = connect_over
+            transport.connect_over = connect_over
         began = time.monotonic()
         with pytest.raises(HoldfastError):
             connected(outer, f"{tmp_path}/meet", timeout=8.0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided import active_messages as active
+from holdfast.backends.ucx.onesided import active_messages
 from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, Ask, Exposed
 from holdfast.backends.ucx.worker import Transports, Worker
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -45,7 +45,7 @@ class Itself:
         return done()
 
     def finish(self, ask: Ask) -> int:
-        assert self.until(lambda: ask.status != active.WAITING)
+        assert self.until(lambda: ask.status != active_messages.WAITING)
         return ask.status
 
 
@@ -63,10 +63,10 @@ regions = st.sampled_from([REGION, READ_ONLY, 9])
 def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
     """What an owner says to a request for these bytes."""
     if region == 9:
-        return active.GONE
+        return active_messages.GONE
     if offset + nbytes > SIZE or (writing and region == READ_ONLY):
-        return active.REFUSED
-    return active.DONE
+        return active_messages.REFUSED
+    return active_messages.DONE
 
 
 @given(region=regions, offset=offsets, nbytes=st.integers(0, 2 * SIZE), writing=st.booleans())
@@ -80,9 +80,9 @@ def test_bytes_within_a_region_are_moved_and_no_others(
     else:
         ask = itself.messages.read(itself.endpoint, region, offset, mine.data_ptr(), nbytes)
     assert itself.finish(ask) == expected(region, offset, nbytes, writing)
-    if ask.status == active.DONE and writing:
+    if ask.status == active_messages.DONE and writing:
         before[offset : offset + nbytes] = 200
-    elif ask.status == active.DONE:
+    elif ask.status == active_messages.DONE:
         assert torch.equal(mine[:nbytes], before[offset : offset + nbytes])
         assert (mine[nbytes:] == 200).all()
     assert torch.equal(itself.memory, before)
@@ -92,7 +92,7 @@ def test_bytes_within_a_region_are_moved_and_no_others(
     region=regions,
     offset=offsets,
     width=st.sampled_from([0, 1, 2, 4, 8, 255]),
-    kind=st.sampled_from([active.ADD, active.SWAP]),
+    kind=st.sampled_from([active_messages.ADD, active_messages.SWAP]),
     values=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
 )
 def test_an_integer_is_added_to_and_swapped_as_in_a_model(
@@ -102,12 +102,12 @@ def test_an_integer_is_added_to_and_swapped_as_in_a_model(
     ask = itself.messages.update(itself.endpoint, kind, region, offset, width, values)
     status = itself.finish(ask)
     if width not in (4, 8) and region != 9:
-        assert status == active.REFUSED
+        assert status == active_messages.REFUSED
     else:
         assert status == expected(region, offset, width, writing=True)
     found = bytes(itself.memory.tolist())
-    if status == active.DONE:
-        becomes = values[0] if kind == active.ADD else values[1] if values[0] == 0 else 0
+    if status == active_messages.DONE:
+        becomes = values[0] if kind == active_messages.ADD else values[1] if values[0] == 0 else 0
         assert ask.value == 0
         assert found[offset : offset + width] == (becomes % 2 ** (8 * width)).to_bytes(width, "little")
         assert not any(found[:offset]) and not any(found[offset + width :])
@@ -125,7 +125,7 @@ def test_spoilt_messages_change_nothing(itself: Itself, number: int, header: byt
     request = call.ucp_am_send_nbx(itself.endpoint, number, header, len(header), at, len(payload), params)
     itself.worker.finish(request, 5.0)
     ask = itself.messages.read(itself.endpoint, REGION, 0, itself.memory.data_ptr(), 8)
-    assert itself.finish(ask) == active.DONE, "and who asks properly is answered"
+    assert itself.finish(ask) == active_messages.DONE, "and who asks properly is answered"
     assert torch.equal(itself.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 
@@ -135,7 +135,7 @@ def test_a_late_answer_goes_nowhere(itself: Itself) -> None:
     forgotten = itself.messages.read(itself.endpoint, REGION, 0, into.data_ptr(), 8)
     itself.messages.forget(forgotten)
     other = torch.zeros(8, dtype=torch.uint8)
-    assert itself.finish(itself.messages.read(itself.endpoint, REGION, 0, other.data_ptr(), 8)) == active.DONE
+    assert itself.finish(itself.messages.read(itself.endpoint, REGION, 0, other.data_ptr(), 8)) == active_messages.DONE
     assert (other == 1).all()
     assert (into == 0).all()
 
@@ -145,14 +145,14 @@ def test_what_was_withdrawn_is_touched_by_nobody(itself: Itself) -> None:
     itself.messages.expose(11, Exposed(ExposedMemory(memory), True))
     source = torch.ones(8, dtype=torch.uint8)
     under_way = itself.messages.write(itself.endpoint, 11, 0, source.data_ptr(), 8, source)
-    arrived = under_way.status == active.DONE
+    arrived = under_way.status == active_messages.DONE
     itself.messages.withdraw(11)
-    assert itself.finish(under_way) == (active.DONE if arrived else active.GONE)
+    assert itself.finish(under_way) == (active_messages.DONE if arrived else active_messages.GONE)
     assert memory.any() == arrived
 
 
 def test_a_note_reaches_the_owner_as_it_was_sent(itself: Itself) -> None:
     itself.notes.clear()
     ask = itself.messages.note(itself.endpoint, REGION, sender=3, word=5, value=-9, after=2)
-    assert itself.finish(ask) == active.DONE
+    assert itself.finish(ask) == active_messages.DONE
     assert itself.notes == [(3, 5, -9, 2)]

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.ucx import handshake as meeting
-from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx import handshake, prewarmed_worker
 from holdfast.backends.ucx.endpoints import Connections, Link
 from holdfast.backends.ucx.farewells import Hello, Met, parse
 from holdfast.backends.ucx.libucp import UcxError
@@ -267,9 +266,9 @@ def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(
         connections.worker.flush([link.endpoint], seconds=0.2)
         raise UcxError("leaving", -3, "of its own accord")
 
-    look = meeting._Meeting._look_in_store
+    look = handshake._Meeting._look_in_store
 
-    def look_late(self: meeting._Meeting) -> bool:
+    def look_late(self: handshake._Meeting) -> bool:
         if self._published:
             return look(self)
         self._published = True
@@ -280,10 +279,10 @@ def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(
     def body(epochs: Epochs) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             if epochs.me == 0:
-                patch.setattr(meeting._Meeting, "_look_in_store", look_late)
+                patch.setattr(handshake._Meeting, "_look_in_store", look_late)
             else:
-                patch.setattr(meeting, "Connections", type("Leaving", (Connections,), {"link": leave}))
-                patch.setattr(standby, "make", lambda over: None)
+                patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
+                patch.setattr(prewarmed_worker, "make", lambda over: None)
             with pytest.raises((PeerFailed, OpTimeout)):
                 epochs.enter(1, [0, 1], timeout=1.0)
         gone.touch()

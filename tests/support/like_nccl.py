@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.backends.nccl import transport as nccl
+from holdfast.backends.nccl import transport
 from holdfast.backends.nccl.transport import NcclTransport
 from holdfast.comms import HoldfastError
 
@@ -39,7 +39,7 @@ class LikeNccl:
 
     def reduce(self, tensors: list[Tensor], options: Any) -> None:
         """gloo leaves partial sums on the ranks that are not the root."""
-        total = nccl.options(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
+        total = transport.options(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
         mine = tensors[0].clone()
         self.allreduce([mine], total)
         if options.rootRank == self._group.rank():
@@ -53,7 +53,7 @@ class LikeNccl:
             output.copy_(part)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any) -> None:
-        limit = nccl.options(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
+        limit = transport.options(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
         self.allreduce([whole], limit)
         output.copy_(whole.view(self._group.size(), -1)[self._group.rank()])
 
@@ -103,7 +103,7 @@ class OnTheHost(NcclTransport):
     def _all_gather_of_host(self, outputs: Any, tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
             self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
-        elif (whole := nccl._as_one(outputs)) is not None and tensor.numel():
-            self._group._allgather_base(whole, nccl.bytes_of(tensor), nccl.AllgatherOptions()).wait()
+        elif (whole := transport._as_one(outputs)) is not None and tensor.numel():
+            self._group._allgather_base(whole, transport.bytes_of(tensor), transport.AllgatherOptions()).wait()
         elif tensor.numel():
-            self._group.allgather([[nccl.bytes_of(o) for o in outputs]], [nccl.bytes_of(tensor)]).wait()
+            self._group.allgather([[transport.bytes_of(o) for o in outputs]], [transport.bytes_of(tensor)]).wait()

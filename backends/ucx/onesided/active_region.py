@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from holdfast.backends.ucx.onesided import active_messages as active
+from holdfast.backends.ucx.onesided import active_messages
 from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, Ask, Exposed, in_pieces
 from holdfast.backends.ucx.onesided.regions import Address
 from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner
@@ -76,13 +76,13 @@ class AskedRegion:
         in_pieces(nbytes, begin, lambda ask: self._finish(ask, deadline, op), self._messages.forget)
 
     def _finish(self, ask: Ask, deadline: float, op: str) -> None:
-        self.owner.until(lambda: ask.status != active.WAITING, deadline, op)
+        self.owner.until(lambda: ask.status != active_messages.WAITING, deadline, op)
         pid = self.owner.pid
-        if ask.status == active.GONE:
+        if ask.status == active_messages.GONE:
             raise RegionGone(f"process {pid} closed the region; what was read of it must not be used")
-        if ask.status == active.REFUSED:
+        if ask.status == active_messages.REFUSED:
             raise CorruptData(f"process {pid} refuses a {op}: no such bytes in the region; a forged handle")
-        if ask.status == active.BROKEN:
+        if ask.status == active_messages.BROKEN:
             self.owner.check()
             raise ConnectionLost(f"process {pid} could not be asked; its connection broke")
 

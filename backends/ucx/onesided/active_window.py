@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided import active_messages as active
+from holdfast.backends.ucx.onesided import active_messages
 from holdfast.backends.ucx.onesided.active_messages import PIECE_BYTES, PIECES, ActiveMessages, Ask, Exposed, in_pieces
 from holdfast.backends.ucx.onesided.window import UcxWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
@@ -35,8 +35,8 @@ class ActiveSide(OneSidedWorker):
 
     def wait_for(self, ask: Ask, rank: int, deadline: float, op: str) -> None:
         """Return when `rank` has answered. Raises `RegionGone` if it has no such region, or is gone; `OpTimeout`."""
-        self.until(lambda: ask.status != active.WAITING, rank, deadline, op)
-        if ask.status != active.DONE:
+        self.until(lambda: ask.status != active_messages.WAITING, rank, deadline, op)
+        if ask.status != active_messages.DONE:
             self.check(rank, now=True)
             raise RegionGone(f"{op}: rank {rank} has closed its window; make another one")
 
@@ -132,7 +132,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
     def _without_answer(self, rank: int) -> deque[Ask]:
         """What `flush` has to wait for. The lock is held."""
         unanswered = self._unanswered[rank]
-        while unanswered and unanswered[0].status == active.DONE:
+        while unanswered and unanswered[0].status == active_messages.DONE:
             unanswered.popleft()
         return unanswered
 
@@ -163,12 +163,12 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
     # -- atomics
 
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        return self._update(rank, active.ADD, offset, dtype, (value, 0), deadline)
+        return self._update(rank, active_messages.ADD, offset, dtype, (value, 0), deadline)
 
     def compare_swap(
         self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
     ) -> int:
-        return self._update(rank, active.SWAP, offset, dtype, (expected, desired), deadline)
+        return self._update(rank, active_messages.SWAP, offset, dtype, (expected, desired), deadline)
 
     def _update(
         self, rank: int, kind: int, offset: int, dtype: torch.dtype, values: tuple[int, int], deadline: float

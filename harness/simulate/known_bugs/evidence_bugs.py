@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.ft.membership import state_machine as membership
+from holdfast.ft.membership import state_machine
 from holdfast.ft.membership.events import Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.evidence_reporting import Words
@@ -48,10 +48,10 @@ def _without_retractions(standing: Callable[..., Words]) -> object:
 
 @contextmanager
 def _late_words() -> Iterator[None]:
-    heard_out, standing = Evidence.__dict__["_heard_out"], membership.__dict__["standing"]
+    heard_out, standing = Evidence.__dict__["_heard_out"], state_machine.__dict__["standing"]
     with (
         replaced(Evidence, "_heard_out", _any_order(heard_out)),
-        replaced(membership, "standing", _without_retractions(standing)),
+        replaced(state_machine, "standing", _without_retractions(standing)),
     ):
         yield
 

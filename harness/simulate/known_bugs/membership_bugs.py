@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from holdfast.ft.membership import events as v
-from holdfast.ft.membership import state_machine as membership
+from holdfast.ft.membership import state_machine
 from holdfast.ft.membership.next_view import Composition
 from holdfast.ft.membership.state_machine import Membership, Step
 from holdfast.ft.membership.view import View
@@ -294,7 +294,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "minimum ignored",
         "the job goes on with fewer members than it can run with",
         "elastic launchers",
-        membership,
+        state_machine,
         "next_size",
         lambda _: lambda view, lost, waiting: len(view.members),
     ),
@@ -310,7 +310,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "joiners first",
         "newcomers get the first ranks, everybody else another one",
         "NCCL grow: ranks out of order",
-        membership,
+        state_machine,
         "successors",
         _reordered(_newcomers_first),
     ),
@@ -318,7 +318,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "replacement comes last",
         "a spare does not take the dead rank's place: all after that move up",
         "ULFM shrink and spawn",
-        membership,
+        state_machine,
         "successors",
         _reordered(_newcomers_last),
     ),
@@ -326,7 +326,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "ranks by address",
         "ranks are dealt out anew at each rebuild, by address",
         "elastic launchers",
-        membership,
+        state_machine,
         "successors",
         _reordered(_by_address),
     ),

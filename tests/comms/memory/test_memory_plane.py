@@ -21,7 +21,7 @@ import torch
 
 from holdfast.backends.common import block_copy, process_memory
 from holdfast.backends.common.region_table import Address
-from holdfast.backends.inproc import memory_plane as inproc_memory
+from holdfast.backends.inproc import memory_plane
 from holdfast.backends.nixl import plane as nixl_plane
 from holdfast.backends.nixl.agent import Agent
 from holdfast.backends.shm import memory_plane as shm_memory
@@ -33,7 +33,7 @@ from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
-    "inproc": inproc_memory.open_plane,
+    "inproc": memory_plane.open_plane,
     "shm": shm_memory.open_plane,
     "ucx": ucx_memory.open_plane,
     "nixl": nixl_plane.open_plane,
@@ -325,11 +325,11 @@ def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPl
 def test_an_inproc_handle_is_worth_nothing_in_another_process(start: Callable[..., Child]) -> None:
     def child(pipe: Connection, handle: Handle) -> None:
         try:
-            inproc_memory.open_plane().read(handle, torch.zeros(8)).wait()
+            memory_plane.open_plane().read(handle, torch.zeros(8)).wait()
         except Unsupported as error:
             pipe.send(str(error))
 
-    with inproc_memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+    with memory_plane.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
         assert "shm" in start(child, region.handle).hear()
 
 

@@ -25,9 +25,9 @@ class Group:
     """The default process group of one rank, and a store to tell handles in."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
-        from holdfast.comms.torchdist import device_backend as trampoline
+        from holdfast.comms.torchdist import device_backend
 
-        asked: Any = {"enable_reconfigure": True} if trampoline.AVAILABLE else {}
+        asked: Any = {"enable_reconfigure": True} if device_backend.AVAILABLE else {}
         torch.set_num_threads(1)
         self._outer, self.rank, self.size = outer, outer.rank, outer.size
         self.store = dist.FileStore(str(path / "store"), -1)

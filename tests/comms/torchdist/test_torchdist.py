@@ -356,15 +356,14 @@ def test_options_choose_the_transport_and_are_inherited(pair: LocalCluster, tmp_
 
 def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
-        from holdfast.comms.torchdist import behind
-        from holdfast.comms.torchdist import device_backend as trampoline
+        from holdfast.comms.torchdist import behind, device_backend
 
         def begin() -> None:
             meet = f"file://{tmp_path}/meet"
             backends = "cpu:holdfast_device,cuda:gloo"
             dist.init_process_group(backends, init_method=meet, rank=comm.rank, world_size=comm.size)
 
-        if not trampoline.AVAILABLE:
+        if not device_backend.AVAILABLE:
             with pytest.raises(Unsupported, match=r"torch 2\.14"):
                 begin()
             return

@@ -14,7 +14,7 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.membership import events as v
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
-from holdfast.ft.runtime import messages as notices
+from holdfast.ft.runtime import messages
 from holdfast.ft.runtime.messages import Notice
 from support.mutations import mutated
 
@@ -26,21 +26,21 @@ words, epochs = st.text(max_size=20), st.integers(1, 2**62)
 deaths = st.lists(st.builds(v.Death, words, words), max_size=4).map(tuple)
 items = st.dictionaries(words, st.binary(max_size=40), max_size=4)
 SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
-    "beat": epochs.map(lambda epoch: (notices.beat(View(epoch, "running", (), VIEW.job, "")), epoch)),
-    "beat before any view": st.just((notices.beat(None), 0)),
-    "install": st.just((notices.install(VIEW), v.ViewRead(VIEW, "p9"))),
-    "change": st.just((notices.change(CHANGE), v.Changed(CHANGE, "p9"))),
-    "spare": st.just((notices.spare(ME), v.SpareAnnounced(ME))),
-    "deaths": deaths.map(lambda seen: (notices.deaths(seen), seen)),
-    "leave": words.map(lambda why: (notices.leave(why), (v.Death("p9", f"it left: {why}"),))),
-    "share": st.tuples(epochs, items).map(lambda given: (notices.share(*given), given)),
+    "beat": epochs.map(lambda epoch: (messages.beat(View(epoch, "running", (), VIEW.job, "")), epoch)),
+    "beat before any view": st.just((messages.beat(None), 0)),
+    "install": st.just((messages.install(VIEW), v.ViewRead(VIEW, "p9"))),
+    "change": st.just((messages.change(CHANGE), v.Changed(CHANGE, "p9"))),
+    "spare": st.just((messages.spare(ME), v.SpareAnnounced(ME))),
+    "deaths": deaths.map(lambda seen: (messages.deaths(seen), seen)),
+    "leave": words.map(lambda why: (messages.leave(why), (v.Death("p9", f"it left: {why}"),))),
+    "share": st.tuples(epochs, items).map(lambda given: (messages.share(*given), given)),
     "suspect": st.builds(v.Suspicion, words, st.just("p9"), words, epochs).map(
-        lambda word: (notices.testimony(word), ((word.member, word.evidence), word))
+        lambda word: (messages.testimony(word), ((word.member, word.evidence), word))
     ),
     "clear": st.builds(v.Cleared, words, st.just("p9"), epochs).map(
-        lambda word: (notices.testimony(word), ((word.member, None), word))
+        lambda word: (messages.testimony(word), ((word.member, None), word))
     ),
-    "detect": st.binary(max_size=40).map(lambda body: (notices.detect(body), body)),
+    "detect": st.binary(max_size=40).map(lambda body: (messages.detect(body), body)),
 }
 """Of each kind: the notice, and what is heard when p9 says it."""
 
@@ -52,8 +52,8 @@ def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
         assert peer == "p9"
         heard.append(what)
 
-    return notices.handlers(
-        notices.Listener(
+    return messages.handlers(
+        messages.Listener(
             core=heard.append,
             beat=from_p9,
             deaths=heard.append,

@@ -25,9 +25,8 @@ from holdfast.comms.plugins.registry import register, unregister
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, tcp
+from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
-from holdfast.ft.registers import sqlite as sqlite_register
 from holdfast.ft.runtime.register import Register
 from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
 from holdfast.harness.testbed.linearizability import Operation, Recorder, unexplained
@@ -523,7 +522,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "other database in WAL mode": (lambda path: other_database(path, "wal"), CorruptData, "not a register"),
     "newer": (newer_register, CorruptData, "schema 99"),
     "folder": (Path.mkdir, CorruptData, "regular file"),
-    "shorn": (lambda path: path.write_bytes(sqlite_register._template()[:300]), CorruptData, "damaged"),
+    "shorn": (lambda path: path.write_bytes(sqlite._template()[:300]), CorruptData, "damaged"),
 }
 
 
@@ -581,7 +580,7 @@ def test_a_writer_stopped_inside_its_write_delays_writes_only_and_not_for_ever(
         pipe.send("holding the lock")
         time.sleep(60)
 
-    monkeypatch.setattr(sqlite_register, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.3)
     with cells(f"sqlite://{file}", "view") as [cell], children() as start:
         cell.compare_and_set(0, b"x")
         child = start(body)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from holdfast.ft.membership import events as v
-from holdfast.ft.membership import state_machine as membership
+from holdfast.ft.membership import state_machine
 from holdfast.ft.membership.next_view import runnable, successors
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
@@ -311,7 +311,7 @@ def test_too_few_candidates_end_the_formation_clearly() -> None:
 
 def test_the_core_imports_nothing_that_does_io() -> None:
     forbidden = {"socket", "threading", "asyncio", "time", "random", "os", "torch", "subprocess", "sqlite3"}
-    package = Path(membership.__file__).parent
+    package = Path(state_machine.__file__).parent
     todo, seen = ["membership.state_machine"], set[str]()
     while todo:
         name = todo.pop()
@@ -390,7 +390,7 @@ def test_every_order_of_a_death_in_a_job_that_is_large_for_its_mesh() -> None:
 class GoesBack(Membership, frozen=True):
     """Takes over any view, older ones too."""
 
-    def _adopt(self, view: View | None, teller: str = "") -> membership.Step:
+    def _adopt(self, view: View | None, teller: str = "") -> state_machine.Step:
         if self.view is not None and view is not None and view.epoch < self.view.epoch:
             return Membership._adopt(structs.replace(self, view=None), view, teller)
         return Membership._adopt(self, view, teller)
@@ -406,7 +406,7 @@ class NeverMissed(Membership, frozen=True):
 class Impatient(Membership, frozen=True):
     """Takes a member that is late for a dead one."""
 
-    def on(self, event: v.Event, now: float) -> membership.Step:
+    def on(self, event: v.Event, now: float) -> state_machine.Step:
         if isinstance(event, v.Tick) and self.view is not None:
             event = v.Proof(tuple(v.Death(m.id, "late") for m in self.view.members[:1]))
         return Membership.on(self, event, now)

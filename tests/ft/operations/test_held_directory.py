@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ft.launch import held_directory as folders
+from holdfast.ft.launch import held_directory
 from holdfast.ft.launch.held_directory import HeldFolder
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness import LocalCluster
@@ -85,7 +85,7 @@ def test_root_leaves_what_another_user_made(tmp_path: Path, of_another: str) -> 
     with owner(tmp_path) as (process, left):
         process.kill()
         process.wait(30)
-        os.chown(left if of_another == "folder" else left / folders.MARKER, 1234, 1234)
+        os.chown(left if of_another == "folder" else left / held_directory.MARKER, 1234, 1234)
         with HeldFolder("job-", tmp_path):
             pass
         assert (left / "segment").exists()
@@ -111,7 +111,7 @@ def no_umask() -> Iterator[None]:
 
 
 def test_a_private_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:
-    with folders.private_file(tmp_path / "log", "ab") as file:
+    with held_directory.private_file(tmp_path / "log", "ab") as file:
         file.write(b"secret")
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
 
@@ -134,7 +134,7 @@ def test_the_output_of_a_clusters_ranks_is_for_their_owner_alone(no_umask: None)
 
 
 def test_one_that_is_swept_before_it_is_held_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, taken = folders._lock, list[Path]()
+    lock, taken = held_directory._lock, list[Path]()
 
     def late(folder: Path, how: int) -> int:
         taken.append(folder)
@@ -142,7 +142,7 @@ def test_one_that_is_swept_before_it_is_held_is_made_again(tmp_path: Path, monke
             folder.rmdir()
         return lock(folder, how)
 
-    monkeypatch.setattr(folders, "_lock", late)
+    monkeypatch.setattr(held_directory, "_lock", late)
     with HeldFolder("job-", tmp_path) as ours:
         assert ours.path.is_dir()
         assert taken[0] != ours.path

@@ -15,8 +15,7 @@ import torch
 
 from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
 from holdfast.comms.system.keys import KeyRefused, create_key
-from holdfast.ft import Attempt, Session, Timeouts, faultpoints
-from holdfast.ft import settings as joining
+from holdfast.ft import Attempt, Session, Timeouts, faultpoints, settings
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.runtime.register import Register
@@ -123,7 +122,7 @@ def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
     with Session(**contract, size=1) as founder:
         for attempt in founder.steps(1):
             with attempt, monkeypatch.context() as elsewhere:
-                elsewhere.setattr(joining, "this_host", lambda: "elsewhere")
+                elsewhere.setattr(settings, "this_host", lambda: "elsewhere")
                 with pytest.raises(BackendUnavailable, match="needs all members on one host"):
                     Session(**contract)
 

@@ -13,14 +13,13 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from holdfast.ft.commit import commit_state as ledger
-from holdfast.ft.commit import decision as verdict
+from holdfast.ft.commit import commit_state, decision
 from holdfast.ft.detectors.observers import Observing
 from holdfast.ft.detectors.silence import Silence
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.harness import simulate
-from holdfast.harness.cli import app as cli
+from holdfast.harness.cli import app
 from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.core.schedule import (
@@ -95,8 +94,8 @@ def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
         assert type(process.silence) is Silence
         assert type(process.observing) is Observing
         assert process.worker is not None
-        assert type(process.worker.ledger) is ledger.CommitState
-    assert worker.judge is verdict.judge
+        assert type(process.worker.ledger) is commit_state.CommitState
+    assert worker.judge is decision.judge
 
 
 def test_no_class_of_production_has_a_copy_in_the_simulator() -> None:
@@ -314,22 +313,22 @@ def test_a_story_tells_the_faults_and_what_broke() -> None:
 def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
     runner, found = CliRunner(), tmp_path / "found.json"
     bug = ["--bug", "one accuser is enough"]
-    result = runner.invoke(cli.app, ["simulate", *bug, "--seeds", "200", "--shrink", "--out", str(found), "--json"])
+    result = runner.invoke(app.app, ["simulate", *bug, "--seeds", "200", "--shrink", "--out", str(found), "--json"])
     assert result.exit_code == 1, result.output
     outcome = json.loads(result.stdout)["outcomes"][-1]
     assert outcome["violation"]["invariant"] == "nobody healthy is evicted"
     assert len(load(found).faults) <= 8
     assert "BROKEN" in found.with_suffix(".txt").read_text()
     trace = tmp_path / "trace.txt"
-    again = runner.invoke(cli.app, ["simulate", *bug, "--schedule", str(found), "--trace", str(trace), "--json"])
+    again = runner.invoke(app.app, ["simulate", *bug, "--schedule", str(found), "--trace", str(trace), "--json"])
     assert again.exit_code == 1
     assert json.loads(again.stdout)["outcomes"][0]["trace"] == outcome["trace"]
     assert trace.read_text().count("\n") > 10
-    assert runner.invoke(cli.app, ["simulate", "--schedule", str(found)]).exit_code == 0
+    assert runner.invoke(app.app, ["simulate", "--schedule", str(found)]).exit_code == 0
 
 
 def test_the_command_shows_a_scenario_of_many_ranks() -> None:
-    result = CliRunner().invoke(cli.app, ["simulate", "--ranks", "512", "--hosts", "64", "--scenario", "host-loss"])
+    result = CliRunner().invoke(app.app, ["simulate", "--ranks", "512", "--hosts", "64", "--scenario", "host-loss"])
     assert result.exit_code == 0, result.output
     assert "simulated time" in result.output and "512" in result.output
 
@@ -344,4 +343,4 @@ def test_the_command_shows_a_scenario_of_many_ranks() -> None:
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments: list[str]) -> None:
-    assert CliRunner().invoke(cli.app, ["simulate", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app.app, ["simulate", *arguments]).exit_code == 2

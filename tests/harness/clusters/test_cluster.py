@@ -20,7 +20,7 @@ from holdfast import comms
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.errors import pack_error, rank_failure, unpack_error
-from holdfast.harness.processes import zygote_client as processes
+from holdfast.harness.processes import zygote_client
 
 
 class Custom(Exception):
@@ -332,9 +332,9 @@ def test_a_rank_takes_the_processes_that_it_started_with_it() -> None:
 
 PARENT = """
     import sys, time
-    from holdfast.harness import LocalCluster; from holdfast.harness.processes import zygote_client as processes
+    from holdfast.harness import LocalCluster; from holdfast.harness.processes import zygote_client
     cluster = LocalCluster(2)
-    print(*cluster.run(lambda comm: __import__("os").getpid()), processes.zygote_pid(), flush=True)
+    print(*cluster.run(lambda comm: __import__("os").getpid()), zygote_client.zygote_pid(), flush=True)
     time.sleep(600)
 """
 
@@ -356,12 +356,12 @@ def test_nothing_outlives_the_parent(number: int) -> None:
 def test_nothing_outlives_the_zygote() -> None:
     with LocalCluster(2) as cluster:
         pids = cluster.run(pid_of)
-        zygote = processes.zygote_pid()
+        zygote = zygote_client.zygote_pid()
         assert zygote is not None
         os.kill(zygote, signal.SIGKILL)
         assert all(_gone(pid) for pid in pids)
         assert cluster.run(total) == [1.0, 1.0], "the next run has a new zygote"
-        assert processes.zygote_pid() != zygote
+        assert zygote_client.zygote_pid() != zygote
 
 
 def test_a_stopped_rank_does_not_hinder_the_end() -> None:
@@ -372,8 +372,8 @@ def test_a_stopped_rank_does_not_hinder_the_end() -> None:
 
 
 def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> None:
-    with pytest.raises(processes.StartFailed, match="No module named 'there_is_no_such_module'"):
-        processes.zygote().preload("there_is_no_such_module")
+    with pytest.raises(zygote_client.StartFailed, match="No module named 'there_is_no_such_module'"):
+        zygote_client.zygote().preload("there_is_no_such_module")
 
 
 def _gone(pid: int, patience: float = 10.0) -> bool:

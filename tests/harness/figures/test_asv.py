@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.harness.asv import pages as asv_pages
+from holdfast.harness.asv import pages
 from holdfast.harness.asv.common import RankClock, Ranks
 from holdfast.harness.bench.collectives.counters import Unavailable, bytecodes, instructions
 from holdfast.harness.bench.collectives.counting import count_traffic
@@ -87,11 +87,11 @@ def test_what_cannot_run_here_is_skipped_by_asv() -> None:
 
 def test_what_pages_load_from_elsewhere_is_put_beside_them(tmp_path: Path) -> None:
     page = '<script src="https://a.b/jquery-3.3.1.min.js" integrity="sha256-x" onerror="f()"></script>'
-    local = asv_pages.localise(page, tmp_path / "vendor")
+    local = pages.localise(page, tmp_path / "vendor")
     assert local == '<script src="vendor/jquery.min.js" onerror="f()"></script>'
     assert (tmp_path / "vendor" / "jquery.min.js").stat().st_size > 80_000
-    with pytest.raises(asv_pages.NotVendored, match="unheard-of"):
-        asv_pages.localise('<script src="https://a.b/unheard-of.js"></script>', tmp_path / "vendor")
+    with pytest.raises(pages.NotVendored, match="unheard-of"):
+        pages.localise('<script src="https://a.b/unheard-of.js"></script>', tmp_path / "vendor")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = f"existing:{sys.executable}"
     asv("run", "--environment", here, "--set-commit-hash", commit, "--quick", "--show-stderr", "--bench", CHOSEN)
     asv("publish", "--no-pull")
-    asv_pages.make_local(folder / "html_dir")
+    pages.make_local(folder / "html_dir")
     return folder / "html_dir"
 
 
