@@ -121,11 +121,12 @@ def test_nothing_is_written_to_what_is_watched(tmp_path: Path) -> None:
 def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
     log = tmp_path / "p1.jsonl"
     tail = EventTail(tmp_path)
-    log.write_bytes(b'{"time":2,"kind":"b"}\n{"time":1,"kind":"a"}\n{"time":3,')
+    process = b'"process":"p1","pid":7'
+    log.write_bytes(b'{"time":2,"kind":"b",%b}\n{"time":1,"kind":"a",%b}\n{"time":3,%b,' % (process, process, process))
     assert [event["kind"] for event in tail.new()] == ["a", "b"]
     assert tail.new() == []
     with log.open("ab") as file:
-        file.write(b'"kind":"c"}\nrubbish\n[]\n{"kind":"no time"}\n')
+        file.write(b'"kind":"c"}\nrubbish\n[]\n{"kind":"no time"}\n{"time":4,"kind":"no process"}\n')
     assert [event["kind"] for event in tail.new()] == ["c"]
 
 

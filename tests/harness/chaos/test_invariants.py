@@ -399,7 +399,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_a_broken_line_in_the_middle_is_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
-    with pytest.raises(CorruptData, match=r"a\.jsonl:1"):
+    with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
         read_log(path)
 
 
