@@ -23,7 +23,7 @@ help:  ## this list
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/* backends/ucx/onesided/*.c)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch] comms/native/*/*.h backends/ucx/onesided/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12

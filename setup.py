@@ -27,7 +27,8 @@ def extension(name: str, source: str) -> Extension:
     return Extension(
         name,
         sources=[source],
-        depends=[str(header) for header in Path("comms/native").glob("*.h")],
+        include_dirs=["comms/native"],
+        depends=[str(header) for header in Path("comms/native").rglob("*.h")],
         extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
         py_limited_api=True,
     )

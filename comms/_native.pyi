@@ -29,7 +29,7 @@ class Board:
     def raise_flag(self, value: int, flag: int, /) -> None:
         """Raise a flag of this rank, and wake those who sleep."""
 
-    def doze(self, rank: int, value: int, flag: int, /) -> bool:
+    def sleep_wait(self, rank: int, value: int, flag: int, /) -> bool:
         """Whether `rank` (the size of the board: every other rank) has raised a flag to `value`. Sleeps for at most
         2 ms, until it is so or `is_over`."""
 
@@ -39,21 +39,21 @@ class Board:
     def stop(self) -> None:
         """Let every look, now and later, end at once."""
 
-    def rest(self, value: int, /) -> None:
+    def stop_spinning(self, value: int, /) -> None:
         """Let every look for less than `value`, now and later, end before it gives way."""
 
-    def ring(self, rank: int, /) -> None:
+    def wake(self, rank: int, /) -> None:
         """Wake `rank` if it sleeps."""
 
-    def ring_all(self) -> None: ...
-    def lie_down(self) -> None:
-        """Say that this rank is about to sleep. What is looked at from here on is not missed by `nap`."""
+    def wake_all(self) -> None: ...
+    def prepare_wait(self) -> None:
+        """Say that this rank is about to sleep. What is looked at from here on is not missed by `futex_wait`."""
 
-    def nap(self) -> None:
+    def futex_wait(self) -> None:
         """Sleep until somebody rings, for at most 2 ms."""
 
-    def get_up(self) -> None: ...
-    def give_way(self) -> None: ...
+    def finish_wait(self) -> None: ...
+    def yield_cpu(self) -> None: ...
     @property
     def number(self) -> int:
         """Of the newest op."""
@@ -77,10 +77,10 @@ class Board:
     ) -> int:
         """`publish`; `meet_all`; `combine`; say that this rank has taken all it needs. As `exchange`."""
 
-    def meet(self, rank: int, op: int, /) -> int:
+    def match(self, rank: int, op: int, /) -> int:
         """-1 once `rank` has published the same, -2 if that takes long, else `rank`: its op is another."""
 
-    def meet_all(self, op: int, /) -> int:
+    def match_all(self, op: int, /) -> int:
         """The same of every rank."""
 
     def input(self, rank: int, op: int, index: int, /) -> tuple[int, bool]:
@@ -204,8 +204,8 @@ class RequestCall:
         op: int,
         comm: int,
         test: int,
-        looks: int,
-        go_on: Callable[[int, int, Any, float], None],
+        max_tests: int,
+        finish_request: Callable[[int, int, Any, float], None],
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
@@ -223,19 +223,19 @@ class PersistentCall:
         request: object,
         handle: int,
         test: int,
-        looks: int,
-        go_on: Callable[[int, int, Any, float], None],
+        max_tests: int,
+        finish_request: Callable[[int, int, Any, float], None],
     ) -> None: ...
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
-class Calls:
+class ActiveCalls:
     """The calls of a window that are under way, each inside of this context manager; one after the end raises
     `refusal()`. Once `tensor` has other memory or another size than it has now, a call raises `left(alone)`; it is the
     end if no other was under way, which `alone` says.
     """
 
     def __init__(
-        self, refusal: Callable[[], BaseException], tensor: Any = ..., left: Callable[[bool], BaseException] = ...
+        self, refusal: Callable[[], BaseException], tensor: Any = ..., moved: Callable[[bool], BaseException] = ...
     ) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
@@ -246,18 +246,18 @@ class Calls:
     def end(self) -> bool:
         """Let none begin; whether this was the first to say so."""
 
-class Reach:
+class WindowBounds:
     """The windows of all ranks, of these sizes in bytes, with elements `like` those of a tensor."""
 
     def __init__(self, like: Any, sizes: tuple[int, ...]) -> None: ...
-    def place(self, tensor: Any, rank: int, offset: int, /) -> int:
+    def byte_offset(self, tensor: Any, rank: int, offset: int, /) -> int:
         """The byte at which a transfer from element `offset` on begins; -1 if it must be looked at more closely: it
         does not fit, or the tensor is not plain, or of another dtype.
         """
 
 class Words:
     """8-byte words in `memory` that other processes or threads change too. To read one is an acquire, to write one a
-    release: a reader that sees a word sees what its writer had written before. See native/words.h.
+    release: a reader that sees a word sees what its writer had written before. See native/board/words.h.
     """
 
     def __init__(self, memory: Any) -> None: ...
@@ -296,7 +296,7 @@ def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) ->
 def make_nans_alike(dtype: str, address: int, count: int, /) -> None:
     """Put torch's own NaN in place of every one among `count` floats."""
 
-def know_tensors(
+def register_tensor_type(
     example: Any,
     storage_nbytes: int,
     storage_offset: int,

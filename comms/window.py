@@ -64,10 +64,10 @@ class Window:
         self._timeout = timeout
         self._exposed = None if tensor is None else ExposedMemory(tensor)
         if tensor is None:
-            self._calls = _native.Calls(closed_here)
+            self._calls = _native.ActiveCalls(closed_here)
         else:
-            self._calls = _native.Calls(closed_here, tensor, partial(_left_behind, memory, rank))
-        self._reach = _native.Reach(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
+            self._calls = _native.ActiveCalls(closed_here, tensor, partial(_left_behind, memory, rank))
+        self._bounds = _native.WindowBounds(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
         forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
 
     @property
@@ -83,7 +83,7 @@ class Window:
     def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy `src` into rank's window, from element `offset` on."""
         with self._calls:
-            at = self._reach.place(src, rank, offset)
+            at = self._bounds.byte_offset(src, rank, offset)
             if at < 0:
                 src = plain_tensor(src, "src")
                 rank = self._check_rank(rank)
@@ -93,7 +93,7 @@ class Window:
     def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
         """Copy rank's window, from element `offset` on, into `dst`."""
         with self._calls:
-            at, flat = self._reach.place(dst, rank, offset), dst
+            at, flat = self._bounds.byte_offset(dst, rank, offset), dst
             if at < 0:
                 dst = plain_tensor(dst, "dst")
                 check_outputs([dst], ["dst"])

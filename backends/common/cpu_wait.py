@@ -6,7 +6,7 @@ import ctypes
 
 from holdfast.comms._native import Words
 
-give_way = ctypes.CDLL(None).sched_yield
+yield_cpu = ctypes.CDLL(None).sched_yield
 """Let another thread have the processor. Lets go of the GIL, which os.sched_yield does not."""
 
 

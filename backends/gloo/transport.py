@@ -186,9 +186,9 @@ class GlooTransport(TorchGroup):
             if work is not None:
                 work.wait(limit)
         except RuntimeError as error:
-            self._go_on(op, limit, work, error, deadline)
+            self._wait_again(op, limit, work, error, deadline)
 
-    def _go_on(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
+    def _wait_again(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
         """After the first error of a collective, which may be that it has taken longer than `waited`."""
         began = time.monotonic() - (waited.total_seconds() if meaning_of(error) == "timeout" else 0.0)
         try:
@@ -306,7 +306,7 @@ class GlooTransport(TorchGroup):
         options = self._make_options((kind, int(form.timeout) + 1, detail))
         limit = _limit(form.timeout)
         name = "allreduce" if form.op == "all_reduce" else form.op
-        return _native.GroupCall(self, "_group", name, options, limit, partial(self._go_on, form.op, limit))
+        return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, form.op, limit))
 
     def _of_gloos_own(self, form: Form) -> tuple[Any, str | int]:
         """The options and reduction or root of an op that gloo does on a tensor as it is; else None."""

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.handshake import meet
 from holdfast.backends.mpi.out_of_band import Word, ended, mailbox
@@ -123,7 +123,7 @@ class MpiMessages(MessageTransport):
             raise self._explain(op, self._op, error) from error
         self._finish(request, op, self._op, deadline, self._everybody, memory)
 
-    def _go_on(
+    def _finish_request(
         self, op: str, prepared: MPI.Request | None, handle: int, code: int, memory: object, deadline: float
     ) -> None:
         """Complete a collective that compiled code began, unless it has no `handle`, or say why it failed."""
@@ -166,7 +166,7 @@ class MpiMessages(MessageTransport):
         next_look, said = began + _LOOK_SECONDS, False
         while True:
             for _ in range(16):
-                give_way()
+                yield_cpu()
                 if test():
                     return
             now = time.monotonic()

@@ -95,8 +95,8 @@ class MpiTransport(MpiMessages):
             request=request,
             handle=MPI._addressof(request),
             test=addresses.TEST,
-            looks=LOOKS_A_SPIN * self._spins,
-            go_on=partial(self._go_on, "all_reduce", request),
+            max_tests=LOOKS_A_SPIN * self._spins,
+            finish_request=partial(self._finish_request, "all_reduce", request),
         )
         return self._prepared[form]
 
@@ -212,8 +212,8 @@ class MpiTransport(MpiMessages):
             op=reduce.handle,
             comm=self._comm.handle,
             test=addresses.TEST,
-            looks=LOOKS_A_SPIN * self._spins,
-            go_on=partial(self._go_on, "all_reduce", None),
+            max_tests=LOOKS_A_SPIN * self._spins,
+            finish_request=partial(self._finish_request, "all_reduce", None),
         )
 
     # -- the end

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import at
 from holdfast.backends.mpi.window_server import (
     ADD,
@@ -198,7 +198,7 @@ class MpiWindow(WindowMemory):
                 if time.monotonic() > deadline:
                     raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
                 if turns < _SPINS * _YIELDS:
-                    give_way()
+                    yield_cpu()
                 else:
                     time.sleep(_NAP_SECONDS)
         except MPI.Exception as error:
@@ -249,7 +249,7 @@ class MpiWindow(WindowMemory):
                 self._hear(reply, rank, deadline, "put")
                 while not sent.Test():  # it has arrived, and MPI is about to notice
                     self._desk.check(rank)
-                    give_way()
+                    yield_cpu()
             finally:
                 if sent != MPI.REQUEST_NULL:
                     self._desk.abandon(sent, source)
@@ -295,7 +295,7 @@ class MpiWindow(WindowMemory):
                 self._hear(reply, rank, deadline, "get")
                 while not coming.Test():
                     self._desk.check(rank)
-                    give_way()
+                    yield_cpu()
                 ctypes.memmove(address + at_byte, bounce.data_ptr(), bounce.nbytes)
                 reply.cancel()
                 pending.pop(0)
@@ -348,7 +348,7 @@ class MpiWindow(WindowMemory):
                 raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
             turns += 1
             if turns < _YIELDS:
-                give_way()
+                yield_cpu()
             else:
                 time.sleep(_NAP_SECONDS)
         self._waited[rank] = wanted

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import change, give_way
+from holdfast.backends.common.cpu_wait import change, yield_cpu
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
@@ -132,7 +132,7 @@ class Server:
             if worked:
                 active = now
             elif now - active < _AWAKE_SECONDS or self._jobs:
-                give_way()
+                yield_cpu()
             else:
                 time.sleep(_NAP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_NAP_SECONDS)
 

@@ -91,7 +91,7 @@ class NcclTransport(TorchGroup):
         stream = torch.cuda.current_stream(self._device)
         return lambda: torch.cuda.stream(stream)
 
-    def meet(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
+    def connect_ranks(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
         """Return once every rank is connected to every other. NCCL connects with the first op, a barrier here.
 
         A rank that never comes, or one that dies meanwhile, holds that up with the communicator's lock held, against
@@ -420,7 +420,7 @@ def connect_over(context: Context, library: str) -> NcclTransport:
         raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
     transport = NcclTransport(context, library)
     try:
-        transport.meet(context.deadline, context.over)
+        transport.connect_ranks(context.deadline, context.over)
     except BaseException as error:
         over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
         leaving = threading.Thread(target=_leave, args=(transport, over), name=f"holdfast-{library}-leave")

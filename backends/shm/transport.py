@@ -68,7 +68,7 @@ class ShmTransport(DirectTransport):
             )
         )
         if context.previous is not None:
-            self._board.rest(FIRST_PHASES)
+            self._board.stop_spinning(FIRST_PHASES)
         self._processes = context.peers
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
@@ -144,10 +144,10 @@ def _decide(context: Context, kept: SharedSegment | None) -> ShmTransport:
         context.meanwhile(transport)
         if all_know:
             with contextlib.suppress(OpTimeout):
-                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE))
                 return transport
             context.store.set(_BOARD, ground.place.encode())
-        transport.meet(context.deadline)
+        transport.wait_for_ranks(context.deadline)
     except BaseException:
         transport.close()
         raise
@@ -162,14 +162,14 @@ def _go_ahead(context: Context, kept: SharedSegment) -> ShmTransport | None:
         context.meanwhile(transport)
         while True:
             with contextlib.suppress(OpTimeout):
-                transport.meet(min(context.deadline, time.monotonic() + PATIENCE))
+                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE))
                 return transport
             said = _said(context)
             if said is not None and said.inode != kept.place.inode:
                 transport.withdraw()
                 return None
             if said is not None or time.monotonic() >= context.deadline:
-                transport.meet(context.deadline)
+                transport.wait_for_ranks(context.deadline)
                 return transport
     except BaseException:
         transport.close()

@@ -7,7 +7,7 @@ import select
 import threading
 import time
 
-from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.ucx.worker import Worker
 
 _PAUSE_MILLISECONDS = 2
@@ -58,7 +58,7 @@ class ProgressThread:
             finally:
                 lock.release()
             if until:
-                give_way()
+                yield_cpu()
 
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)

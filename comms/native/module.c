@@ -7,16 +7,16 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "board_path.h"
-#include "board_type.h"
-#include "call_path.h"
-#include "exact.h"
-#include "group_call.h"
-#include "order.h"
+#include "calls/board_path.h"
+#include "board/board_type.h"
+#include "calls/call_path.h"
+#include "kernels/exact_sum.h"
+#include "calls/group_call.h"
+#include "calls/order.h"
 #include "process_copy.h"
-#include "request_call.h"
-#include "window.h"
-#include "words.h"
+#include "calls/request_call.h"
+#include "calls/window.h"
+#include "board/words.h"
 
 /* -- without a board */
 
@@ -37,7 +37,7 @@ static PyObject *kind(PyObject *module, PyObject *args) {
 static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[5];
-    if (!numbers(args, count, 5, a))
+    if (!parse_numbers(args, count, 5, a))
         return NULL;
     kernel combine = kernel_of((long)a[0]);
     if (!combine) {
@@ -109,7 +109,7 @@ static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
 static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[4] = {0, 0, 0, UINT64_MAX};
-    if (!numbers(args, count, count == 4 ? 4 : 3, a))
+    if (!parse_numbers(args, count, count == 4 ? 4 : 3, a))
         return NULL;
     PyObject *flat = PyTuple_New(2 * (Py_ssize_t)a[2]);
     for (Py_ssize_t i = 0; flat && i < (Py_ssize_t)a[2]; i++) {
@@ -125,7 +125,7 @@ static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t coun
 static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3];
-    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[2]) || !is_memory(a[1], a[2]))
+    if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[2]) || !is_memory(a[1], a[2]))
         return NULL;
     span into = {(char *)(uintptr_t)a[0], a[2]};
     move(into, (const void *)(uintptr_t)a[1]);
@@ -138,11 +138,11 @@ static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState
 
 /* know_tensors(example, storage_nbytes, storage_offset, locate): of which type tensors are that `plain` and `span` are quick
  * with, the addresses of torch's functions for their storage, and what tells where all others lie. */
-static PyObject *know_tensors(PyObject *module, PyObject *args) {
+static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     PyObject *example, *locate;
     unsigned long long storage_nbytes, storage_offset;
     if (!PyArg_ParseTuple(args, "OKKO", &example, &storage_nbytes, &storage_offset, &locate) ||
-        know(known_to(module), example, storage_nbytes, storage_offset, locate) < 0)
+        learn_tensor_type(known_to(module), example, storage_nbytes, storage_offset, locate) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -165,7 +165,7 @@ static PyMethodDef module_methods[] = {
     FAST("copy_process", copy_process),
     FAST("pieces", pieces),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
-    {"know_tensors", know_tensors, METH_VARARGS, NULL},
+    {"register_tensor_type", register_tensor_type, METH_VARARGS, NULL},
     {"plain", plain, METH_O, NULL},
     {"span", span_, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},
@@ -194,7 +194,7 @@ static int module_exec(PyObject *module) {
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
                    add_type(module, "RequestCall", &request_call_spec, NULL) ||
                    add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||
-                   add_type(module, "Calls", &calls_spec, NULL) || add_type(module, "Reach", &reach_spec, NULL) ||
+                   add_type(module, "ActiveCalls", &calls_spec, NULL) || add_type(module, "WindowBounds", &bounds_spec, NULL) ||
                    add_type(module, "Words", &words_spec, NULL)
                ? -1
                : 0;

@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "numbers.h"
+#include "arguments.h"
 
 #define MOST_AT_ONCE 0x7ffff000u /* MAX_RW_COUNT of a kernel with pages of 4 KiB */
 enum { MOST_PIECES = 8 };
@@ -67,7 +67,7 @@ static PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_
         PyErr_Format(PyExc_TypeError, "at most %d pieces are needed, of three numbers each", MOST_PIECES);
         return NULL;
     }
-    if (!numbers(args, count, count, a))
+    if (!parse_numbers(args, count, count, a))
         return NULL;
     for (size_t i = 0; i < pieces; i++) {
         const uint64_t *piece = a + 3 + 3 * i;

@@ -58,7 +58,7 @@ static Py_ssize_t find_implementation(PyObject *tensor) {
 }
 
 /* Tensors of the type of `example` are described from now on. 0, or -1 with a Python error. */
-static int know(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset, PyObject *locate) {
+static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset, PyObject *locate) {
     PyObject *type = (PyObject *)Py_TYPE(example);
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     if (!capsule)
@@ -106,7 +106,7 @@ static int is_covered(const tensors *known, PyObject *tensor, uint64_t itemsize,
 }
 
 /* Whether it is of a known type, and dense CPU memory in row-major order, all of it there; then where it lies. */
-static int lies_plainly(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
+static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
     if (!known->type || (PyObject *)Py_TYPE(tensor) != known->type)
         return 0;
     if (known->api->describe(tensor, where) < 0) {
@@ -129,7 +129,7 @@ static int lies_plainly(const tensors *known, PyObject *tensor, dlpack_tensor *w
 /* Whether it is that, and its memory is what it says: not of lazily conjugated or negated numbers, of which DLPack does not
  * tell, nor one that autograd follows. */
 static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
-    if (!lies_plainly(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
+    if (!is_dense(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
         return 0;
     return is_false(PyObject_GetAttr(tensor, known->requires_grad)) &&
            is_false(PyObject_CallMethodObjArgs(tensor, known->is_neg, NULL));
@@ -138,7 +138,7 @@ static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where
 /* Its address and size in bytes; of one that does not lie plainly, Python says them. 0, or -1 with a Python error. */
 static int find_tensor(const tensors *known, PyObject *tensor, char **data, uint64_t *nbytes) {
     dlpack_tensor where;
-    if (lies_plainly(known, tensor, &where, nbytes)) {
+    if (is_dense(known, tensor, &where, nbytes)) {
         *data = where.data;
         return 0;
     }

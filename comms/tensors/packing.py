@@ -17,7 +17,7 @@ _storage_nbytes, _storage_offset = (
     ctypes.cast(function, ctypes.c_void_p).value or 0
     for function in (_torch.aoti_torch_get_storage_size, _torch.aoti_torch_get_storage_offset)
 )
-_native.know_tensors(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, locate)
+_native.register_tensor_type(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, locate)
 plain, span = _native.plain, _native.span
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))

@@ -101,7 +101,7 @@ def test_torchs_group_takes_the_timeout_of_the_moment() -> None:
 def test_connecting_ends_at_its_deadline_though_torch_goes_on_waiting(blocked: Callable[..., None]) -> None:
     transport, began = over(Recording(allreduce=blocked)), time.monotonic()
     with pytest.raises(OpTimeout, match="connect"):
-        transport.meet(soon(0.2), lambda: None)
+        transport.connect_ranks(soon(0.2), lambda: None)
     assert time.monotonic() - began < 5
 
 
@@ -109,10 +109,10 @@ def test_connecting_ends_when_a_peer_dies_or_there_is_no_point_any_more(blocked:
     transport = over(Recording(allreduce=blocked, abort=blocked))
     threading.Timer(0.1, transport.abort, (PeerFailed((1,), "gone"),)).start()
     with pytest.raises(PeerFailed, match="gone"):
-        transport.meet(soon(), lambda: None)
+        transport.connect_ranks(soon(), lambda: None)
     later = soon(0.1)
     with pytest.raises(HoldfastError, match="another view"):
-        over(Recording(allreduce=blocked)).meet(
+        over(Recording(allreduce=blocked)).connect_ranks(
             soon(), lambda: HoldfastError("another view") if time.monotonic() > later else None
         )
 
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
 
 def test_it_connects_with_the_first_op_not_eagerly() -> None:
     group = Recording()
-    over(group).meet(soon(), lambda: None)
+    over(group).connect_ranks(soon(), lambda: None)
     assert [each for each in group.calls if not each.startswith("_set")] == ["allreduce"]
 
 

@@ -10,7 +10,7 @@
 
 #include <stdatomic.h>
 
-#include "../../../comms/native/numbers.h"
+#include "../../../comms/native/arguments.h"
 
 typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uint64_t remote, void *key, const void *param);
 
@@ -87,7 +87,7 @@ static intptr_t attempt(const Part *self, transfer function, uint64_t address, u
 }
 
 /* address, nbytes, offset: the first block of it. */
-static intptr_t run(const Part *self, transfer function, const uint64_t *a) {
+static intptr_t run_pipeline(const Part *self, transfer function, const uint64_t *a) {
     uint64_t nbytes = a[1] < BLOCK ? a[1] : BLOCK;
     if (nbytes <= AT_ONCE)
         return attempt(self, function, a[0], nbytes, a[2]);
@@ -100,17 +100,17 @@ static intptr_t run(const Part *self, transfer function, const uint64_t *a) {
 
 static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    return numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(run(self, self->near->get, a)) : NULL;
+    return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(run_pipeline(self, self->near->get, a)) : NULL;
 }
 
 /* put: between saying that this rank writes and saying that it does not. Who closes a window says so before it looks who
  * writes: one of them sees the other. */
 static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
+    if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
     atomic_store(self->busy, 1);
-    intptr_t outcome = atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a);
+    intptr_t outcome = atomic_load(self->closed) ? CLOSED : run_pipeline(self, self->near->put, a);
     if (outcome == OK || outcome == CLOSED)
         atomic_store_explicit(self->busy, 0, memory_order_release);
     return PyLong_FromSsize_t(outcome);
@@ -119,9 +119,9 @@ static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
 /* put_entered: for a caller that has said so itself. */
 static PyObject *part_put_entered(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    if (!numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
+    if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
-    return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : run(self, self->near->put, a));
+    return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : run_pipeline(self, self->near->put, a));
 }
 
 static int part_init(PyObject *object, PyObject *args, PyObject *named) {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.backends.common.cpu_wait import give_way, words_at
+from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.common.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided._near import BLOCK, CLOSED, Near, NearPart
@@ -175,7 +175,7 @@ class NearWindow(RegisteredWindow):
                 raise OpTimeout("atomic", 0, time.monotonic() - began, (self._rank_of(seen, rank),))
             self._live(rank)
             if not expected:
-                give_way() if turns < YIELDS else time.sleep(SLEEP_SECONDS)
+                yield_cpu() if turns < YIELDS else time.sleep(SLEEP_SECONDS)
 
     def _rank_of(self, token: int, otherwise: int) -> int:
         """The rank whose process has this token."""

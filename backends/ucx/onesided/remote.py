@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.backends.common.cpu_wait import give_way, words_at
+from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.regions import ROW_BYTES, Address, writer_lives, writer_token
 from holdfast.backends.ucx.worker import Worker
@@ -120,7 +120,7 @@ class Owner:
             progress(handle)
             turn += 1
             if turn & 15 == 0:
-                give_way()
+                yield_cpu()
             if turn & 255 == 0:
                 self.check()
                 now = time.monotonic()

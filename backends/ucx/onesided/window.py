@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -103,7 +103,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
             self._look()
             turns += 1
             if turns < YIELDS:
-                give_way()
+                yield_cpu()
                 continue
             if time.monotonic() >= deadline:
                 raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))

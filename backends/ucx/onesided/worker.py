@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.backends.common.cpu_wait import give_way
+from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
@@ -154,7 +154,7 @@ class OneSidedWorker:
             if rounds > yields:
                 time.sleep(_NAP_SECONDS)
             else:
-                give_way()
+                yield_cpu()
 
     def flush(self, rank: int, deadline: float, op: str) -> None:
         """Return when all that was issued to `rank` has taken effect there."""

@@ -2,7 +2,7 @@
 
 Each rank has a row that it alone writes (but for the bell and the TAKEN words of its channels), so aligned eight-byte
 loads and stores are enough for all but the bell, which is counted up. They are acquiring and releasing ones
-(`_native.Words`, and the same in `native/board.h`): a rank that reads a word sees what its writer wrote before.
+(`_native.Words`, and the same in `native/board/board.h`): a rank that reads a word sees what its writer wrote before.
 
 A row, in 8-byte words, hot words on cache lines of their own:
 
@@ -10,8 +10,8 @@ A row, in 8-byte words, hot words on cache lines of their own:
     1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
     2   reduced     how many blocks of results it has staged
     3   taken       how many blocks of the others' results it has taken
-    4   near        1 if what it last took lay near it (see distance.h)
-    5   wanted      a bit for each sort of large op whose inputs it would read where they are (see ways.h)
+    4   near        1 if what it last took lay near it (see core_locality.h)
+    5   wanted      a bit for each sort of large op whose inputs it would read where they are (see copy_mode.h)
     6   unstaged    1 + the blocks of all ops before, if it lets the others do that in this one
     8   asleep      1 while this rank sleeps
     16  bell        of the first row: the futex on which all sleep, changed (by all) to wake some of them
@@ -45,9 +45,9 @@ from holdfast.comms.journal import Journal
 
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, WANTED, UNSTAGED, ASLEEP, BELL = 0, 1, 2, 3, 4, 5, 6, 8, 16
-STATE, NOTE, EPOCH, GREETING = 24, 25, 26, 27
+STATE, NOTE, EPOCH, CONNECT_PAYLOAD = 24, 25, 26, 27
 TABLE = 256
-GREETING_WORDS = 4
+CONNECT_PAYLOAD_WORDS = 4
 ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
 NOTE_BYTES = 2048
 SLOT_BYTES = 128 * 1024
@@ -62,7 +62,7 @@ SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
 
 _NOT_READY = 1
 _ALL_BITS = (1 << 64) - 1
-_DOZE_SECONDS = 0.002
+_SLEEP_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
 """Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
@@ -178,7 +178,7 @@ class Board:
     def enter(self, flag: int, connect_payload: Sequence[int]) -> None:
         """Make this rank's row ready, with its first flag at `flag`, and tell the others.
 
-        `connect_payload` is up to `GREETING_WORDS` whole numbers.
+        `connect_payload` is up to `CONNECT_PAYLOAD_WORDS` whole numbers.
         """
         words, mine = self.words, self._mine
         if words[mine + EPOCH]:
@@ -186,7 +186,7 @@ class Board:
             self.bytes[8 * mine : 8 * (mine + self.layout.slots)] = bytes(8 * self.layout.slots)
             words[mine + EPOCH] = ready
         words[mine + FLAG] = flag
-        for place, number in enumerate(connect_payload, mine + GREETING):
+        for place, number in enumerate(connect_payload, mine + CONNECT_PAYLOAD):
             self.numbers[place] = number
         self.native.raise_flag(self.epoch + 1, EPOCH)
 
@@ -207,8 +207,8 @@ class Board:
 
     def connect_payload(self, rank: int) -> tuple[int, ...]:
         """The numbers that `rank` had for the others; zeros after them."""
-        start = self.rows[rank] + GREETING
-        return tuple(self.numbers[start : start + GREETING_WORDS])
+        start = self.rows[rank] + CONNECT_PAYLOAD
+        return tuple(self.numbers[start : start + CONNECT_PAYLOAD_WORDS])
 
     def leave(self, state: int, note: bytes) -> bool:
         """Tell the others that this rank has closed or aborted, and why, or what follows this board. Only the first
@@ -221,23 +221,23 @@ class Board:
             self.bytes[start : start + len(text)] = text
             self.words[self._mine + NOTE] = len(text)
             self.native.raise_flag(state, STATE)
-        self.native.ring_all()
+        self.native.wake_all()
         return first
 
-    def rest(self, phase: int | None = None) -> None:
+    def stop_spinning(self, phase: int | None = None) -> None:
         """Sleep in waits for phases before `phase` (default: all, this one included) without giving way first.
 
         Where others take the processor who are no ranks, as one that has died and whose memory is being freed, to give
         way to them takes until the next tick of the clock: up to 4 ms. Who sleeps is woken at once. From any thread.
         """
-        self.native.rest(_ALL_BITS if phase is None else phase)
+        self.native.stop_spinning(_ALL_BITS if phase is None else phase)
 
     def fail(self, error: HoldfastError) -> None:
         """End this rank's wait, and all later ones, with `error`. From any thread."""
         if self.error is None:
             self.error = error
         self.native.stop()
-        self.native.ring_all()
+        self.native.wake_all()
 
     # -- what this rank waits for
 
@@ -265,29 +265,29 @@ class Board:
             if ready():
                 return
             self.check()
-            self.native.give_way()
+            self.native.yield_cpu()
         native = self.native
 
-        def doze() -> bool:
-            until = time.monotonic() + _DOZE_SECONDS
+        def sleep_wait() -> bool:
+            until = time.monotonic() + _SLEEP_SECONDS
             while True:
-                native.lie_down()
+                native.prepare_wait()
                 if not ready() and self.error is None and not native.is_over():
-                    native.nap()
-                native.get_up()
+                    native.futex_wait()
+                native.finish_wait()
                 if ready():
                     return True
                 if self.error is not None or native.is_over() or time.monotonic() >= until:
                     return False
 
-        self._sleep_until(doze, missing, deadline, op, seq)
+        self._sleep_until(sleep_wait, missing, deadline, op, seq)
 
     def _sleep_for(self, ranks: Sequence[int], value: int, deadline: float, op: str, seq: int, flag: int) -> None:
         """Return once these ranks, one or all others, have raised a flag to `value`."""
         words, rows = self.words, self.rows
-        whom = ranks[0] if len(ranks) == 1 else self.size
+        peer = ranks[0] if len(ranks) == 1 else self.size
         self._sleep_until(
-            lambda: self.native.doze(whom, value, flag),
+            lambda: self.native.sleep_wait(peer, value, flag),
             lambda: [rank for rank in ranks if words[rows[rank] + flag] < value],
             deadline,
             op,
@@ -295,11 +295,11 @@ class Board:
         )
 
     def _sleep_until(
-        self, doze: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
+        self, sleep_wait: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
     ) -> None:
-        """Return once `doze`, which sleeps for a while, says that all is there that is waited for."""
+        """Return once `sleep_wait`, which sleeps for a while, says that all is there that is waited for."""
         began = time.monotonic()
-        while not doze():
+        while not sleep_wait():
             self.check()
             self.check_peers(missing)
             now = time.monotonic()

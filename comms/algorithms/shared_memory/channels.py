@@ -115,7 +115,7 @@ class Channels:
         self._sent[dst] += 1
         number = self._sent[dst]
         words[entry + SENT] = number
-        board.native.ring(dst)
+        board.native.wake(dst)
         return entry, number
 
     def _take(self, message: Message) -> bool:
@@ -129,7 +129,7 @@ class Channels:
         nbytes, dtype = words[entry + NBYTES], words[entry + DTYPE]
         if nbytes != tensor.nbytes or dtype != DTYPE_CODE[tensor.dtype]:
             words[entry + TAKEN] = number | _REFUSED
-            board.native.ring(src)
+            board.native.wake(src)
             raise Mismatch(
                 f"rank {src} sent {nbytes} bytes of {DTYPES[dtype]} under tag {tag}, rank {board.rank} receives "
                 f"{tensor.nbytes} of {tensor.dtype}; both sides must pass the same shape and dtype"
@@ -139,7 +139,7 @@ class Channels:
         elif nbytes:
             ctypes.memmove(tensor.data_ptr(), board.base + 8 * (entry + 8), nbytes)
         words[entry + TAKEN] = number
-        board.native.ring(src)
+        board.native.wake(src)
         return True
 
     def _scan(self, src: int, tag: int, whole: bool = True) -> tuple[int, int] | None:

@@ -41,7 +41,7 @@ class DirectTransport(Transport):
         """`enter` and `meet`. On failure everything is released."""
         try:
             self.enter(connect_payload)
-            self.meet(deadline)
+            self.wait_for_ranks(deadline)
         except BaseException:
             self.close()
             raise
@@ -50,7 +50,7 @@ class DirectTransport(Transport):
         """Tell the others that this rank's part of the board is ready, and up to four numbers."""
         self._board.enter(STARTED, connect_payload)
 
-    def meet(self, deadline: float) -> None:
+    def wait_for_ranks(self, deadline: float) -> None:
         """Return once every rank has entered. May be called again after `OpTimeout`."""
         self._board.wait_entered(deadline)
         self.connect_payloads = [self._board.connect_payload(rank) for rank in range(self.size)]
@@ -85,9 +85,9 @@ class DirectTransport(Transport):
             "reduce", source, deadline, dtype=tensor.dtype, root=dst, reduction=op.name, count=tensor.numel()
         )
         if here or not copied:
-            ops.meet_all("reduce", deadline)
+            ops.wait_all_published("reduce", deadline)
         else:
-            ops.meet(dst, "reduce", deadline)
+            ops.wait_published(dst, "reduce", deadline)
         kind = arithmetic.kind(tensor.dtype, op)
         if copied:
             if here:
@@ -133,10 +133,10 @@ class DirectTransport(Transport):
         given = target if here else ()
         copied = ops.publish("broadcast", given, deadline, dtype=tensor.dtype, root=src, count=tensor.numel())
         if not here:
-            ops.meet(src, "broadcast", deadline)
+            ops.wait_published(src, "broadcast", deadline)
             copied = ops.copied(src)
         if not copied and self.size > 1:
-            ops.meet_all("broadcast", deadline)
+            ops.wait_all_published("broadcast", deadline)
             into = () if here else (0, 0) * src + target
             self._staging.share("broadcast", given, into, target[1], deadline, ops.number)
         elif not here:
@@ -182,7 +182,7 @@ class DirectTransport(Transport):
         ops.publish("gather", given, deadline, dtype=tensor.dtype, root=dst)
         if into:
             copy(into[2 * dst], *given)
-        ops.meet_all("gather", deadline)
+        ops.wait_all_published("gather", deadline)
         if not ops.collect(0, into) and self.size > 1:
             longest = max(ops.nbytes(rank, 0) for rank in range(self.size) if rank != dst)
             self._staging.move("gather", (0, 0) * dst + given, into, longest, deadline, ops.number)
@@ -194,14 +194,14 @@ class DirectTransport(Transport):
         if given:
             copy(target[0], given[2 * src], target[1])
         else:
-            ops.meet(src, "scatter", deadline)
+            ops.wait_published(src, "scatter", deadline)
             copied = ops.copied(src)
             if copied:
                 ops.take(src, self.rank, *target)
             else:
                 ops.expect(src, self.rank, target[1])
         if not copied and self.size > 1:
-            ops.meet_all("scatter", deadline)
+            ops.wait_all_published("scatter", deadline)
             into = () if given else (0, 0) * src + target
             longest = max(ops.nbytes(src, rank) for rank in range(self.size) if rank != src)
             self._staging.move("scatter", given, into, longest, deadline, ops.number)
@@ -242,7 +242,7 @@ class DirectTransport(Transport):
         self._board.fail(error)  # later: others may be reading what the caller of an op takes back now
 
     def rest(self) -> None:
-        self._board.rest()
+        self._board.stop_spinning()
 
     def announce(self, word: bytes) -> bool:
         return len(word) <= NOTE_BYTES and self._board.leave(REPLACED, word)

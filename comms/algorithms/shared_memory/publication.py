@@ -77,8 +77,10 @@ class Publications:
         deadline: float,
         dtype: torch.dtype | None = None,
     ) -> bool:
-        """`publish`, copy what this rank keeps from `own` to piece `rank` of `into`, `meet_all`, `collect` input
-        `index` of the others, and `finish`. False if all but the last two was done, for not all inputs are in slots.
+        """Run a whole move: `publish`, `wait_all_published`, `collect` input `index`, `finish`.
+
+        Also copies what this rank keeps from `own` to piece `rank` of `into`. False if inputs are too large for slots:
+        then all but `collect` and `finish` is done.
         """
         key = (op, dtype, 0, "", 0)
         number, signed = self._next(), self._signatures.get(key) or self._signed(key)
@@ -87,7 +89,7 @@ class Publications:
         if outcome >= _DONE_AT_ONCE:
             return True
         if outcome & _NOT_MET:
-            self.meet_all(op, deadline)
+            self.wait_all_published(op, deadline)
         if not self.collect(index, into):
             return False
         self.finish()
@@ -104,8 +106,10 @@ class Publications:
         dtype: torch.dtype,
         alike: bool = False,
     ) -> bool:
-        """`publish`, `meet_all`, `combine` and `finish`. False if all but the last two was done, for not all inputs are
-        in slots. `alike`: what is reduced has as many elements on every rank.
+        """Run a whole reduction: `publish`, `wait_all_published`, `combine`, `finish`.
+
+        False if inputs are too large for slots: then all but the last two is done. `alike` says that every rank reduces
+        the same number of elements.
         """
         key = (op, dtype, reduction.name, into[1] if alike else 0)
         known = self._reductions.get(key)
@@ -120,7 +124,7 @@ class Publications:
         if outcome >= _DONE_AT_ONCE:
             return True
         if outcome & _NOT_MET:
-            self.meet_all(op, deadline)
+            self.wait_all_published(op, deadline)
         if not self.collect(0, ()):
             return False
         self.combine(index, kind, *into)
@@ -159,16 +163,16 @@ class Publications:
         """Return once all have read what lies where the newest op goes."""
         self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
 
-    def meet(self, rank: int, op: str, deadline: float) -> None:
+    def wait_published(self, rank: int, op: str, deadline: float) -> None:
         """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""
-        while (other := self._native.meet(rank, self.number)) != _ALIKE:
+        while (other := self._native.match(rank, self.number)) != _ALIKE:
             if other != _LATE:
                 self._refuse(other)
             self._board.wait_for(rank, 4 * self.number + 1, deadline, op, self.number)
 
-    def meet_all(self, op: str, deadline: float) -> None:
-        """`meet` every rank."""
-        while (other := self._native.meet_all(self.number)) != _ALIKE:
+    def wait_all_published(self, op: str, deadline: float) -> None:
+        """`wait_published` every rank."""
+        while (other := self._native.match_all(self.number)) != _ALIKE:
             if other != _LATE:
                 self._refuse(other)
             self._board.wait_all(4 * self.number + 1, deadline, op, self.number)

@@ -3,8 +3,8 @@
 Block by block, every rank copies what it gives into its stage, past its caches unless the others are near, and they
 copy it from there, or reduce it into theirs. So a byte is copied twice, but without the kernel. Or the others read it
 where it is: the kernel copies it once, and must find and pin its pages. Ranks find out which is faster by the time that
-their ops take (`comms/native/ways.h`). A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
-The loop itself is compiled (`comms/native/pipeline.h`); a usual op comes here only if it has to wait for long.
+their ops take (`comms/native/board/copy_mode.h`). A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
+The loop itself is compiled (`comms/native/board/pipeline.h`); a usual op comes here only if it has to wait for long.
 
 n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where they are read
 in place) and adds b (n-1)/n; there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of

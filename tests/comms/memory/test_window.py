@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, RegionGone, Unsupported, Window
-from holdfast.comms._native import Calls, Reach, Words
+from holdfast.comms._native import ActiveCalls, WindowBounds, Words
 from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
 from holdfast.comms.algorithms.window_lock import WindowLock
 from holdfast.comms.transport.liveness import is_stopped
@@ -214,7 +214,7 @@ def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
 
 
 def test_no_call_begins_after_the_end_and_those_before_are_counted() -> None:
-    calls = Calls(lambda: RegionGone("closed"))
+    calls = ActiveCalls(lambda: RegionGone("closed"))
     with calls, calls:
         assert (calls.running, calls.over) == (2, False)
         assert calls.end() and not calls.end()
@@ -239,20 +239,22 @@ def test_what_fits_into_a_window_is_seen_at_once(
     dtype: torch.dtype, of: torch.dtype, elements: list[int], rank: int, offset: int, count: int
 ) -> None:
     """Where it is not, the longer way decides: that must be so for all that does not fit."""
-    reach = Reach(torch.empty(0, dtype=dtype), tuple(dtype.itemsize * each + dtype.itemsize - 1 for each in elements))
+    bounds = WindowBounds(
+        torch.empty(0, dtype=dtype), tuple(dtype.itemsize * each + dtype.itemsize - 1 for each in elements)
+    )
     fits = of == dtype and 0 <= rank < len(elements) and 0 <= offset <= elements[rank] - count
-    at = reach.place(torch.zeros(count, dtype=of), rank, offset)
+    at = bounds.byte_offset(torch.zeros(count, dtype=of), rank, offset)
     assert at in ([offset * dtype.itemsize, -1] if fits else [-1])
     if fits and dtype in (torch.float32, torch.int64):
         assert at == offset * dtype.itemsize
 
 
 def test_what_is_not_plain_is_looked_at_more_closely() -> None:
-    reach = Reach(torch.empty(0), (400,))
+    bounds = WindowBounds(torch.empty(0), (400,))
     for tensor in (torch.ones(3, requires_grad=True), torch.ones(4)[::2], torch.ones(2).expand(2, 2), "tensor", None):
-        assert reach.place(tensor, 0, 0) == -1
-    assert reach.place(torch.ones(3), True, 0) == reach.place(torch.ones(3), 0, 1 << 70) == -1
+        assert bounds.byte_offset(tensor, 0, 0) == -1
+    assert bounds.byte_offset(torch.ones(3), True, 0) == bounds.byte_offset(torch.ones(3), 0, 1 << 70) == -1
     with pytest.raises(TypeError):
-        reach.place(torch.ones(3), 0)  # type: ignore[call-arg]
+        bounds.byte_offset(torch.ones(3), 0)  # type: ignore[call-arg]
     with pytest.raises(OverflowError):
-        Reach(torch.empty(0), (-1,))
+        WindowBounds(torch.empty(0), (-1,))

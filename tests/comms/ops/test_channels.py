@@ -126,7 +126,7 @@ class ModelBoard:
     def entry(self, src: int, dst: int, number: int) -> int:
         return 8 * number
 
-    def ring(self, rank: int) -> None:
+    def wake(self, rank: int) -> None:
         """Nobody sleeps here."""
 
 

@@ -173,7 +173,7 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
         _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="no such rank"):
-        board.doze(3, 1, 0)
+        board.sleep_wait(3, 1, 0)
     board.release()
     with pytest.raises(ValueError, match="released"):
         board.raise_flag(1, 0)
@@ -188,17 +188,17 @@ def two_hands_on_a_board(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _na
 
 def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
     first, second, _ = two_hands_on_a_board()
-    assert not first.doze(1, 7, 0), "nobody came for 2 ms"
+    assert not first.sleep_wait(1, 7, 0), "nobody came for 2 ms"
     came = []
-    sleeps = threading.Thread(target=lambda: came.append(any(first.doze(1, 7, 0) for _ in range(5_000))))
+    sleeps = threading.Thread(target=lambda: came.append(any(first.sleep_wait(1, 7, 0) for _ in range(5_000))))
     sleeps.start()
     second.raise_flag(6, 0)
     assert sleeps.is_alive()
     second.raise_flag(7, 0)
     sleeps.join(10.0)
     assert came == [True]
-    assert first.doze(2, 7, 0), "every other rank"
-    assert not second.doze(0, 1, 0)
+    assert first.sleep_wait(2, 7, 0), "every other rank"
+    assert not second.sleep_wait(0, 1, 0)
 
 
 def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
@@ -210,8 +210,8 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     words[ROW_WORDS + epoch] = 6
     assert first.is_over()
     assert not second.is_over(), "not by oneself"
-    assert timeit.timeit(lambda: first.doze(1, 7, 0), number=20) < timeit.timeit(
-        lambda: second.doze(0, 7, 0), number=20
+    assert timeit.timeit(lambda: first.sleep_wait(1, 7, 0), number=20) < timeit.timeit(
+        lambda: second.sleep_wait(0, 7, 0), number=20
     )
 
 
@@ -260,13 +260,13 @@ def test_memory_that_cannot_be_read_is_said_to_be_so() -> None:
 def test_who_rests_does_not_give_way() -> None:
     """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
-    board.rest(8)
-    assert board.meet(1, 1) == LATE
-    waits = threading.Thread(target=board.meet, args=(1, 2))
+    board.stop_spinning(8)
+    assert board.match(1, 1) == LATE
+    waits = threading.Thread(target=board.match, args=(1, 2))
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
-    board.rest(10)
+    board.stop_spinning(10)
     waits.join(10.0)
     assert not waits.is_alive()
     board.release()

@@ -6,10 +6,10 @@
  * are simply added. Two: D. Knuth's TwoSum, cascaded twice. The last digit of what is rounded again is made odd
  * (S. Boldo, G. Melquiond, 2008). */
 
-#ifndef HOLDFAST_EXACT_H
-#define HOLDFAST_EXACT_H
+#ifndef HOLDFAST_EXACT_SUM_H
+#define HOLDFAST_EXACT_SUM_H
 
-#include "kernels.h"
+#include "kernels/reductions.h"
 
 #define CHUNK 1024
 

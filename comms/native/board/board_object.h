@@ -5,9 +5,9 @@
 
 #include <Python.h>
 
-#include "numbers.h"
-#include "pipeline.h"
-#include "publication.h"
+#include "arguments.h"
+#include "board/pipeline.h"
+#include "board/publication.h"
 
 typedef struct {
     PyObject_HEAD
@@ -21,7 +21,7 @@ typedef struct {
 } Board;
 
 /* The processes of all ranks; none at all: nobody's memory can be read. */
-static int learn_pids(Board *self, PyObject *pids) {
+static int set_pids(Board *self, PyObject *pids) {
     Py_ssize_t count = PyTuple_Size(pids);
     if (count && count != self->b.size) {
         PyErr_SetString(PyExc_ValueError, "a process for each rank is needed, or none");
@@ -67,7 +67,7 @@ static int board_init(PyObject *object, PyObject *args, PyObject *named) {
         return -1;
     }
     self->p.b = &self->b;
-    return learn_pids(self, pids);
+    return set_pids(self, pids);
 }
 
 static PyObject *release(Board *self, PyObject *nothing) {
@@ -94,7 +94,7 @@ static void board_dealloc(PyObject *object) {
 
 /* -- arguments */
 
-static int ours(const Board *self, uint64_t rank) {
+static int check_rank(const Board *self, uint64_t rank) {
     if (rank < (uint64_t)self->b.size)
         return 1;
     PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
@@ -121,14 +121,14 @@ static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
 }
 
 /* `look`, then `doze`, and without the GIL if that takes time. */
-static int await(Board *self, int rank, int flag, uint64_t value) {
+static int wait_for(Board *self, int rank, int flag, uint64_t value) {
     board *b = &self->b;
-    int missing = look(b, rank, flag, value, 0, 0);
+    int missing = spin_wait(b, rank, flag, value, 0, 0);
     if (missing >= 0 && b->spins + b->yields > 0) {
         Py_BEGIN_ALLOW_THREADS;
-        missing = look(b, rank, flag, value, b->spins, b->yields);
+        missing = spin_wait(b, rank, flag, value, b->spins, b->yields);
         if (missing >= 0)
-            missing = doze(b, rank, flag, value);
+            missing = sleep_wait(b, rank, flag, value);
         Py_END_ALLOW_THREADS;
     }
     return missing;
@@ -138,26 +138,26 @@ static int await(Board *self, int rank, int flag, uint64_t value) {
 
 static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
-    if (!numbers(args, count, 2, a) || !ours(self, 0))
+    if (!parse_numbers(args, count, 2, a) || !check_rank(self, 0))
         return NULL;
     raise_flag(&self->b, (int)a[1], a[0]);
     Py_RETURN_NONE;
 }
 
 /* The rank of an argument, of which the size of the board stands for every other rank; -2 with a Python error. */
-static int whom(const Board *self, uint64_t rank) {
+static int peer_argument(const Board *self, uint64_t rank) {
     if (rank == (uint64_t)self->b.size && rank)
         return -1;
-    return ours(self, rank) ? (int)rank : -2;
+    return check_rank(self, rank) ? (int)rank : -2;
 }
 
-static PyObject *board_doze(Board *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *board_sleep_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
     int rank, missing;
-    if (!numbers(args, count, 3, a) || (rank = whom(self, a[0])) < -1)
+    if (!parse_numbers(args, count, 3, a) || (rank = peer_argument(self, a[0])) < -1)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    missing = doze(&self->b, rank, (int)a[2], a[1]);
+    missing = sleep_wait(&self->b, rank, (int)a[2], a[1]);
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(missing < 0);
 }
@@ -173,58 +173,58 @@ static PyObject *board_stop(Board *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-static PyObject *board_rest(Board *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *board_stop_spinning(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[1];
-    if (!numbers(args, count, 1, a))
+    if (!parse_numbers(args, count, 1, a))
         return NULL;
-    atomic_store(&self->b.restful, a[0]);
+    atomic_store(&self->b.no_yield_below, a[0]);
     Py_RETURN_NONE;
 }
 
-static PyObject *board_ring(Board *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *board_wake(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[1];
-    if (!numbers(args, count, 1, a) || !ours(self, a[0]))
+    if (!parse_numbers(args, count, 1, a) || !check_rank(self, a[0]))
         return NULL;
     atomic_thread_fence(memory_order_seq_cst);
     if (flag_of(&self->b, (int)a[0], ASLEEP))
-        ring(&self->b, bit_of((int)a[0]));
+        futex_wake(&self->b, bit_of((int)a[0]));
     Py_RETURN_NONE;
 }
 
-static PyObject *board_ring_all(Board *self, PyObject *nothing) {
+static PyObject *board_wake_all(Board *self, PyObject *nothing) {
     (void)nothing;
     if (self->b.size)
-        ring(&self->b, ~(uint32_t)0);
+        futex_wake(&self->b, ~(uint32_t)0);
     Py_RETURN_NONE;
 }
 
-static PyObject *board_lie_down(Board *self, PyObject *nothing) {
+static PyObject *board_prepare_wait(Board *self, PyObject *nothing) {
     (void)nothing;
-    if (!ours(self, 0))
+    if (!check_rank(self, 0))
         return NULL;
-    lie_down(&self->b);
+    prepare_wait(&self->b);
     Py_RETURN_NONE;
 }
 
-static PyObject *board_nap(Board *self, PyObject *nothing) {
+static PyObject *board_futex_wait(Board *self, PyObject *nothing) {
     (void)nothing;
-    if (!ours(self, 0))
+    if (!check_rank(self, 0))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    nap(&self->b, nanoseconds() + DOZE);
+    futex_wait(&self->b, nanoseconds() + SLEEP_NANOSECONDS);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-static PyObject *board_get_up(Board *self, PyObject *nothing) {
+static PyObject *board_finish_wait(Board *self, PyObject *nothing) {
     (void)nothing;
-    if (!ours(self, 0))
+    if (!check_rank(self, 0))
         return NULL;
-    get_up(&self->b);
+    finish_wait(&self->b);
     Py_RETURN_NONE;
 }
 
-static PyObject *board_yield(Board *self, PyObject *nothing) {
+static PyObject *board_yield_cpu(Board *self, PyObject *nothing) {
     (void)self, (void)nothing;
     Py_BEGIN_ALLOW_THREADS;
     sched_yield();

@@ -3,8 +3,8 @@
  * `out` may be `a` or `b` itself, but must not overlap them otherwise. Minima and maxima keep NaNs; integers wrap around;
  * 16-bit floats are computed as 32-bit ones and rounded to nearest even, as torch does. */
 
-#ifndef HOLDFAST_KERNELS_H
-#define HOLDFAST_KERNELS_H
+#ifndef HOLDFAST_REDUCTIONS_H
+#define HOLDFAST_REDUCTIONS_H
 
 #include <stddef.h>
 #include <stdint.h>

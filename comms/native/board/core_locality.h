@@ -7,39 +7,39 @@
  * (`sound`); whoever takes something from it takes the time of reading that line (`listen`), and says at the end whether
  * it was near. */
 
-#ifndef HOLDFAST_DISTANCE_H
-#define HOLDFAST_DISTANCE_H
+#ifndef HOLDFAST_CORE_LOCALITY_H
+#define HOLDFAST_CORE_LOCALITY_H
 
-#include "board.h"
+#include "board/board.h"
 
 /* Nanoseconds, the clock's own twenty included: 30 to 60 between cores of one cache on AMD's Zen, 80 to 100 on the mesh of
  * Intel's Ice Lake, which is near, too; 130 and more where they share none. */
-#define FARTHEST 115
+#define NEAR_NANOSECONDS 115
 
-static inline void sound(board *b) {
-    word *line = word_of(b, b->rank, SOUNDING);
+static inline void probe_write(board *b) {
+    word *line = word_of(b, b->rank, PROBE);
     atomic_store_explicit(line, atomic_load_explicit(line, memory_order_relaxed) + 1, memory_order_relaxed);
 }
 
 /* Once in an op, after `rank` is known to have begun it. */
-static inline void listen(board *b, int rank) {
+static inline void probe_read(board *b, int rank) {
     uint64_t began = nanoseconds();
-    (void)flag_of(b, rank, SOUNDING);
+    (void)flag_of(b, rank, PROBE);
     uint64_t took = nanoseconds() - began;
-    b->heard.now = took > b->heard.now ? took : b->heard.now;
+    b->latency.current = took > b->latency.current ? took : b->latency.current;
 }
 
 /* Tell the others whether what this rank took was near, in two ops: to be wrong costs more where it was far. */
-static inline void tell_distance(board *b) {
-    distance *d = &b->heard;
-    if (!d->now)
+static inline void publish_locality(board *b) {
+    read_latency *read = &b->latency;
+    if (!read->current)
         return;
-    int near = d->before && d->before <= FARTHEST && d->now <= FARTHEST;
+    int near = read->previous && read->previous <= NEAR_NANOSECONDS && read->current <= NEAR_NANOSECONDS;
     atomic_store_explicit(word_of(b, b->rank, NEAR), (uint64_t)near, memory_order_relaxed);
-    d->before = d->now, d->now = 0;
+    read->previous = read->current, read->current = 0;
 }
 
 /* Whether all who read what this rank writes say that they are near. */
-static inline int all_near(const board *b) { return all_say(b, NEAR, 1); }
+static inline int all_near(const board *b) { return all_have_bits(b, NEAR, 1); }
 
 #endif

@@ -5,7 +5,7 @@
 
 #include <structmember.h>
 
-#include "board_object.h"
+#include "board/board_object.h"
 
 /* -- small ops: publish, meet, take */
 
@@ -22,28 +22,28 @@ static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t cou
         PyErr_SetString(PyExc_RuntimeError, "another op was begun here, and never ended");
         return FAILED;
     }
-    if (op > 2 && self->b.all_finished < op - 2 && await(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
+    if (op > 2 && self->b.all_finished < op - 2 && wait_for(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
         return EARLY;
     self->from = from;
     return self->copied = publish(&self->b, op, signature, self->p.give, (int)count);
 }
 
 /* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
-static int meet_all(Board *self, uint64_t op, int how) {
+static int match_all(Board *self, uint64_t op, int how) {
     board *b = &self->b;
-    if (await(self, -1, how, op) >= 0)
+    if (wait_for(self, -1, how, op) >= 0)
         return LATE;
     b->all_finished = op - 1;
     for (int rank = 0; rank < b->size; rank++)
-        if (!agrees(b, rank, op))
+        if (!has_same_op(b, rank, op))
             return rank;
     return ALIKE;
 }
 
 /* After `publish_`: whether all ranks have published the same. */
-static int all_came(Board *self, uint64_t op, int copied) {
+static int all_match(Board *self, uint64_t op, int copied) {
     int how = copied && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
-    return meet_all(self, op, how) == ALIKE;
+    return match_all(self, op, how) == ALIKE;
 }
 
 static int finish(Board *self, uint64_t op, int copied) {
@@ -73,7 +73,7 @@ static int exchange_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t
         return copied;
     if (into)
         move(into[self->b.rank], own);
-    if (!all_came(self, op, copied))
+    if (!all_match(self, op, copied))
         return copied | NOT_MET;
     return collect(&self->b, op, index, into) == TAKEN_ALL ? finish(self, op, copied) : copied;
 }
@@ -83,7 +83,7 @@ static int reduce_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t c
     int copied = publish_(self, op, signature, count);
     if (copied < 0)
         return copied;
-    if (!all_came(self, op, copied))
+    if (!all_match(self, op, copied))
         return copied | NOT_MET;
     if (collect(&self->b, op, 0, NULL) != TAKEN_ALL || reduce_inputs(&self->b, op, index, kind, into) != TAKEN_ALL)
         return copied;
@@ -105,7 +105,7 @@ static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t co
         PyErr_SetString(PyExc_TypeError, "op, signature and inputs are needed");
         return NULL;
     }
-    if (!numbers(args, 2, 2, a) || !ours(self, 0))
+    if (!parse_numbers(args, 2, 2, a) || !check_rank(self, 0))
         return NULL;
     Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
     return inputs < 0 ? NULL : outcome(publish_(self, a[0], a[1], inputs));
@@ -118,7 +118,7 @@ static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t c
         PyErr_SetString(PyExc_TypeError, "op, signature, inputs, into, index and own are needed");
         return NULL;
     }
-    if (!numbers(args, 2, 2, a) || !numbers(args + 4, 2, 2, b) || !ours(self, 0) || !ours(self, b[0]))
+    if (!parse_numbers(args, 2, 2, a) || !parse_numbers(args + 4, 2, 2, b) || !check_rank(self, 0) || !check_rank(self, b[0]))
         return NULL;
     Py_ssize_t inputs = spans_of(args[2], self->p.give, self->b.size);
     Py_ssize_t places = spans_of(args[3], self->p.take, self->b.size);
@@ -134,7 +134,7 @@ static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t cou
         PyErr_SetString(PyExc_TypeError, "op, signature, inputs, index, kind, into and nbytes are needed");
         return NULL;
     }
-    if (!numbers(args, 2, 2, a) || !numbers(args + 3, 4, 4, b) || !ours(self, 0) || !ours(self, b[0]) || !is_memory(b[2], b[3]))
+    if (!parse_numbers(args, 2, 2, a) || !parse_numbers(args + 3, 4, 4, b) || !check_rank(self, 0) || !check_rank(self, b[0]) || !is_memory(b[2], b[3]))
         return NULL;
     if (!kernel_of((long)b[1])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
@@ -146,30 +146,30 @@ static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t cou
 }
 
 /* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
-static PyObject *board_meet(Board *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *board_match(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
-    if (!numbers(args, count, 2, a) || !ours(self, a[0]))
+    if (!parse_numbers(args, count, 2, a) || !check_rank(self, a[0]))
         return NULL;
-    if (await(self, (int)a[0], PUBLISHED, a[1]) >= 0)
+    if (wait_for(self, (int)a[0], PUBLISHED, a[1]) >= 0)
         return PyLong_FromLong(LATE);
-    return PyLong_FromLong(agrees(&self->b, (int)a[0], a[1]) ? ALIKE : (long)a[0]);
+    return PyLong_FromLong(has_same_op(&self->b, (int)a[0], a[1]) ? ALIKE : (long)a[0]);
 }
 
-static PyObject *board_meet_all(Board *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *board_match_all(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[1];
-    if (!numbers(args, count, 1, a) || !ours(self, 0))
+    if (!parse_numbers(args, count, 1, a) || !check_rank(self, 0))
         return NULL;
-    return PyLong_FromLong(meet_all(self, a[0], PUBLISHED));
+    return PyLong_FromLong(match_all(self, a[0], PUBLISHED));
 }
 
 static int has_input(const Board *self, uint64_t rank, uint64_t index) {
-    return ours(self, rank) && ours(self, index);
+    return check_rank(self, rank) && check_rank(self, index);
 }
 
 /* input(rank, op, index): (nbytes, whether it lies in the slot). */
 static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3], nbytes;
-    if (!numbers(args, count, 3, a) || !has_input(self, a[0], a[2]))
+    if (!parse_numbers(args, count, 3, a) || !has_input(self, a[0], a[2]))
         return NULL;
     const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
     return Py_BuildValue("KO", (unsigned long long)nbytes, at ? Py_True : Py_False);
@@ -178,14 +178,14 @@ static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t coun
 /* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the size that it really has. */
 static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5], nbytes;
-    if (!numbers(args, count, 5, a) || !has_input(self, a[0], a[2]) || !is_memory(a[3], a[4]))
+    if (!parse_numbers(args, count, 5, a) || !has_input(self, a[0], a[2]) || !is_memory(a[3], a[4]))
         return NULL;
     const char *at = input(&self->b, (int)a[0], a[1], a[2], &nbytes);
     if (!at || nbytes != a[4])
         return PyLong_FromUnsignedLongLong(nbytes);
-    hear(&self->b, (int)a[0], nbytes);
+    probe_large_input(&self->b, (int)a[0], nbytes);
     copy_bytes((void *)(uintptr_t)a[3], at, nbytes);
-    tell_distance(&self->b);
+    publish_locality(&self->b);
     return PyLong_FromLong(-1);
 }
 
@@ -197,7 +197,7 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
         PyErr_SetString(PyExc_TypeError, "op, index and into are needed");
         return NULL;
     }
-    if (!numbers(args, 2, 2, a) || !has_input(self, 0, a[1]))
+    if (!parse_numbers(args, 2, 2, a) || !has_input(self, 0, a[1]))
         return NULL;
     Py_ssize_t places = spans_of(args[2], self->p.take, self->b.size);
     return places < 0 ? NULL : PyLong_FromLong(collect(&self->b, a[0], a[1], places ? self->p.take : NULL));
@@ -207,7 +207,7 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
  * has another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5];
-    if (!numbers(args, count, 5, a) || !has_input(self, 0, a[1]) || !is_memory(a[3], a[4]))
+    if (!parse_numbers(args, count, 5, a) || !has_input(self, 0, a[1]) || !is_memory(a[3], a[4]))
         return NULL;
     if (!kernel_of((long)a[2])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
@@ -220,7 +220,7 @@ static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t co
 /* -- large ops */
 
 /* Begin a pipeline (see pipeline.h) of what is in `p.give` and `p.take`. kind -1: a move. False with a Python error. */
-static int begin(Board *self, uint64_t op, uint64_t longest, long kind, int reduces_all, int shared, const char *own) {
+static int begin_pipeline(Board *self, uint64_t op, uint64_t longest, long kind, int reduces_all, int shared, const char *own) {
     pipeline *p = &self->p;
     if (kind >= 0 && !p->scratch && !(p->scratch = PyMem_Malloc(self->b.block))) {
         PyErr_NoMemory();
@@ -230,14 +230,14 @@ static int begin(Board *self, uint64_t op, uint64_t longest, long kind, int redu
     p->combine = kind >= 0 ? kernel_of(kind) : NULL;
     p->itemsize = kind >= 0 ? itemsize_of(kind) : 1;
     p->reduces_all = reduces_all, p->shared = shared;
-    set_out(p, op, longest);
+    start_pipeline(p, op, longest);
     return 1;
 }
 
-static int run_(Board *self) {
+static int run_without_gil(Board *self) {
     int done;
     Py_BEGIN_ALLOW_THREADS;
-    done = run(&self->p);
+    done = run_pipeline(&self->p);
     Py_END_ALLOW_THREADS;
     return done;
 }
@@ -251,7 +251,7 @@ static PyObject *board_begin(Board *self, PyObject *args) {
     PyObject *give_, *take_;
     if (!PyArg_ParseTuple(args, "KKlppO!O!K", &op, &longest, &kind, &reduces_all, &shared, &PyTuple_Type, &give_,
                           &PyTuple_Type, &take_, &own) ||
-        !ours(self, 0))
+        !check_rank(self, 0))
         return NULL;
     if (kind >= 0 && !kernel_of(kind)) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
@@ -259,7 +259,7 @@ static PyObject *board_begin(Board *self, PyObject *args) {
     }
     if (spans_of(give_, p->give, self->b.size) < 0 || spans_of(take_, p->take, self->b.size) < 0)
         return NULL;
-    if (p->op != op && !begin(self, op, longest, kind, reduces_all, shared, (const char *)(uintptr_t)own))
+    if (p->op != op && !begin_pipeline(self, op, longest, kind, reduces_all, shared, (const char *)(uintptr_t)own))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -268,9 +268,9 @@ static PyObject *board_begin(Board *self, PyObject *args) {
  * rank's memory cannot be read. */
 static PyObject *board_run(Board *self, PyObject *nothing) {
     (void)nothing;
-    if (!ours(self, 0))
+    if (!check_rank(self, 0))
         return NULL;
-    if (run_(self))
+    if (run_without_gil(self))
         Py_RETURN_NONE;
     if (self->p.unreadable)
         return Py_BuildValue("iii", self->p.awaited, self->p.unreadable, -1);
@@ -279,22 +279,22 @@ static PyObject *board_run(Board *self, PyObject *nothing) {
 
 static PyMethodDef board_methods[] = {
     FAST("raise_flag", board_raise),
-    FAST("doze", board_doze),
+    FAST("sleep_wait", board_sleep_wait),
     PLAIN("is_over", board_is_over),
     PLAIN("stop", board_stop),
-    FAST("rest", board_rest),
-    FAST("ring", board_ring),
-    PLAIN("ring_all", board_ring_all),
-    PLAIN("lie_down", board_lie_down),
-    PLAIN("nap", board_nap),
-    PLAIN("get_up", board_get_up),
-    PLAIN("give_way", board_yield),
+    FAST("stop_spinning", board_stop_spinning),
+    FAST("wake", board_wake),
+    PLAIN("wake_all", board_wake_all),
+    PLAIN("prepare_wait", board_prepare_wait),
+    PLAIN("futex_wait", board_futex_wait),
+    PLAIN("finish_wait", board_finish_wait),
+    PLAIN("yield_cpu", board_yield_cpu),
     PLAIN("next", board_next),
     FAST("publish", board_publish),
     FAST("exchange", board_exchange),
     FAST("reduce", board_reduce),
-    FAST("meet", board_meet),
-    FAST("meet_all", board_meet_all),
+    FAST("match", board_match),
+    FAST("match_all", board_match_all),
     FAST("input", board_input),
     FAST("fetch", board_fetch),
     FAST("collect", board_collect),

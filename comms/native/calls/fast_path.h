@@ -7,7 +7,7 @@
 #ifndef HOLDFAST_FAST_PATH_H
 #define HOLDFAST_FAST_PATH_H
 
-#include "order.h"
+#include "calls/order.h"
 #include "tensors.h"
 
 typedef enum { ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_TO_ALL, BARRIER } fast_op;
@@ -15,11 +15,11 @@ static const char *const fast_ops[] = {"all_reduce", "reduce_scatter_single", "b
                                        "all_to_all_single", "barrier"};
 
 enum { PLANS = 64 };
-enum { LEFT, ENDED, BEGUN, RAISED }; /* an op: nothing was done; it was done; it is to be gone on with; Python has an error */
+enum { DECLINED, COMPLETED, STARTED, RAISED }; /* an op: nothing was done; it was done; it is to be gone on with; Python has an error */
 
 typedef struct {
     uint64_t what, count, root; /* the op and the dtype as DLPack says it; elements */
-    PyObject *reduction, *detail, *said; /* detail: for the journal; said: None if the op is not for a fast path */
+    PyObject *reduction, *detail, *answer; /* detail: for the journal; said: None if the op is not for a fast path */
     unsigned long long signature;
     long kind;
 } plan;
@@ -40,20 +40,20 @@ typedef struct {
 typedef struct fast_path {
     PyObject_HEAD
     Order *order;
-    PyObject *asked;                /* for plans */
+    PyObject *planner;                /* for plans */
     PyObject *observers, *observed; /* their attribute, which says whether they watch ops */
     PyObject *enter, *leave;        /* of the journal, or NULL */
     PyObject *names[BARRIER + 1];
     const tensors *known;
     int rank, size;
-    int (*learn)(plan *);
+    int (*parse)(plan *);
     int (*run)(struct fast_path *, fast_call *);
     plan plans[PLANS];
 } fast_path;
 
 /* -- what is usual */
 
-static int usual(const fast_path *self, PyObject *tensor, operand *into) {
+static int is_plain_operand(const fast_path *self, PyObject *tensor, operand *into) {
     if (!is_plain(self->known, tensor, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
         return 0;
     into->itself = tensor;
@@ -62,13 +62,13 @@ static int usual(const fast_path *self, PyObject *tensor, operand *into) {
     return 1;
 }
 
-static int usual_pair(const fast_path *self, PyObject *const *args, fast_call *call) {
-    return usual(self, args[0], &call->output) && usual(self, args[1], &call->tensor) &&
+static int are_plain_operands(const fast_path *self, PyObject *const *args, fast_call *call) {
+    return is_plain_operand(self, args[0], &call->output) && is_plain_operand(self, args[1], &call->tensor) &&
            call->output.dtype == call->tensor.dtype;
 }
 
 /* Whether an op may have both as they are: they share no memory, or `part` of the larger one is the smaller. */
-static int apart(const fast_call *call, const char *part, const operand *smaller) {
+static int overlap_is_allowed(const fast_call *call, const char *part, const operand *smaller) {
     const operand *tensor = &call->tensor, *output = &call->output;
     return tensor->where.data + tensor->nbytes <= output->where.data ||
            output->where.data + output->nbytes <= tensor->where.data || (smaller && part == smaller->where.data);
@@ -94,18 +94,18 @@ static PyObject *detail_of(fast_op op, PyObject *tensor, uint64_t root, PyObject
 }
 
 /* Ask Python, and keep what it says. 0, or -1 with a Python error. */
-static int ask(fast_path *self, plan *at, fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
+static int fetch_plan(fast_path *self, plan *at, fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
     at->what = 0;
-    PyObject *said = PyObject_CallFunction(self->asked, "OOKO", self->names[op], tensor ? tensor : Py_None,
+    PyObject *answer = PyObject_CallFunction(self->planner, "OOKO", self->names[op], tensor ? tensor : Py_None,
                                            (unsigned long long)root, reduction ? reduction : Py_None);
-    PyObject *before[] = {at->said, at->detail, at->reduction};
-    at->detail = said && said != Py_None ? detail_of(op, tensor, root, reduction) : NULL;
-    at->said = said, at->reduction = reduction ? Py_NewRef(reduction) : NULL;
+    PyObject *replaced[] = {at->answer, at->detail, at->reduction};
+    at->detail = answer && answer != Py_None ? detail_of(op, tensor, root, reduction) : NULL;
+    at->answer = answer, at->reduction = reduction ? Py_NewRef(reduction) : NULL;
     for (int i = 0; i < 3; i++)
-        Py_XDECREF(before[i]);
-    if (!said || said == Py_None)
-        return said ? 0 : -1;
-    return at->detail && (!self->learn || self->learn(at) == 0) ? 0 : -1;
+        Py_XDECREF(replaced[i]);
+    if (!answer || answer == Py_None)
+        return answer ? 0 : -1;
+    return at->detail && (!self->parse || self->parse(at) == 0) ? 0 : -1;
 }
 
 /* The plan of an op; NULL if it is not for a fast path. */
@@ -114,11 +114,11 @@ static const plan *planned(fast_path *self, fast_op op, const operand *of, uint6
     uint64_t mixed = (what ^ count << 7 ^ root << 20 ^ (uintptr_t)reduction >> 4) * 0x9E3779B97F4A7C15u;
     plan *at = &self->plans[mixed >> 58];
     if (at->what != what || at->count != count || at->root != root || at->reduction != reduction) {
-        if (ask(self, at, op, of ? of->itself : NULL, root, reduction) < 0)
+        if (fetch_plan(self, at, op, of ? of->itself : NULL, root, reduction) < 0)
             return PyErr_Clear(), NULL;
         at->what = what, at->count = count, at->root = root;
     }
-    return at->said == Py_None ? NULL : at;
+    return at->answer == Py_None ? NULL : at;
 }
 
 /* -- the journal: -1 with a Python error */
@@ -129,50 +129,50 @@ static int enter_journal(const fast_path *self, const fast_call *call) {
     const operand *about = call->op == REDUCE_SCATTER ? &call->output : &call->tensor;
     PyObject *tensor = about->itself && call->op != ALL_TO_ALL ? about->itself : Py_None;
     PyObject *seq = PyLong_FromUnsignedLongLong(self->order->seq + 1), *nbytes = PyLong_FromUnsignedLongLong(about->nbytes);
-    PyObject *peer = PyLong_FromLong(call->op == BROADCAST ? call->src : -1), *said = NULL;
+    PyObject *peer = PyLong_FromLong(call->op == BROADCAST ? call->src : -1), *answer = NULL;
     if (seq && nbytes && peer)
-        said = PyObject_CallFunctionObjArgs(self->enter, self->names[call->op], seq, nbytes, tensor, call->as->detail, peer,
+        answer = PyObject_CallFunctionObjArgs(self->enter, self->names[call->op], seq, nbytes, tensor, call->as->detail, peer,
                                             NULL);
-    PyObject *made[] = {seq, nbytes, peer, said};
+    PyObject *made[] = {seq, nbytes, peer, answer};
     for (int i = 0; i < 4; i++)
         Py_XDECREF(made[i]);
-    return said ? 0 : -1;
+    return answer ? 0 : -1;
 }
 
 static int leave_journal(const fast_path *self, PyObject *error) {
-    PyObject *said = self->leave ? PyObject_CallFunctionObjArgs(self->leave, error, NULL) : Py_NewRef(Py_None);
-    Py_XDECREF(said);
-    return said ? 0 : -1;
+    PyObject *answer = self->leave ? PyObject_CallFunctionObjArgs(self->leave, error, NULL) : Py_NewRef(Py_None);
+    Py_XDECREF(answer);
+    return answer ? 0 : -1;
 }
 
 /* -- the ops */
 
-static int recognise(fast_path *self, PyObject *const *args, fast_call *call) {
+static int plan_call(fast_path *self, PyObject *const *args, fast_call *call) {
     operand *tensor = &call->tensor, *output = &call->output;
     uint64_t size = (uint64_t)self->size, rank = (uint64_t)self->rank;
     switch (call->op) {
     case ALL_REDUCE:
-        if (usual(self, args[0], tensor))
+        if (is_plain_operand(self, args[0], tensor))
             call->as = planned(self, ALL_REDUCE, tensor, 0, args[1]);
         break;
     case REDUCE_SCATTER:
-        if (usual_pair(self, args, call) && tensor->count == output->count * size &&
-            apart(call, tensor->where.data + rank * output->nbytes, output))
+        if (are_plain_operands(self, args, call) && tensor->count == output->count * size &&
+            overlap_is_allowed(call, tensor->where.data + rank * output->nbytes, output))
             call->as = planned(self, REDUCE_SCATTER, tensor, 0, args[2]);
         break;
     case BROADCAST:
         call->src = PyLong_CheckExact(args[1]) ? PyLong_AsLong(args[1]) : -1;
-        if (call->src >= 0 && call->src < self->size && usual(self, args[0], tensor))
+        if (call->src >= 0 && call->src < self->size && is_plain_operand(self, args[0], tensor))
             call->as = planned(self, BROADCAST, tensor, (uint64_t)call->src, NULL);
         PyErr_Clear();
         break;
     case ALL_GATHER:
-        if (usual_pair(self, args, call) && output->count == tensor->count * size &&
-            apart(call, output->where.data + rank * tensor->nbytes, tensor))
+        if (are_plain_operands(self, args, call) && output->count == tensor->count * size &&
+            overlap_is_allowed(call, output->where.data + rank * tensor->nbytes, tensor))
             call->as = planned(self, ALL_GATHER, tensor, 0, NULL);
         break;
     case ALL_TO_ALL:
-        if (usual_pair(self, args, call) && output->count == tensor->count && apart(call, NULL, NULL) && divides(output, self->size) &&
+        if (are_plain_operands(self, args, call) && output->count == tensor->count && overlap_is_allowed(call, NULL, NULL) && divides(output, self->size) &&
             divides(tensor, self->size))
             call->as = planned(self, ALL_TO_ALL, tensor, 0, NULL);
         break;
@@ -188,7 +188,7 @@ static int is_open(const fast_path *self) {
 }
 
 /* True if the op was done. */
-static PyObject *travel(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected) {
+static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected) {
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
         return NULL;
@@ -198,16 +198,16 @@ static PyObject *travel(fast_path *self, fast_op op, PyObject *const *args, Py_s
     Order *order = self->order;
     fast_call call = {.op = op};
     order->busy = 1;
-    int end = recognise(self, args, &call) ? self->run(self, &call) : LEFT;
-    if (end == BEGUN)
+    int end = plan_call(self, args, &call) ? self->run(self, &call) : DECLINED;
+    if (end == STARTED)
         order->begun_by = PyThread_get_thread_ident();
-    order->busy = end == BEGUN;
-    return end == RAISED ? NULL : PyBool_FromLong(end == ENDED);
+    order->busy = end == STARTED;
+    return end == RAISED ? NULL : PyBool_FromLong(end == COMPLETED);
 }
 
 #define FAST_OP(NAME, OP, COUNT)                                                                                             \
     static PyObject *fast_##NAME(fast_path *self, PyObject *const *args, Py_ssize_t count) {                                 \
-        return travel(self, OP, args, count, COUNT);                                                                         \
+        return run_fast_op(self, OP, args, count, COUNT);                                                                         \
     }
 FAST_OP(all_reduce, ALL_REDUCE, 2)
 FAST_OP(reduce_scatter, REDUCE_SCATTER, 3)
@@ -226,10 +226,10 @@ static PyMethodDef fast_methods[] = {
 /* -- its beginning and end */
 
 /* Takes the arguments that all paths have. */
-static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject *observers, PyObject *journal, int rank, int size,
+static int fast_init(fast_path *self, PyObject *order, PyObject *planner, PyObject *observers, PyObject *journal, int rank, int size,
                      const tensors *known) {
     self->order = (Order *)Py_NewRef(order);
-    self->asked = Py_NewRef(asked), self->observers = Py_NewRef(observers);
+    self->planner = Py_NewRef(planner), self->observers = Py_NewRef(observers);
     self->observed = PyUnicode_InternFromString("observed");
     self->known = known, self->rank = rank, self->size = size;
     for (int op = 0; op <= BARRIER; op++)
@@ -246,7 +246,7 @@ static int fast_init(fast_path *self, PyObject *order, PyObject *asked, PyObject
 static void fast_dealloc(fast_path *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF((PyObject *)self->order);
-    PyObject *held[] = {self->asked, self->observers, self->observed, self->enter, self->leave};
+    PyObject *held[] = {self->planner, self->observers, self->observed, self->enter, self->leave};
     for (int i = 0; i < 5; i++)
         Py_XDECREF(held[i]);
     for (int op = 0; op <= BARRIER; op++)
@@ -254,7 +254,7 @@ static void fast_dealloc(fast_path *self) {
     for (int i = 0; i < PLANS; i++) {
         Py_XDECREF(self->plans[i].reduction);
         Py_XDECREF(self->plans[i].detail);
-        Py_XDECREF(self->plans[i].said);
+        Py_XDECREF(self->plans[i].answer);
     }
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(self);

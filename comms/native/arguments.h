@@ -1,12 +1,12 @@
 /* Arguments of compiled functions: addresses and numbers, by position. */
 
-#ifndef HOLDFAST_NUMBERS_H
-#define HOLDFAST_NUMBERS_H
+#ifndef HOLDFAST_ARGUMENTS_H
+#define HOLDFAST_ARGUMENTS_H
 
 #include <Python.h>
 #include <stdint.h>
 
-static int numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
+static int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
         return 0;

@@ -3,7 +3,7 @@
  * In a *move* every rank gives blocks to the others (`give`), and each copies what it is to get from them, or reduces it into
  * its own (`take`). In an *all_reduce* each rank owns a part: blocks are given to their owner, who adds them up (`reduce`);
  * the others take the results. A rank copies what it gives into its stage, and may be `depth` blocks ahead of others there;
- * or it says where its inputs are, and waits at the end until all have taken them (see ways.h).
+ * or it says where its inputs are, and waits at the end until all have taken them (see copy_mode.h).
  *
  * `run` stops where a rank has to wait for long, and goes on from there when it is called again. Before it begins, every
  * rank must know that all have completed the ops before: nothing in a stage is still to be read then. */
@@ -11,10 +11,10 @@
 #ifndef HOLDFAST_PIPELINE_H
 #define HOLDFAST_PIPELINE_H
 
-#include "distance.h"
-#include "kernels.h"
-#include "reading.h"
-#include "ways.h"
+#include "board/core_locality.h"
+#include "kernels/reductions.h"
+#include "board/in_place_read.h"
+#include "board/copy_mode.h"
 
 #define NEVER UINT64_MAX
 #define LEAST_BLOCK (32 * 1024)
@@ -26,7 +26,7 @@ typedef struct {
     const char *own;   /* of a reducing move: this rank's own input to what it takes */
     char *scratch;     /* a block that was read, to be reduced */
     int reduces_all, shared, near;
-    int way; /* in which this rank gives */
+    int mode; /* in which this rank gives */
     kernel combine;
     uint64_t itemsize, block, steps;
     uint64_t op, base; /* its number, 0: none is under way; the blocks of all ops before */
@@ -35,8 +35,8 @@ typedef struct {
     int awaited, flag; /* what it waits for */
     uint64_t value;
     int unreadable; /* an error number: why the memory of `awaited` could not be read */
-    times sorts[SORTS];
-    int sort, taken[2]; /* which blocks were taken this way, and that */
+    class_times classes[OP_CLASSES];
+    int op_class, taken[2]; /* which blocks were taken this way, and that */
     uint64_t began;
 } pipeline;
 
@@ -50,18 +50,18 @@ static inline span block_of(const pipeline *p, span whole, uint64_t step) {
 }
 
 /* Whether `rank` has reached block `value` of this op, counted from 1. */
-static inline int has(pipeline *p, int rank, int flag, int64_t value) {
+static inline int wait_block(pipeline *p, int rank, int flag, int64_t value) {
     if (value <= 0)
         return 1;
     p->awaited = rank, p->flag = flag, p->value = p->base + (uint64_t)value;
-    if (look(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0 && doze(p->b, rank, flag, p->value) >= 0)
+    if (spin_wait(p->b, rank, flag, p->value, p->b->spins, p->b->yields) >= 0 && sleep_wait(p->b, rank, flag, p->value) >= 0)
         return 0;
     if (flag == GIVEN && value == 1)
-        listen(p->b, rank);
+        probe_read(p->b, rank);
     return 1;
 }
 
-static inline int nth(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
+static inline int peer_at(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
 
 /* -- what is given */
 
@@ -69,7 +69,7 @@ static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.a
 
 /* Whether what others are to read stays as it is until they have: an op in place may write there first. Not an all_reduce,
  * which writes a block of another's part only once that rank has read it. */
-static int stays(const pipeline *p) {
+static int inputs_stay_intact(const pipeline *p) {
     int rank = p->b->rank;
     for (int to = 0; to < p->b->size && !p->reduces_all; to++)
         for (int from = 0; from < p->b->size; from++)
@@ -79,7 +79,7 @@ static int stays(const pipeline *p) {
 }
 
 /* Say where what this rank gives to each other lies, and to all; whether they can read that. */
-static int lay_open(const pipeline *p) {
+static int expose_inputs(const pipeline *p) {
     for (int to = 0; to < p->b->size; to++) {
         span part = to == p->b->rank && p->reduces_all ? p->take[to] : p->give[to];
         if (!is_readable(p->b, part))
@@ -90,7 +90,7 @@ static int lay_open(const pipeline *p) {
 }
 
 /* Begin an op that is set up but for these. `longest`: the bytes of the longest piece that any rank gives to another. */
-static void set_out(pipeline *p, uint64_t op, uint64_t longest) {
+static void start_pipeline(pipeline *p, uint64_t op, uint64_t longest) {
     board *b = p->b;
     uint64_t ahead = (uint64_t)b->depth * PAGE, wanted = (longest + ahead - 1) / ahead * PAGE;
     p->block = wanted < LEAST_BLOCK ? LEAST_BLOCK : wanted;
@@ -99,11 +99,11 @@ static void set_out(pipeline *p, uint64_t op, uint64_t longest) {
     p->op = op;
     p->step = 0, p->phase = 0, p->other = 1;
     p->taken[STAGED] = p->taken[IN_PLACE] = 0, p->unreadable = 0;
-    p->sort = sort_of(p->reduces_all ? 3 : p->combine ? 2 : p->shared, longest);
+    p->op_class = class_of(p->reduces_all ? 3 : p->combine ? 2 : p->shared, longest);
     p->near = all_near(b);
-    p->way = b->pids && all_want(b, p->sort) && stays(p) && lay_open(p) ? IN_PLACE : STAGED;
-    atomic_store_explicit(word_of(b, b->rank, UNSTAGED), p->way == IN_PLACE ? p->base + 1 : 0, memory_order_relaxed);
-    sound(b);
+    p->mode = b->pids && all_prefer_in_place(b, p->op_class) && inputs_stay_intact(p) && expose_inputs(p) ? IN_PLACE : STAGED;
+    atomic_store_explicit(word_of(b, b->rank, UNSTAGED), p->mode == IN_PLACE ? p->base + 1 : 0, memory_order_relaxed);
+    probe_write(b);
     p->began = nanoseconds();
 }
 
@@ -117,17 +117,17 @@ static inline void stage(pipeline *p, int to, uint64_t step, span part) {
 
 static int give(pipeline *p, uint64_t step) {
     board *b = p->b;
-    if (p->way == IN_PLACE) {
+    if (p->mode == IN_PLACE) {
         if (!step)
             raise_flag(b, GIVEN, p->base + p->steps);
         return 1;
     }
     for (; p->other < b->size; p->other++) {
-        int to = nth(p);
+        int to = peer_at(p);
         span part = block_of(p, p->give[p->shared ? b->rank : to], step);
         if (!part.nbytes)
             continue;
-        if (!has(p, to, p->reduces_all ? REDUCED : TAKEN, (int64_t)step + 1 - b->depth))
+        if (!wait_block(p, to, p->reduces_all ? REDUCED : TAKEN, (int64_t)step + 1 - b->depth))
             return 0;
         if (!p->shared || p->other == b->size - 1)
             stage(p, p->shared ? b->rank : to, step, part);
@@ -153,17 +153,17 @@ static int fetch_in_place(pipeline *p, int from, int to, uint64_t step, void *in
 
 /* out = a (op) what `from` has for `to` (itself: for all). As `fetch_in_place`. */
 static int take_block(pipeline *p, int from, int to, uint64_t step, span out, const char *a, int combines) {
-    int way = in_place(p, from);
+    int mode = in_place(p, from);
     const char *block = staged(p->b, from, to, step);
-    p->taken[way]++;
-    if (way == IN_PLACE) {
+    p->taken[mode]++;
+    if (mode == IN_PLACE) {
         if (!fetch_in_place(p, from, to, step, combines ? p->scratch : out.at, out.nbytes))
             return 0;
         block = combines ? p->scratch : out.at;
     }
     if (combines)
         p->combine(out.at, a, block, out.nbytes / p->itemsize);
-    else if (way == STAGED)
+    else if (mode == STAGED)
         copy_bytes(out.at, block, out.nbytes);
     return 1;
 }
@@ -172,16 +172,16 @@ static int reduce(pipeline *p, uint64_t step) {
     board *b = p->b;
     span mine = block_of(p, p->take[b->rank], step);
     for (; p->other < b->size; p->other++) {
-        int from = nth(p);
-        if (!has(p, from, GIVEN, (int64_t)step + 1))
+        int from = peer_at(p);
+        if (!wait_block(p, from, GIVEN, (int64_t)step + 1))
             return 0;
-        if (p->way == STAGED && !has(p, from, TAKEN, (int64_t)step + 1 - b->depth))
+        if (p->mode == STAGED && !wait_block(p, from, TAKEN, (int64_t)step + 1 - b->depth))
             return 0;
         const char *own = p->other == 1 ? block_of(p, p->give[b->rank], step).at : mine.at;
         if (mine.nbytes && !take_block(p, from, b->rank, step, mine, own, 1))
             return 0;
     }
-    if (p->way == STAGED)
+    if (p->mode == STAGED)
         stage(p, b->rank, step, mine);
     raise_flag(b, REDUCED, p->base + step + 1);
     return 1;
@@ -191,11 +191,11 @@ static int take(pipeline *p, uint64_t step) {
     board *b = p->b;
     int combines = p->combine && !p->reduces_all;
     for (; p->other < b->size; p->other++) {
-        int from = nth(p);
+        int from = peer_at(p);
         span part = block_of(p, p->take[combines ? b->rank : from], step);
         if (!part.nbytes)
             continue;
-        if (!has(p, from, p->reduces_all ? REDUCED : GIVEN, (int64_t)step + 1))
+        if (!wait_block(p, from, p->reduces_all ? REDUCED : GIVEN, (int64_t)step + 1))
             return 0;
         const char *own = combines && p->other == 1 ? p->own + step * p->block : part.at;
         if (!take_block(p, from, p->reduces_all || p->shared ? from : b->rank, step, part, own, combines))
@@ -210,13 +210,13 @@ static int take(pipeline *p, uint64_t step) {
 /* Whether all have taken what this rank let them read. */
 static int all_have_taken(pipeline *p) {
     for (; p->other < p->b->size; p->other++)
-        if (!has(p, nth(p), TAKEN, (int64_t)p->steps))
+        if (!wait_block(p, peer_at(p), TAKEN, (int64_t)p->steps))
             return 0;
     return 1;
 }
 
 /* Go on until the op is complete (1), or has waited for long or failed (0). */
-static int run(pipeline *p) {
+static int run_pipeline(pipeline *p) {
     int last = p->reduces_all ? 2 : 1;
     for (; p->step < p->steps + (uint64_t)last; p->step++, p->phase = 0) {
         for (; p->phase <= last; p->phase++, p->other = 1) {
@@ -230,12 +230,12 @@ static int run(pipeline *p) {
                 return 0;
         }
     }
-    if (p->way == IN_PLACE && !all_have_taken(p))
+    if (p->mode == IN_PLACE && !all_have_taken(p))
         return 0;
-    int way = p->taken[IN_PLACE] > 0, both = way && p->taken[STAGED], none = !way && !p->taken[STAGED];
+    int mode = p->taken[IN_PLACE] > 0, both = mode && p->taken[STAGED], none = !mode && !p->taken[STAGED];
     if (p->b->pids)
-        want(p->b, &p->sorts[p->sort], p->sort, way, both || none ? 0 : nanoseconds() - p->began);
-    tell_distance(p->b);
+        record_time(p->b, &p->classes[p->op_class], p->op_class, mode, both || none ? 0 : nanoseconds() - p->began);
+    publish_locality(p->b);
     p->base += p->steps, p->op = 0;
     if (!p->reduces_all)
         raise_flag(p->b, REDUCED, p->base);

@@ -4,16 +4,16 @@
 #ifndef HOLDFAST_BOARD_PATH_H
 #define HOLDFAST_BOARD_PATH_H
 
-#include "board_type.h"
-#include "fast_path.h"
+#include "board/board_type.h"
+#include "calls/fast_path.h"
 
 typedef struct {
     fast_path path;
     Board *board;
 } BoardPath;
 
-static int learn_signature(plan *at) {
-    return PyArg_ParseTuple(at->said, "Kl", &at->signature, &at->kind) ? 0 : -1;
+static int parse_signature(plan *at) {
+    return PyArg_ParseTuple(at->answer, "Kl", &at->signature, &at->kind) ? 0 : -1;
 }
 
 static void cut(span *into, char *at, uint64_t nbytes, int pieces) {
@@ -29,16 +29,16 @@ static int broadcast_all(Board *board, uint64_t op, uint64_t signature, int src,
     uint64_t nbytes;
     if (copied < 0 || (here && copied))
         return copied < 0 ? copied : finish(board, op, copied);
-    if (!here && (await(board, src, PUBLISHED, op) >= 0 || !agrees(&board->b, src, op)))
+    if (!here && (wait_for(board, src, PUBLISHED, op) >= 0 || !has_same_op(&board->b, src, op)))
         return copied | NOT_MET;
     const char *theirs = here ? NULL : input(&board->b, src, op, 0, &nbytes);
     if (!theirs)
-        return all_came(board, op, 0) ? 0 : copied | NOT_MET;
+        return all_match(board, op, 0) ? 0 : copied | NOT_MET;
     if (nbytes != into.nbytes)
         return copied | NOT_MET;
-    hear(&board->b, src, nbytes);
+    probe_large_input(&board->b, src, nbytes);
     move(into, theirs);
-    tell_distance(&board->b);
+    publish_locality(&board->b);
     return finish(board, op, copied);
 }
 
@@ -51,7 +51,7 @@ static uint64_t input_size(const board *b, int rank, uint64_t op, int index) {
 }
 
 /* Whether all ranks give each other pieces of this size; what does not is refused elsewhere. */
-static int fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes) {
+static int sizes_fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes) {
     for (int from = 0; from < b->size; from++)
         for (int to = 0; to < b->size; to++)
             if (from != to && input_size(b, from, op, kind == ALL_GATHER ? 0 : to) != nbytes)
@@ -79,7 +79,7 @@ static int begin_large(Board *board, uint64_t op, const fast_call *call) {
     case REDUCE_SCATTER:
         cut(p->give, from, longest, size);
         p->take[rank] = (span){to, longest};
-        fits = fit(&board->b, call->op, op, longest) && !overlap(p->take[rank], (span){from, nbytes});
+        fits = sizes_fit(&board->b, call->op, op, longest) && !overlap(p->take[rank], (span){from, nbytes});
         break;
     case BROADCAST:
         (rank == call->src ? p->give : p->take)[call->src] = (span){from, nbytes};
@@ -88,23 +88,23 @@ static int begin_large(Board *board, uint64_t op, const fast_call *call) {
     case ALL_GATHER:
         p->give[rank] = (span){from, nbytes};
         cut(p->take, to, nbytes, size);
-        shared = 1, longest = nbytes, fits = fit(&board->b, call->op, op, nbytes);
+        shared = 1, longest = nbytes, fits = sizes_fit(&board->b, call->op, op, nbytes);
         break;
     case ALL_TO_ALL:
         cut(p->give, from, longest, size), cut(p->take, to, longest, size);
         p->give[rank].nbytes = 0;
-        fits = fit(&board->b, call->op, op, longest);
+        fits = sizes_fit(&board->b, call->op, op, longest);
         break;
     default:
         return 0;
     }
-    return !fits ? 0 : begin(board, op, longest, call->as->kind, all, shared, p->give[rank].at) ? 1 : -1;
+    return !fits ? 0 : begin_pipeline(board, op, longest, call->as->kind, all, shared, p->give[rank].at) ? 1 : -1;
 }
 
 /* As `exchange_all`. */
 static int run_large(Board *board, uint64_t op, const fast_call *call) {
     int begun = board->b.size > 1 ? begin_large(board, op, call) : 0;
-    return begun < 0 ? FAILED : begun && run_(board) ? finish(board, op, 0) : NOT_MET;
+    return begun < 0 ? FAILED : begun && run_without_gil(board) ? finish(board, op, 0) : NOT_MET;
 }
 
 /* -- all of them */
@@ -143,7 +143,7 @@ static int board_path_run(fast_path *path, fast_call *call) {
     int reduces = call->op == ALL_REDUCE || call->op == REDUCE_SCATTER;
     if (!board->b.size || atomic_load_explicit(&board->b.stopped, memory_order_relaxed) ||
         (reduces && !kernel_of(call->as->kind)))
-        return LEFT;
+        return DECLINED;
     if (enter_journal(path, call) < 0)
         return RAISED;
     int done = run_on_board(board, call);
@@ -151,26 +151,26 @@ static int board_path_run(fast_path *path, fast_call *call) {
         done = run_large(board, board->number + 1, call);
     if (done >= DONE) {
         board->number++, path->order->seq++, path->order->joint++;
-        return leave_journal(path, Py_None) < 0 ? RAISED : ENDED;
+        return leave_journal(path, Py_None) < 0 ? RAISED : COMPLETED;
     }
     if (done == FAILED)
         PyErr_Clear(); /* whoever goes the other way meets it again */
     if (done > 0)
         board->begun = board->number + 1;
-    return done > 0 || path->enter ? BEGUN : LEFT;
+    return done > 0 || path->enter ? STARTED : DECLINED;
 }
 
 static int board_path_init(PyObject *object, PyObject *args, PyObject *named) {
     BoardPath *self = (BoardPath *)object;
     static char *names[] = {"board", "order", "plan", "observers", "journal", NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *board, *order, *asked, *observers, *journal;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!OOO", names, made->board, &board, made->order, &order, &asked,
+    PyObject *board, *order, *planner, *observers, *journal;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!OOO", names, made->board, &board, made->order, &order, &planner,
                                      &observers, &journal))
         return -1;
     self->board = (Board *)Py_NewRef(board);
-    self->path.learn = learn_signature, self->path.run = board_path_run;
-    return fast_init(&self->path, order, asked, observers, journal, self->board->b.rank, self->board->b.size,
+    self->path.parse = parse_signature, self->path.run = board_path_run;
+    return fast_init(&self->path, order, planner, observers, journal, self->board->b.rank, self->board->b.size,
                      &made->known);
 }
 

@@ -8,8 +8,8 @@
 #ifndef HOLDFAST_PUBLICATION_H
 #define HOLDFAST_PUBLICATION_H
 
-#include "distance.h"
-#include "kernels.h"
+#include "board/core_locality.h"
+#include "kernels/reductions.h"
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
@@ -46,7 +46,7 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
         char *slot = slot_of(b, b->rank, op);
         int near = 1;
         if (fits && total >= STREAMED)
-            sound(b), near = all_near(b);
+            probe_write(b), near = all_near(b);
         for (int i = 0; i < count; i++) {
             table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
             if (fits) {
@@ -63,7 +63,7 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
 }
 
 /* Whether a rank that has published an op has published the same as this one. */
-static inline int agrees(const board *b, int rank, uint64_t op) {
+static inline int has_same_op(const board *b, int rank, uint64_t op) {
     const uint64_t *line = line_of(b, rank, op);
     return (line ? line[LINE_SIGNATURE] : *table_of(b, rank, op)) == *table_of(b, b->rank, op);
 }
@@ -84,9 +84,9 @@ static inline const char *input(const board *b, int rank, uint64_t op, uint64_t 
 }
 
 /* An input of `rank` is about to be read. */
-static inline void hear(board *b, int rank, uint64_t nbytes) {
+static inline void probe_large_input(board *b, int rank, uint64_t nbytes) {
     if (nbytes >= STREAMED && rank != b->rank)
-        listen(b, rank);
+        probe_read(b, rank);
 }
 
 /* Copy input `index` of every other rank to its piece of `into`, or (NULL) to nowhere. TAKEN_ALL, NOT_COPIED if some inputs
@@ -105,11 +105,11 @@ static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
         int rank = (b->rank + i) % b->size;
         const char *at = input(b, rank, op, index, &nbytes);
         if (at) {
-            hear(b, rank, nbytes);
+            probe_large_input(b, rank, nbytes);
             copy_bytes(into[rank].at, at, nbytes);
         }
     }
-    tell_distance(b);
+    publish_locality(b);
     return TAKEN_ALL;
 }
 
@@ -122,10 +122,10 @@ static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span 
     const char *first = input(b, 0, op, index, &nbytes);
     for (int rank = 1; rank < b->size; rank++) {
         const char *theirs = input(b, rank, op, index, &nbytes);
-        hear(b, rank == b->rank ? 0 : rank, nbytes);
+        probe_large_input(b, rank == b->rank ? 0 : rank, nbytes);
         kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
     }
-    tell_distance(b);
+    publish_locality(b);
     if (b->size == 1)
         copy_bytes(into.at, first, nbytes);
     return TAKEN_ALL;

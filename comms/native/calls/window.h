@@ -7,7 +7,7 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include "numbers.h"
+#include "arguments.h"
 #include "tensors.h"
 
 /* -- calls: a context manager around each; none begins after the end, or once the exposed tensor has other memory */
@@ -17,24 +17,24 @@ typedef struct {
     const tensors *known;
     PyObject *refusal; /* makes the error of a call after the end */
     PyObject *tensor;  /* that is exposed, or NULL; where it lay then, and what is called if it does not any more */
-    PyObject *left;
+    PyObject *moved;
     char *address;
     uint64_t nbytes;
     Py_ssize_t running;
     char over;
-} Calls;
+} ActiveCalls;
 
 static int calls_init(PyObject *object, PyObject *args, PyObject *named) {
-    Calls *self = (Calls *)object;
+    ActiveCalls *self = (ActiveCalls *)object;
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    static char *names[] = {"refusal", "tensor", "left", NULL};
-    PyObject *refusal, *tensor = NULL, *left = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O|OO", names, &refusal, &tensor, &left))
+    static char *names[] = {"refusal", "tensor", "moved", NULL};
+    PyObject *refusal, *tensor = NULL, *moved = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O|OO", names, &refusal, &tensor, &moved))
         return -1;
     self->known = &made->known, self->refusal = Py_NewRef(refusal);
-    if (!tensor || !left)
+    if (!tensor || !moved)
         return 0;
-    self->tensor = Py_NewRef(tensor), self->left = Py_NewRef(left);
+    self->tensor = Py_NewRef(tensor), self->moved = Py_NewRef(moved);
     return find_tensor(self->known, tensor, &self->address, &self->nbytes);
 }
 
@@ -47,7 +47,7 @@ static PyObject *calls_raise(PyObject *error) {
 }
 
 /* Whether the tensor lies where it lay; not if that cannot be told any more. */
-static int calls_stays(const Calls *self) {
+static int tensor_is_unmoved(const ActiveCalls *self) {
     char *address;
     uint64_t nbytes;
     if (!self->tensor)
@@ -59,25 +59,25 @@ static int calls_stays(const Calls *self) {
     return address == self->address && nbytes == self->nbytes;
 }
 
-static PyObject *calls_enter(Calls *self, PyObject *nothing) {
+static PyObject *calls_enter(ActiveCalls *self, PyObject *nothing) {
     (void)nothing;
     if (self->over)
         return calls_raise(PyObject_CallNoArgs(self->refusal));
-    if (!calls_stays(self)) {
+    if (!tensor_is_unmoved(self)) {
         self->over = !self->running;
-        return calls_raise(PyObject_CallFunctionObjArgs(self->left, self->over ? Py_True : Py_False, NULL));
+        return calls_raise(PyObject_CallFunctionObjArgs(self->moved, self->over ? Py_True : Py_False, NULL));
     }
     self->running++;
     Py_RETURN_NONE;
 }
 
-static PyObject *calls_exit(Calls *self, PyObject *const *error, Py_ssize_t count) {
+static PyObject *calls_exit(ActiveCalls *self, PyObject *const *error, Py_ssize_t count) {
     (void)error, (void)count;
     self->running--;
     Py_RETURN_NONE;
 }
 
-static PyObject *calls_end(Calls *self, PyObject *nothing) {
+static PyObject *calls_end(ActiveCalls *self, PyObject *nothing) {
     (void)nothing;
     int first = !self->over;
     self->over = 1;
@@ -87,10 +87,10 @@ static PyObject *calls_end(Calls *self, PyObject *nothing) {
 
 static void calls_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Calls *self = (Calls *)object;
+    ActiveCalls *self = (ActiveCalls *)object;
     Py_XDECREF(self->refusal);
     Py_XDECREF(self->tensor);
-    Py_XDECREF(self->left);
+    Py_XDECREF(self->moved);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(object);
     Py_DECREF(type);
@@ -104,8 +104,8 @@ static PyMethodDef calls_methods[] = {
 };
 
 static PyMemberDef calls_members[] = {
-    {"running", T_PYSSIZET, offsetof(Calls, running), READONLY, NULL},
-    {"over", T_BOOL, offsetof(Calls, over), READONLY, NULL},
+    {"running", T_PYSSIZET, offsetof(ActiveCalls, running), READONLY, NULL},
+    {"over", T_BOOL, offsetof(ActiveCalls, over), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -117,7 +117,7 @@ static PyType_Slot calls_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec calls_spec = {"holdfast.comms._native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
+static PyType_Spec calls_spec = {"holdfast.comms._native.ActiveCalls", sizeof(ActiveCalls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
 
 /* -- reach: the windows of all ranks, of one dtype */
 
@@ -128,10 +128,10 @@ typedef struct {
     Py_ssize_t ranks;
     uint64_t itemsize;
     uint8_t code, bits;
-} Reach;
+} WindowBounds;
 
-static int reach_init(PyObject *object, PyObject *args, PyObject *named) {
-    Reach *self = (Reach *)object;
+static int bounds_init(PyObject *object, PyObject *args, PyObject *named) {
+    WindowBounds *self = (WindowBounds *)object;
     state *made = PyType_GetModuleState(Py_TYPE(object));
     static char *names[] = {"like", "sizes", NULL};
     PyObject *like, *sizes;
@@ -149,14 +149,14 @@ static int reach_init(PyObject *object, PyObject *args, PyObject *named) {
         self->sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(sizes, i));
     if (PyErr_Occurred())
         return -1;
-    if (lies_plainly(self->known, like, &where, &nbytes))
+    if (is_dense(self->known, like, &where, &nbytes))
         self->code = where.code, self->bits = where.bits, self->itemsize = (uint64_t)where.lanes * where.bits / 8;
     return 0;
 }
 
 /* place(tensor, rank, offset): the byte at which a transfer begins that fits; -1 if it is to be looked at in Python, because
  * it does not, or is of an unusual kind. */
-static PyObject *reach_place(Reach *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, Py_ssize_t count) {
     dlpack_tensor where;
     uint64_t nbytes;
     if (count != 3) {
@@ -177,23 +177,23 @@ static PyObject *reach_place(Reach *self, PyObject *const *args, Py_ssize_t coun
     return PyLong_FromUnsignedLongLong((uint64_t)offset * self->itemsize);
 }
 
-static void reach_dealloc(PyObject *object) {
+static void bounds_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    PyMem_Free(((Reach *)object)->sizes);
+    PyMem_Free(((WindowBounds *)object)->sizes);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_(object);
     Py_DECREF(type);
 }
 
-static PyMethodDef reach_methods[] = {FAST("place", reach_place), {NULL, NULL, 0, NULL}};
+static PyMethodDef bounds_methods[] = {FAST("byte_offset", bounds_byte_offset), {NULL, NULL, 0, NULL}};
 
-static PyType_Slot reach_slots[] = {
-    {Py_tp_init, reach_init},
-    {Py_tp_dealloc, reach_dealloc},
-    {Py_tp_methods, reach_methods},
+static PyType_Slot bounds_slots[] = {
+    {Py_tp_init, bounds_init},
+    {Py_tp_dealloc, bounds_dealloc},
+    {Py_tp_methods, bounds_methods},
     {0, NULL},
 };
 
-static PyType_Spec reach_spec = {"holdfast.comms._native.Reach", sizeof(Reach), 0, Py_TPFLAGS_DEFAULT, reach_slots};
+static PyType_Spec bounds_spec = {"holdfast.comms._native.WindowBounds", sizeof(WindowBounds), 0, Py_TPFLAGS_DEFAULT, bounds_slots};
 
 #endif

@@ -6,7 +6,7 @@
 
 #include <time.h>
 
-#include "fast_path.h"
+#include "calls/fast_path.h"
 
 typedef struct {
     fast_path path;
@@ -47,7 +47,7 @@ static int call_path_run(fast_path *path, fast_call *call) {
         return RAISED;
     }
     unsigned long long seq = ++path->order->seq, joint = ++path->order->joint;
-    PyObject *function = Py_NewRef(call->as->said);
+    PyObject *function = Py_NewRef(call->as->answer);
     if (call->output.itself)
         done = PyObject_CallFunctionObjArgs(function, call->output.itself, call->tensor.itself, deadline, NULL);
     else if (call->tensor.itself)
@@ -59,16 +59,16 @@ static int call_path_run(fast_path *path, fast_call *call) {
     Py_XDECREF(done);
     if (!done)
         return raise_failure(self, call->op, seq, joint);
-    return leave_journal(path, Py_None) < 0 ? RAISED : ENDED;
+    return leave_journal(path, Py_None) < 0 ? RAISED : COMPLETED;
 }
 
 static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     CallPath *self = (CallPath *)object;
     static char *names[] = {"rank", "size", "order", "plan", "observers", "journal", "timeout", "failed", NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *order, *asked, *observers, *journal, *failed;
+    PyObject *order, *planner, *observers, *journal, *failed;
     int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO", names, &rank, &size, made->order, &order, &asked, &observers,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO", names, &rank, &size, made->order, &order, &planner, &observers,
                                      &journal, &self->timeout, &failed))
         return -1;
     if (size < 1 || rank < 0 || rank >= size) {
@@ -77,7 +77,7 @@ static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     }
     self->failed = Py_NewRef(failed);
     self->path.run = call_path_run;
-    return fast_init(&self->path, order, asked, observers, journal, rank, size, &made->known);
+    return fast_init(&self->path, order, planner, observers, journal, rank, size, &made->known);
 }
 
 static void call_path_dealloc(PyObject *object) {

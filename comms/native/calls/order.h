@@ -6,7 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include "numbers.h"
+#include "arguments.h"
 
 typedef struct {
     PyObject_HEAD

@@ -12,7 +12,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#include "numbers.h"
+#include "arguments.h"
 
 typedef struct {
     PyObject_HEAD

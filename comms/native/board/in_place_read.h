@@ -2,10 +2,10 @@
  * to another. A rank that lets others read does not return from the op before they have, unless it fails; then it says first
  * that no more ops can end here, so that whoever still reads can tell that it may have read what came later. */
 
-#ifndef HOLDFAST_READING_H
-#define HOLDFAST_READING_H
+#ifndef HOLDFAST_IN_PLACE_READ_H
+#define HOLDFAST_IN_PLACE_READ_H
 
-#include "board.h"
+#include "board/board.h"
 #include "process_copy.h"
 
 /* Where `rank` says that its piece for `to` lies in a staged op; for itself: what is for all. */

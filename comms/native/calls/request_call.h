@@ -25,8 +25,8 @@ typedef struct {
     PyObject *holder, *count; /* its attribute counts collectives */
     PyObject *one;
     mpi_test test;
-    int looks;
-    PyObject *go_on; /* is told of what is not complete, or failed */
+    int max_tests;
+    PyObject *finish_request; /* is told of what is not complete, or failed */
 } request_waits;
 
 typedef struct {
@@ -48,10 +48,10 @@ typedef struct {
 /* -- from the beginning of a call to its end */
 
 static int waits_init(request_waits *self, uint64_t nbytes, PyObject *holder, PyObject *count, unsigned long long test,
-                      int looks, PyObject *go_on) {
+                      int max_tests, PyObject *finish_request) {
     self->known = &((state *)PyType_GetModuleState(Py_TYPE((PyObject *)self)))->known;
-    self->nbytes = nbytes, self->test = (mpi_test)(uintptr_t)test, self->looks = looks;
-    self->holder = Py_NewRef(holder), self->count = Py_NewRef(count), self->go_on = Py_NewRef(go_on);
+    self->nbytes = nbytes, self->test = (mpi_test)(uintptr_t)test, self->max_tests = max_tests;
+    self->holder = Py_NewRef(holder), self->count = Py_NewRef(count), self->finish_request = Py_NewRef(finish_request);
     self->one = PyLong_FromLong(1);
     return self->one ? 0 : -1;
 }
@@ -75,9 +75,9 @@ static int take_call(request_waits *self, PyObject *args, PyObject **tensor, cha
 }
 
 /* Whether a request that was begun is complete, after so many looks; what MPI says of it is in `code`. */
-static int look_at(const request_waits *self, mpi_handle *request, int *code) {
+static int test_request(const request_waits *self, mpi_handle *request, int *code) {
     int complete = 0;
-    for (int i = 0; i < self->looks && !complete && !*code; i++)
+    for (int i = 0; i < self->max_tests && !complete && !*code; i++)
         *code = self->test(request, &complete, NULL);
     return complete && !*code;
 }
@@ -87,17 +87,17 @@ static PyObject *end_call(request_waits *self, int complete, mpi_handle request,
                           PyObject *deadline) {
     if (complete)
         return Py_NewRef(Py_None);
-    PyObject *handle = PyLong_FromVoidPtr(request), *said = PyLong_FromLong(code), *done = NULL;
-    if (handle && said)
-        done = PyObject_CallFunctionObjArgs(self->go_on, handle, said, memory, deadline, NULL);
+    PyObject *handle = PyLong_FromVoidPtr(request), *status = PyLong_FromLong(code), *done = NULL;
+    if (handle && status)
+        done = PyObject_CallFunctionObjArgs(self->finish_request, handle, status, memory, deadline, NULL);
     Py_XDECREF(handle);
-    Py_XDECREF(said);
+    Py_XDECREF(status);
     return done;
 }
 
 static void request_dealloc(request_waits *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject *held[] = {self->holder, self->count, self->one, self->go_on};
+    PyObject *held[] = {self->holder, self->count, self->one, self->finish_request};
     for (int i = 0; i < 4; i++)
         Py_XDECREF(held[i]);
     freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -110,16 +110,16 @@ static void request_dealloc(request_waits *self) {
 static int request_call_init(PyObject *object, PyObject *args, PyObject *named) {
     RequestCall *self = (RequestCall *)object;
     static char *names[] = {"holder", "count",  "nbytes", "begin", "place", "elements", "kind",
-                            "op",     "comm",   "test",   "looks", "go_on", NULL};
-    PyObject *holder, *count, *go_on;
+                            "op",     "comm",   "test",   "max_tests", "finish_request", NULL};
+    PyObject *holder, *count, *finish_request;
     unsigned long long nbytes, begin, place, kind, op, comm, test;
-    int looks;
+    int max_tests;
     if (!PyArg_ParseTupleAndKeywords(args, named, "OUKKKiKKKKiO", names, &holder, &count, &nbytes, &begin, &place, &self->count,
-                                     &kind, &op, &comm, &test, &looks, &go_on))
+                                     &kind, &op, &comm, &test, &max_tests, &finish_request))
         return -1;
     self->begin = (mpi_all_reduce)(uintptr_t)begin, self->place = (void *)(uintptr_t)place;
     self->kind = (mpi_handle)(uintptr_t)kind, self->op = (mpi_handle)(uintptr_t)op, self->comm = (mpi_handle)(uintptr_t)comm;
-    return waits_init(&self->waits, nbytes, holder, count, test, looks, go_on);
+    return waits_init(&self->waits, nbytes, holder, count, test, max_tests, finish_request);
 }
 
 /* call(tensor, deadline) */
@@ -136,7 +136,7 @@ static PyObject *request_call(PyObject *object, PyObject *args, PyObject *named)
     code = self->begin(self->place, data, self->count, self->kind, self->op, self->comm, &request);
     begun = !code;
     if (begun)
-        complete = look_at(&self->waits, &request, &code);
+        complete = test_request(&self->waits, &request, &code);
     Py_END_ALLOW_THREADS
     return end_call(&self->waits, complete, begun ? request : NULL, code, tensor, deadline);
 }
@@ -158,17 +158,17 @@ static PyType_Spec request_call_spec = {
 
 static int persistent_call_init(PyObject *object, PyObject *args, PyObject *named) {
     PersistentCall *self = (PersistentCall *)object;
-    static char *names[] = {"holder", "count", "stage", "start", "request", "handle", "test", "looks", "go_on", NULL};
-    PyObject *holder, *count, *stage, *request, *go_on;
+    static char *names[] = {"holder", "count", "stage", "start", "request", "handle", "test", "max_tests", "finish_request", NULL};
+    PyObject *holder, *count, *stage, *request, *finish_request;
     unsigned long long start, handle, test;
-    int looks;
+    int max_tests;
     if (!PyArg_ParseTupleAndKeywords(args, named, "OUOKOKKiO", names, &holder, &count, &stage, &start, &request, &handle, &test,
-                                     &looks, &go_on) ||
+                                     &max_tests, &finish_request) ||
         PyObject_GetBuffer(stage, &self->stage, PyBUF_WRITABLE) < 0)
         return -1;
     self->start = (mpi_start)(uintptr_t)start, self->handle = (mpi_handle *)(uintptr_t)handle;
     self->request = Py_NewRef(request);
-    return waits_init(&self->waits, (uint64_t)self->stage.len, holder, count, test, looks, go_on);
+    return waits_init(&self->waits, (uint64_t)self->stage.len, holder, count, test, max_tests, finish_request);
 }
 
 /* call(tensor, deadline) */
@@ -185,7 +185,7 @@ static PyObject *persistent_call(PyObject *object, PyObject *args, PyObject *nam
     code = self->start(self->handle);
     begun = !code;
     if (begun)
-        complete = look_at(&self->waits, self->handle, &code);
+        complete = test_request(&self->waits, self->handle, &code);
     Py_END_ALLOW_THREADS
     PyObject *done = end_call(&self->waits, complete, begun ? *self->handle : NULL, code, self->stage.obj, deadline);
     if (done)

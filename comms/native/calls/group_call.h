@@ -26,17 +26,17 @@ static int group_call_init(PyObject *object, PyObject *args, PyObject *named) {
 }
 
 /* What `failed(work, error, deadline)` makes of the error that Python has; others than a RuntimeError stay. */
-static PyObject *tell_failure(GroupCall *self, PyObject *work, PyObject *deadline) {
+static PyObject *report_failure(GroupCall *self, PyObject *work, PyObject *deadline) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return NULL;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *said = PyObject_CallFunctionObjArgs(self->failed, work ? work : Py_None, error, deadline, NULL);
+    PyObject *result = PyObject_CallFunctionObjArgs(self->failed, work ? work : Py_None, error, deadline, NULL);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
-    return said;
+    return result;
 }
 
 /* call(tensor, deadline) */
@@ -52,7 +52,7 @@ static PyObject *group_call(PyObject *object, PyObject *args, PyObject *named) {
         work = PyObject_CallMethodObjArgs(group, self->op, tensors, self->options, NULL);
         done = work && work != Py_None ? PyObject_CallMethodObjArgs(work, self->wait, self->limit, NULL) : Py_XNewRef(work);
         if (!done)
-            done = tell_failure(self, work, deadline);
+            done = report_failure(self, work, deadline);
     }
     Py_XDECREF(tensors);
     Py_XDECREF(group);

@@ -19,12 +19,12 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, WANTED = 5, UNSTAGED = 6 };
-enum { ASLEEP = 8, BELL = 16, STATE = 24, EPOCH = 26, LINES = 32, SOUNDING = 128, TABLE = 256 };
+enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, IN_PLACE_BITS = 5, UNSTAGED = 6 };
+enum { ASLEEP = 8, FUTEX = 16, STATE = 24, EPOCH = 26, LINES = 32, PROBE = 128, TABLE = 256 };
 enum { ABORTED = 2 }; /* the least state in which a rank ends what others wait for */
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
 
-enum { DOZE = 2000000 }; /* nanoseconds: who sleeps for so long looks at its deadline, and whether its peers live */
+enum { SLEEP_NANOSECONDS = 2000000 }; /* nanoseconds: who sleeps for so long looks at its deadline, and whether its peers live */
 
 typedef struct {
     char *at;
@@ -32,8 +32,8 @@ typedef struct {
 } span;
 
 typedef struct {
-    uint64_t now, before; /* how far others were: the farthest in this op, and in the last that told (see distance.h) */
-} distance;
+    uint64_t current, previous; /* how far others were: the farthest in this op, and in the last that told (see core_locality.h) */
+} read_latency;
 
 typedef struct {
     char *base;
@@ -44,11 +44,11 @@ typedef struct {
     const int32_t *pids;                            /* of each rank's process; NULL: nobody's memory can be read */
     int depth;                                      /* blocks a rank may be ahead of another in a staged op */
     long spins, yields;                             /* looks of a wait before it gives way, and after */
-    uint32_t rung;                                  /* what the bell said when this rank lay down */
+    uint32_t futex_value;                                  /* what the bell said when this rank lay down */
     uint64_t all_finished;                          /* an op that all ranks are known to have finished */
     atomic_int stopped;
-    _Atomic uint64_t restful; /* waits for less than this do not give way */
-    distance heard;
+    _Atomic uint64_t no_yield_below; /* waits for less than this do not give way */
+    read_latency latency;
 } board;
 
 typedef _Atomic uint64_t word;
@@ -69,14 +69,14 @@ static inline char *staged(const board *b, int src, int dst, uint64_t step) {
 
 /* All sleep on one bell, so that one call wakes any number of them: between several calls the first who is woken may well take
  * the processor from who wakes the rest. */
-static inline word *bell_of(const board *b) { return word_of(b, 0, BELL); }
+static inline word *futex_of(const board *b) { return word_of(b, 0, FUTEX); }
 
 static inline uint32_t bit_of(int rank) { return (uint32_t)1 << (rank & 31); }
 
 /* Wake the ranks of these bits, if they sleep. */
-static inline void ring(board *b, uint32_t ranks) {
-    atomic_fetch_add_explicit(bell_of(b), 1, memory_order_release);
-    syscall(SYS_futex, bell_of(b), FUTEX_WAKE_BITSET, 1 << 30, NULL, NULL, ranks);
+static inline void futex_wake(board *b, uint32_t ranks) {
+    atomic_fetch_add_explicit(futex_of(b), 1, memory_order_release);
+    syscall(SYS_futex, futex_of(b), FUTEX_WAKE_BITSET, 1 << 30, NULL, NULL, ranks);
 }
 
 static inline void wake_sleepers(board *b) {
@@ -86,7 +86,7 @@ static inline void wake_sleepers(board *b) {
         if (rank != b->rank && flag_of(b, rank, ASLEEP))
             asleep |= bit_of(rank);
     if (asleep)
-        ring(b, asleep);
+        futex_wake(b, asleep);
 }
 
 static inline void raise_flag(board *b, int flag, uint64_t value) {
@@ -115,7 +115,7 @@ static inline int published(const board *b, int rank, uint64_t op) {
 
 /* Whether `rank` has raised a flag to `value`, or published op `value`. Where a line is expected the flag, which lies on
  * another, is looked at now and then: it is raised just as well by a rank whose op is another. */
-static inline int has_come(const board *b, int rank, int flag, uint64_t value, long turn) {
+static inline int has_reached(const board *b, int rank, int flag, uint64_t value, long turn) {
     switch (flag) {
     case PUBLISHED:
         return published(b, rank, value);
@@ -128,11 +128,11 @@ static inline int has_come(const board *b, int rank, int flag, uint64_t value, l
 
 /* Look until `rank` (-1: every other rank) has come, then give way between looks. Returns the rank that has not: -1 if all
  * have. Gives up early once the board is stopped, or where the caller is to sleep at once. */
-static inline int look(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
+static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
     uint64_t phase = flag < 0 ? 4 * value + 1 : value;
     for (long turn = 0;; turn++) {
-        while (at < end && (at == b->rank || has_come(b, at, flag, value, turn)))
+        while (at < end && (at == b->rank || has_reached(b, at, flag, value, turn)))
             at++;
         if (at == end)
             return -1;
@@ -140,7 +140,7 @@ static inline int look(const board *b, int rank, int flag, uint64_t value, long 
             return at;
         if (turn < spins)
             relax();
-        else if (phase < atomic_load_explicit(&b->restful, memory_order_relaxed))
+        else if (phase < atomic_load_explicit(&b->no_yield_below, memory_order_relaxed))
             return at;
         else
             sched_yield();
@@ -156,7 +156,7 @@ static inline int is_over(const board *b) {
 }
 
 /* Whether all other ranks have these bits in a word of their rows. */
-static inline int all_say(const board *b, int number, uint64_t bits) {
+static inline int all_have_bits(const board *b, int number, uint64_t bits) {
     for (int rank = 0; rank < b->size; rank++)
         if (rank != b->rank && (flag_of(b, rank, number) & bits) != bits)
             return 0;
@@ -169,35 +169,35 @@ static inline uint64_t nanoseconds(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static inline void lie_down(board *b) {
+static inline void prepare_wait(board *b) {
     atomic_store_explicit(word_of(b, b->rank, ASLEEP), 1, memory_order_relaxed);
-    b->rung = (uint32_t)atomic_load_explicit(bell_of(b), memory_order_acquire);
+    b->futex_value = (uint32_t)atomic_load_explicit(futex_of(b), memory_order_acquire);
     atomic_thread_fence(memory_order_seq_cst);
 }
 
 /* Sleep until the bell rings for this rank, unless it has since it lay down. */
-static inline void nap(board *b, uint64_t until) {
+static inline void futex_wait(board *b, uint64_t until) {
     struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)}; /* CLOCK_MONOTONIC */
-    syscall(SYS_futex, bell_of(b), FUTEX_WAIT_BITSET, b->rung, &end, NULL, bit_of(b->rank));
+    syscall(SYS_futex, futex_of(b), FUTEX_WAIT_BITSET, b->futex_value, &end, NULL, bit_of(b->rank));
 }
 
-static inline void get_up(board *b) {
+static inline void finish_wait(board *b) {
     atomic_store_explicit(word_of(b, b->rank, ASLEEP), 0, memory_order_relaxed);
 }
 
 /* Sleep until `rank` (-1: every other rank) has come. Returns as `look`, after `DOZE` at the most, and as soon as no more ops
  * can end here. */
-static int doze(board *b, int rank, int flag, uint64_t value) {
-    uint64_t until = nanoseconds() + DOZE;
+static int sleep_wait(board *b, int rank, int flag, uint64_t value) {
+    uint64_t until = nanoseconds() + SLEEP_NANOSECONDS;
     int missing;
     for (;;) {
-        lie_down(b);
-        missing = look(b, rank, flag == PUBLISHED_ON_LINE ? PUBLISHED : flag, value, 0, 0);
+        prepare_wait(b);
+        missing = spin_wait(b, rank, flag == PUBLISHED_ON_LINE ? PUBLISHED : flag, value, 0, 0);
         if (missing < 0 || nanoseconds() >= until || atomic_load_explicit(&b->stopped, memory_order_relaxed) || is_over(b))
             break;
-        nap(b, until);
+        futex_wait(b, until);
     }
-    get_up(b);
+    finish_wait(b);
     return missing;
 }
 
@@ -214,7 +214,7 @@ static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
 }
 
 /* Copy into memory of this row, past the caches, for whoever runs on a core that may share no cache with this one (see
- * distance.h). Seen by all who see a flag that is raised afterwards. */
+ * core_locality.h). Seen by all who see a flag that is raised afterwards. */
 static void stream(char *to, const char *from, uint64_t nbytes) {
     uint64_t i = 0;
 #ifdef __SSE2__
