@@ -1,17 +1,18 @@
-"""Large collectives through shared memory: a pipeline of blocks.
+"""Large collectives through shared memory, as a pipeline of blocks.
 
-Block by block, every rank copies what it gives into its stage, past its caches unless the others are near, and they
-copy it from there, or reduce it into theirs. So a byte is copied twice, but without the kernel. Or the others read it
-where it is: the kernel copies it once, and must find and pin its pages. Ranks find out which is faster by the time that
-their ops take (`comms/native/board/copy_mode.h`). A rank may be `STAGE_DEPTH` blocks ahead of another, so that ranks rarely wait.
-The loop itself is compiled (`comms/native/board/pipeline.h`); a usual op comes here only if it has to wait for long.
+Every rank copies what it gives into its stage, block by block; the others copy it from there, or reduce it into theirs.
+Each byte is copied twice, without the kernel; the first copy bypasses the caches unless the others are near. Or the
+others read the inputs in place: the kernel copies each byte once, but has to find and pin its pages. Ranks time their
+ops to find the faster mode (`comms/native/board/copy_mode.h`). A rank may be `STAGE_DEPTH` blocks ahead of another, so
+ranks rarely wait. The loop itself is compiled (`comms/native/board/pipeline.h`); a usual op comes here only if it has
+to wait for long.
 
-n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where they are read
-in place) and adds b (n-1)/n; there are about b (n-1) / (n B) meetings with blocks of B bytes. The pipeline is that of
-R. Graham et al., "MPI Support for Multi-core Architectures: Optimized Shared Memory Collectives" (2008); the single
+n ranks, b bytes: an all_reduce, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where inputs are
+read in place) and adds b (n-1)/n; with blocks of B bytes, ranks meet about b (n-1) / (n B) times. The pipeline is that
+of R. Graham et al., "MPI Support for Multi-core Architectures: Optimized Shared Memory Collectives" (2008); the single
 copy is D. Buntinas et al., "Cache-Efficient, Intranode, Large-Message MPI Communication with MPICH2-Nemesis" (2009).
 
-Every rank must know beforehand that all have begun the op: nothing of the one before is in a stage then.
+Before an op begins, every rank must know that all others have begun it: then no stage holds data of the op before.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Staging:
     def reduce(
         self, op: str, give: Spans, output: tuple[int, int], kind: int, longest: int, deadline: float, number: int
     ) -> None:
-        """Reduce what all ranks `give` to a rank into its `output`: address and size, the latter 0 if it gets nothing.
+        """Reduce what all ranks `give` to a rank into its `output` (address, size; size 0: it gets nothing).
 
         `longest` is the size of the longest piece that any rank gives to another.
         """
@@ -61,11 +62,11 @@ class Staging:
         self._run(op, give, take, longest, deadline, number, kind=kind, own=own)
 
     def move(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
-        """Bring piece d of what every rank s gives to piece s of what rank d takes. A rank's own are left alone."""
+        """Copy piece d of what rank s gives to piece s of what rank d takes, for all s other than d."""
         self._run(op, give, take, longest, deadline, number)
 
     def share(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
-        """Bring the one piece that a rank s gives, if any, to piece s of what all others take."""
+        """Copy the one piece that a rank s gives, if any, to piece s of what all others take."""
         self._run(op, (0, 0) * self._board.rank + give, take, longest, deadline, number, shared=True)
 
     def _run(
@@ -93,6 +94,6 @@ class Staging:
             board.wait_for(rank, value, deadline, op, number, flag)
 
     def _give_up(self, rank: int, number: int) -> NoReturn:
-        """The memory of `rank` cannot be read, where it said that its inputs are."""
+        """Raise: the inputs that `rank` exposed cannot be read."""
         self._board.check_peers(lambda: [rank])
         raise unreadable(rank, number)
