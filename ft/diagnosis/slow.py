@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from holdfast.ft.console.units import format_seconds
 from holdfast.ft.diagnosis.clocks import MEETINGS
 from holdfast.ft.diagnosis.evidence import Group, Track
 from holdfast.ft.diagnosis.finding import Finding
@@ -41,11 +42,12 @@ def find_slow(group: Group) -> Iterator[Finding]:
     track = group.tracks[rank]
     times, meetings, worst, where = _arrivals(group, rank, met)
     words = (
-        f"rank {rank} spent {_time(outside[rank])} of {_time(span)} outside of the ops of {group.where}, the others "
-        f"{_time(usual)}; it was the last in {times} of {meetings} meetings"
+        f"rank {rank} spent {format_seconds(outside[rank])} of {format_seconds(span)} "
+        f"outside of the ops of {group.where}, the others {format_seconds(usual)}; "
+        f"it was the last in {times} of {meetings} meetings"
     )
     if worst > 0.5 * excess:
-        words += f", once by {_time(worst)} ({where})"
+        words += f", once by {format_seconds(worst)} ({where})"
     yield Finding(
         "slow",
         rank,
@@ -92,9 +94,3 @@ def _arrivals(group: Group, rank: int, met: list[int]) -> tuple[int, int, float,
         if cost > worst:
             worst, where = cost, f"{calls[rank].signature.op}, collective {ordinal}"
     return times, meetings, worst, where
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

@@ -28,8 +28,8 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.console.console import console
 from holdfast.ft.console.output import LineSplitter
+from holdfast.ft.console.units import counted
 from holdfast.ft.console.visible import visible, visible_but_colours
-from holdfast.ft.console.words import counted
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess

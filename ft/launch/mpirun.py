@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.launch import mpirun_proxy
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.ft.launch.launcher import Launch, StartFailed

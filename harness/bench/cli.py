@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 
 app = CommandGroup(

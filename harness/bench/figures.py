@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output import compare, pictures
 from holdfast.harness.bench.output.chart import Bar, draw_bars
 from holdfast.harness.bench.output.show import show_time

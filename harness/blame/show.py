@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.diagnosis.evidence import Evidence
 from holdfast.ft.diagnosis.finding import MEANING, Finding
 

@@ -16,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.compare import Row
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario.fault_type import FaultType
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.report.svg import duration
 
 _LINE_SECONDS = 10.0
 
@@ -137,7 +136,7 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
     for run in report.runs:
         struck = sum(strike.time is not None for strike in run.strikes)
         stages = [
-            duration(run.percentiles[name].p50) if name in run.percentiles else "-"
+            coarse_seconds(run.percentiles[name].p50) if name in run.percentiles else "-"
             for name in ("detected", "rebuilt", "resumed")
         ]
         goodput = "-" if run.goodput is None else f"{run.goodput:.0%}"

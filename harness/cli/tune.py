@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.ft.console.units import format_bytes
+
 if TYPE_CHECKING:
     from holdfast.harness.bench.tune import Choice
 
@@ -103,12 +105,5 @@ def _in_words(row: Sequence[Choice]) -> str:
     words = [row[0].algorithm]
     for before, each in itertools.pairwise(row):
         if each.algorithm != before.algorithm:
-            words.append(f"{each.algorithm} from {_size(each.nbytes)}")
+            words.append(f"{each.algorithm} from {format_bytes(each.nbytes)}")
     return ", ".join(words)
-
-
-def _size(nbytes: int) -> str:
-    for unit, shift in (("M", 20), ("K", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes >> shift}{unit}"
-    return f"{nbytes}B"

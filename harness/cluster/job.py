@@ -20,7 +20,7 @@ from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.output import Echo, last_stack
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch

@@ -20,7 +20,7 @@ from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import integer, integer_in, seconds
 from holdfast.comms.system import forks
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldFolder
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.process_ranks import ProcessRanks

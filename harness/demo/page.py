@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from datetime import datetime
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.demo.record import Blow, DemoRun, Life
 from holdfast.harness.demo.verdict import AVERAGED
 from holdfast.harness.report.model import Curve, Fault, Figure, Point, ProcessLane, Report, Span, StageTimes
-from holdfast.harness.report.svg import duration
 
 _TITLES = {
     "trainer": "SIGKILL of a trainer",
@@ -92,12 +91,14 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
     ]
     rebuilds = [stage for blow in run.blows if blow.victim == "trainer" for stage in blow.stages]
     if rebuilds:
-        figures.append(Figure("Trainer recovery", duration(rebuilds[-1].seconds), f"SIGKILL to {rebuilds[-1].name}"))
+        figures.append(
+            Figure("Trainer recovery", coarse_seconds(rebuilds[-1].seconds), f"SIGKILL to {rebuilds[-1].name}")
+        )
     figures += [
         Figure(
             "Tokens a second",
             f"{run.tokens_per_second:,.0f}",
-            f"generated and trained on; a step takes {duration(run.step_seconds)}",
+            f"generated and trained on; a step takes {coarse_seconds(run.step_seconds)}",
         )
     ]
     if outcome.verified is not None:
@@ -160,7 +161,7 @@ def _configuration(run: DemoRun) -> tuple[tuple[str, str], ...]:
         ("generated with weights", f"{recipe.lag} step{'' if recipe.lag == 1 else 's'} old"),
         ("learning rate", f"{recipe.rate:g}"),
         ("entropy bonus", f"{recipe.entropy:g}"),
-        ("start-up", duration(run.setup_seconds)),
+        ("start-up", coarse_seconds(run.setup_seconds)),
         ("final weights", run.outcome.digest[:16]),
     )
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.demo.record import Blow, DemoRun
 
 TITLES = {"trainer": "trainer rank killed", "generator": "generator killed", "holder": "weight holder killed"}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.demo.faults import Struck
 from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, RunOutcome, Victim

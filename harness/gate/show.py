@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.report.model import Curve, Fault, Point
 from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.curve import draw_curve
 from holdfast.harness.report.model import Report
 from holdfast.harness.report.scene import activities, draw_scene
-from holdfast.harness.report.svg import duration
 from holdfast.harness.report.timeline import draw_timeline
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["duration"] = duration
+    made.filters["duration"] = coarse_seconds
     return made
 
 

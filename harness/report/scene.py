@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.model import Fault, ProcessLane, Span
-from holdfast.harness.report.svg import Scale, badge, cross, drawing, duration, element, line, text, title
+from holdfast.harness.report.svg import Scale, badge, cross, drawing, element, line, text, title
 from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
 TOP, BAR = 66.0, 20.0
@@ -59,7 +60,7 @@ def activities(fault: Fault, spans: Sequence[Span]) -> list[str]:
 
 
 def _after(seconds: float) -> str:
-    return "0" if seconds == 0 else ("−" if seconds < 0 else "") + duration(abs(seconds))
+    return "0" if seconds == 0 else ("−" if seconds < 0 else "") + coarse_seconds(abs(seconds))
 
 
 def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
@@ -72,7 +73,7 @@ def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> lis
         left, right = x(max(span.start, x.low)), x(min(span.end, x.high, lane.ended))
         if right <= left:
             continue
-        said = f"{lane.name}: {span.activity} {span.label}".rstrip() + f", {duration(span.end - span.start)}"
+        said = f"{lane.name}: {span.activity} {span.label}".rstrip() + f", {coarse_seconds(span.end - span.start)}"
         parts.append(
             element("rect", title(said), x=left, y=top, width=max(1.2, right - left - 0.6), height=BAR, rx=2.0,
                     cls=f"act act-{span.activity}")
@@ -96,7 +97,7 @@ def _stages(fault: Fault, x: Scale, bottom: float) -> list[str]:
         if across > x.end:
             continue
         parts.append(line(across, TOP - 10, across, bottom, f"stage-line stage-{index % 5}"))
-        said = f"{stage.name} {duration(stage.seconds)}"
+        said = f"{stage.name} {coarse_seconds(stage.seconds)}"
         width = LETTER * len(said)
         start = across if across + width < WIDTH else across - width
         for row, taken in rows.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from holdfast.harness.report.svg import Scale, drawing, duration, element, line, text, title
+from holdfast.ft.console.units import coarse_seconds
+from holdfast.harness.report.svg import Scale, drawing, element, line, text, title
 
 WIDTH, ROW = 1000.0, 42.0
 LEFT, RIGHT, TOP, BOTTOM = 128.0, 110.0, 14.0, 30.0
@@ -21,7 +22,7 @@ def draw_strip(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
     parts = []
     for power in range(low, high + 1):
         parts.append(line(x(power), TOP, x(power), bottom, "grid"))
-        parts.append(text(x(power), bottom + 18, duration(10.0**power), "axis", "middle"))
+        parts.append(text(x(power), bottom + 18, coarse_seconds(10.0**power), "axis", "middle"))
     for index, (name, row) in enumerate(rows.items()):
         middle = TOP + ROW * (index + 0.5)
         parts.append(text(LEFT - 12, middle + 4, name, "lane-name", "end"))
@@ -29,10 +30,10 @@ def draw_strip(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
         for place, (seconds, words) in enumerate(row):
             across = x(math.log10(max(seconds, 10.0**low)))
             up = middle + ((place * 7) % 5 - 2) * 4
-            said = title(f"{words}: {name} {duration(seconds)}")
+            said = title(f"{words}: {name} {coarse_seconds(seconds)}")
             parts.append(element("circle", said, cx=across, cy=up, r=4.5, cls=f"dot dot-{index % 4}"))
         if ordered:
             median = ordered[max(0, math.ceil(len(ordered) / 2) - 1)]
             parts.append(line(x(math.log10(median)), middle - 15, x(math.log10(median)), middle + 15, "median"))
-            parts.append(text(WIDTH - RIGHT + 10, middle + 4, f"median {duration(median)}", "axis"))
+            parts.append(text(WIDTH - RIGHT + 10, middle + 4, f"median {coarse_seconds(median)}", "axis"))
     return drawing(WIDTH, bottom + BOTTOM, parts, "How long each recovery took, by stage")

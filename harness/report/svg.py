@@ -89,15 +89,3 @@ class Scale:
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [round(index * step, 12) for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it: 0.9 ms, 12 ms, 1.3 s, 2 min 5 s."""
-    if seconds < 0.0995:
-        return f"{1e3 * seconds:.2g} ms" if seconds < 0.00995 else f"{1e3 * seconds:.0f} ms"
-    if seconds < 1:
-        return f"{1e3 * seconds:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if rest else f"{minutes} min"

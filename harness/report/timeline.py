@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.model import Fault, ProcessLane, Span
-from holdfast.harness.report.svg import Scale, badge, cross, drawing, duration, element, line, text, title
+from holdfast.harness.report.svg import Scale, badge, cross, drawing, element, line, text, title
 
 WIDTH = 1000.0
 LEFT, RIGHT, TOP = 128.0, 24.0, 44.0
@@ -58,7 +59,7 @@ def _filling(spans: Sequence[Span], x: Scale, bottom: float) -> str:
 
 def words(lane: ProcessLane) -> str:
     """A lane in words."""
-    life = f"{duration(lane.born)} to {duration(lane.ended)}, {_ENDS[lane.fate]}"
+    life = f"{coarse_seconds(lane.born)} to {coarse_seconds(lane.ended)}, {_ENDS[lane.fate]}"
     return f"{lane.name} (pid {lane.pid}), {lane.role}: {life}" + (f"; {lane.note}" if lane.note else "")
 
 
@@ -74,7 +75,7 @@ def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> lis
         cls="life",
     )
     rebuilds = [
-        element("rect", title(f"{lane.name}: {span.label or 'rebuild'}, {duration(span.end - span.start)}"),
+        element("rect", title(f"{lane.name}: {span.label or 'rebuild'}, {coarse_seconds(span.end - span.start)}"),
                 x=x(span.start), y=top, width=max(2.5, x(span.end) - x(span.start)), height=BAR, cls="act-rebuild")
         for span in spans if span.activity == "rebuild"
     ]  # fmt: skip
@@ -102,6 +103,6 @@ def draw_timeline(lanes: Sequence[ProcessLane], spans: Sequence[Span], faults: S
     for number, fault in enumerate(faults, start=1):
         parts.append(line(x(fault.time), TOP - 12, x(fault.time), bottom, "fault-line"))
         parts.append(
-            badge(x(fault.time), TOP - 22, number, f"{fault.title} ({fault.target}) at {duration(fault.time)}")
+            badge(x(fault.time), TOP - 22, number, f"{fault.title} ({fault.target}) at {coarse_seconds(fault.time)}")
         )
     return drawing(WIDTH, bottom + 28, parts, "A timeline of every process of the run, with the faults")

@@ -13,7 +13,7 @@ import typer
 
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
 from holdfast.ft.console.outputs import writing
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.simulate.core.schedule import Schedule, load, save
 from holdfast.harness.simulate.core.trace import TraceWriter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.ft.diagnosis.job_state import Fault, JobState, Row
 
 _STATES = {
@@ -61,7 +61,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
             str(row.step) if row.step >= 0 else "-",
             f"{row.steps_per_second:.1f}" if row.steps_per_second else "-",
             Text(row.op if row.inside else f"after {row.op}" if row.op else "", "" if row.inside else "dim"),
-            Text(_time(row.seconds) if row.seconds else "", "bold yellow" if long else "dim"),
+            Text(coarse_seconds(row.seconds) if row.seconds else "", "bold yellow" if long else "dim"),
             ", ".join(map(str, row.waits_for)),
         )
     return table
@@ -74,7 +74,7 @@ def _fault(job: JobState) -> Text:
     how_many = f" of {job.faults}" if job.faults > 1 else ""
     return Text.assemble(
         (f"last fault{how_many}", "bold"),
-        f"  {_time(fault.ago)} ago, in epoch {fault.epoch}: {fault.reason}\n",
+        f"  {coarse_seconds(fault.ago)} ago, in epoch {fault.epoch}: {fault.reason}\n",
         _recovery(fault),
     )
 
@@ -82,13 +82,7 @@ def _fault(job: JobState) -> Text:
 def _recovery(fault: Fault) -> Text:
     if fault.recovery is None:
         return Text("not recovered", "bold red")
-    words = Text.assemble(("recovered", "green"), f" in {_time(fault.recovery)}")
-    return words.append(f", next step committed after {_time(fault.resume)}") if fault.resume is not None else words
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 90:
-        return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.1f} ms"
+    words = Text.assemble(("recovered", "green"), f" in {coarse_seconds(fault.recovery)}")
+    if fault.resume is not None:
+        words.append(f", next step committed after {coarse_seconds(fault.resume)}")
+    return words

@@ -190,11 +190,3 @@ def parse_counts(text: str, least: int = 1) -> tuple[int, ...]:
             count *= 2
         counts.append(last)
     return tuple(dict.fromkeys(counts))
-
-
-def show_size(nbytes: int) -> str:
-    """`nbytes` as people say it: 8 B, 64 KiB, 1 MiB."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.contestants import MEMCPY, Arena, Party, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SIZELESS, SMALL, Operation
 from holdfast.harness.bench.collectives.failure import ContestantFailed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from holdfast.ft.console.words import counted
-from holdfast.harness.bench.collectives.definitions import OPERATIONS, show_size
+from holdfast.ft.console.units import counted, format_bytes
+from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.launch import HOLDFAST
 from holdfast.harness.bench.output import pictures
 from holdfast.harness.bench.output.chart import SERIES_STYLE
@@ -33,7 +33,7 @@ def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"counted": counted, "size": show_size, "time": show_time, "short": pictures.short}
+    environment.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": pictures.short}
     charts = [*pictures.bandwidths(bench), *pictures.times(bench), *pictures.sweeps(bench)]
     ours = [failure for failure in bench.failures if failure.contestant.startswith(HOLDFAST)]
     page = environment.get_template(TEMPLATE).render(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
-from holdfast.harness.bench.collectives.definitions import show_size
 from holdfast.harness.bench.collectives.launch import HOLDFAST
 from holdfast.harness.bench.output.chart import Series, draw_lines
 from holdfast.harness.bench.output.results import Bench, Row
@@ -78,7 +77,7 @@ def sweeps(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
         rows = [row for row in bench.rows if (row.op, _nominal(row.nbytes)) == (op, size) and row.contestant != MEMCPY]
         if len({row.ranks for row in rows}) > 1:
             series = _series(rows, colours, over_ranks=True, bandwidth=False)
-            heading = f"{op}{f' of {show_size(size)}' if size else ''}"
+            heading = f"{op}{f' of {format_bytes(size)}' if size else ''}"
             yield f"{op}-{size}-ranks", draw_lines(heading, series, _ranks, show_time, "p50", standalone)
 
 
@@ -89,4 +88,4 @@ def _nominal(nbytes: int) -> int:
 
 
 def _size(value: float) -> str:
-    return show_size(int(value))
+    return format_bytes(int(value))

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted, format_bytes, format_seconds
 from holdfast.harness.bench.collectives.contestants import MEMCPY
-from holdfast.harness.bench.collectives.definitions import OPERATIONS, show_size
+from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.launch import HOLDFAST
 from holdfast.harness.bench.output.results import Bench, Ratio, Row
 
@@ -29,11 +29,8 @@ QUIET = 0.1
 
 
 def show_time(microseconds: float) -> str:
-    """Three figures and a unit."""
-    for unit, name in ((1e6, "s"), (1e3, "ms")):
-        if microseconds >= unit:
-            return f"{microseconds / unit:.3g} {name}"
-    return f"{microseconds:.3g} us"
+    """Microseconds to three figures, with a unit."""
+    return format_seconds(1e-6 * microseconds)
 
 
 def _short(contestant: str) -> str:
@@ -68,7 +65,7 @@ def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, st
             table.add_section()
         against = [ratios.get((row.nbytes, name, row.contestant)) for name in ours]
         table.add_row(
-            "" if row.nbytes == before else show_size(row.nbytes),
+            "" if row.nbytes == before else format_bytes(row.nbytes),
             _short(row.contestant),
             show_time(row.timing.p50),
             show_time(row.timing.p99),
@@ -104,7 +101,7 @@ def show(bench: Bench, out: Console) -> None:
     for failure in bench.failures:
         out.print(
             styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {counted(failure.ranks, 'rank')}, "
-            f"{show_size(failure.nbytes)}: {failure.reason}"
+            f"{format_bytes(failure.nbytes)}: {failure.reason}"
         )
 
 
@@ -125,7 +122,7 @@ def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: C
         table.add_row(
             each.op,
             str(each.ranks),
-            show_size(each.nbytes),
+            format_bytes(each.nbytes),
             _short(each.contestant),
             show_time(each.then),
             show_time(each.now),
@@ -194,7 +191,7 @@ def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
             )
     axes.set_xscale("log", base=2)
     ticks = sorted({row.nbytes for row in rows})
-    axes.set_xticks(ticks, [show_size(size) for size in ticks], rotation=40, ha="right", fontsize=8)
+    axes.set_xticks(ticks, [format_bytes(size) for size in ticks], rotation=40, ha="right", fontsize=8)
     axes.grid(alpha=0.25)
     if not bandwidth:
         axes.set_yscale("log")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.comms.errors import Unsupported
-from holdfast.ft.console.words import counted
-from holdfast.harness.bench.collectives.definitions import show_size
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.processes.zygote_client import zygote_pid
@@ -175,7 +174,7 @@ def table(cost: LayerCost) -> str:
         f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}, us a call: median, least; beside the first"
     ]
     lines += [
-        f"  {show_size(call.nbytes):>8}  {call.way:30} {call.us:10.2f} {call.least_us:10.2f}"
+        f"  {format_bytes(call.nbytes):>8}  {call.way:30} {call.us:10.2f} {call.least_us:10.2f}"
         f"  {call.extra_us:+9.2f} us  x{call.speed:.3f}"
         for call in cost.calls
     ]

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from holdfast.comms.system.paths import bind_unix, connect_unix
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.output.noise import Noise

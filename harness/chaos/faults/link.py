@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 from holdfast.harness.links.breakable import unbreakable
 from holdfast.harness.links.policy import Plane, Policy, Rule

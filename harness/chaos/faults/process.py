@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from msgspec import Meta
 from msgspec.structs import replace
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.run.fault_context import Victim
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import ClassVar
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import Bounds, Checker, Event, Finding, Violation
 
 WEIGHTS = "same weights as without faults"

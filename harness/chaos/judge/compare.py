@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.comms.errors import CorruptData
+from holdfast.ft.console.units import format_seconds
 from holdfast.harness.chaos.judge.record import SCHEMA, ChaosReport, ChaosRun
 
 TOLERANCE = 0.1
@@ -53,7 +54,7 @@ def compared(before: ChaosRun, after: ChaosRun) -> list[Row]:
             old, new = before.percentiles[stage], after.percentiles[stage]
             for name in ("p50", "p90", "p99", "worst"):
                 values = getattr(old, name), getattr(new, name)
-                rows += [_number(f"{stage} {name}", *values, _milliseconds, higher=False)]
+                rows += [_number(f"{stage} {name}", *values, format_seconds, higher=False)]
     rows.append(_words("rebuilds", str(before.rebuilds), str(after.rebuilds)))
     violations = [sum(len(finding.violations) for finding in run.findings) for run in (before, after)]
     rows.append(_words("violations", str(violations[0]), str(violations[1]), better=violations[1] < violations[0],
@@ -64,10 +65,6 @@ def compared(before: ChaosRun, after: ChaosRun) -> list[Row]:
 
 def _verdict(run: ChaosRun) -> str:
     return "as expected" if run.passed else "not as expected"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
 
 
 def _words(name: str, before: str, after: str, *, better: bool = False, worse: bool = False) -> Row:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.compare import Row, compared
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, Strike
 from holdfast.harness.report.model import Fault, Figure, ProcessLane, Span, StageTimes
@@ -16,7 +16,6 @@ from holdfast.harness.report.progress import OUTAGE, draw_progress
 from holdfast.harness.report.render import environment
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.strip import draw_strip
-from holdfast.harness.report.svg import duration
 from holdfast.harness.report.timeline import draw_timeline
 
 SCENES = 6
@@ -131,7 +130,7 @@ def _faults(run: ChaosRun) -> list[Fault]:
 def _note(strike: Strike) -> str:
     healed = ""
     if strike.healed is not None and strike.time is not None:
-        healed = f"; it lasted {duration(strike.healed - strike.time)}"
+        healed = f"; it lasted {coarse_seconds(strike.healed - strike.time)}"
     return f"Planned: {strike.when}{healed}."
 
 
@@ -143,7 +142,7 @@ def _figures(run: ChaosRun) -> tuple[Figure, ...]:
     found.append(Figure("Faults", f"{struck}", counted(run.rebuilds, "rebuild")))
     for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
         if name in run.percentiles:
-            found.append(Figure(name.capitalize(), duration(run.percentiles[name].p50), note))
+            found.append(Figure(name.capitalize(), coarse_seconds(run.percentiles[name].p50), note))
     if run.reference_digest:
         same = run.digest == run.reference_digest
         found.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.judge.checks import OnlyTheStruckLeave
 from holdfast.harness.chaos.judge.record import Speed, Strike
 from holdfast.harness.chaos.run.scenario_run import Raw

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import Timeouts
 from holdfast.ft.console.output import tail
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway

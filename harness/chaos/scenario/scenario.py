@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.ft.membership import events as v
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness.simulate.scale.scale import Scale, measure
 from holdfast.harness.simulate.search.scenarios import scenario
 from holdfast.harness.simulate.search.soak import Soak, soak

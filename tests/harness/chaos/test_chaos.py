@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
-from holdfast.ft.console.words import counted
+from holdfast.ft.console.units import counted
 from holdfast.harness import chaos as chaos_module
 from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyTheStruckLeave, growth
 from holdfast.harness.chaos.judge.compare import compared, load_report

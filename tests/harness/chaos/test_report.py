@@ -13,12 +13,13 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.demo.page import report_of
 from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.report import Curve, Fault, ProcessLane, Report, Span, StageTimes, render, write
 from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
-from holdfast.harness.report.svg import Scale, duration
+from holdfast.harness.report.svg import Scale
 from holdfast.harness.report.timeline import busy
 from support.demo_sample import STRUCK, sample_run
 
@@ -171,7 +172,7 @@ def test_smoothing_keeps_a_level_and_the_ends() -> None:
     [(0, "0 ms"), (0.00091, "0.91 ms"), (0.0421, "42 ms"), (0.372, "372 ms"), (1.25, "1.25 s"), (125, "2 min 5 s")],
 )
 def test_durations_are_said_as_people_do(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+    assert coarse_seconds(seconds) == said
 
 
 def test_axes_have_round_numbers() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
+from holdfast.ft.console.units import counted, format_seconds
 from holdfast.ft.console.visible import visible, visible_but_colours
-from holdfast.ft.console.words import counted
 from holdfast.harness.chaos.judge.compare import Row
 from holdfast.harness.chaos.show import comparison
 from holdfast.harness.gate.decide import Rule
@@ -268,6 +268,14 @@ def test_a_count_and_its_noun_agree() -> None:
         "2 rebuilds",
         "1,000 rebuilds",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(6.12e-7, "0.612 us"), (0.0123, "12.3 ms"), (0.99999, "1 s"), (125, "2 min 5 s"), (9000, "2.5 h")],
+)
+def test_seconds_have_three_figures_and_a_unit(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
 
 
 def test_nobody_but_the_console_module_gives_text_to_rich() -> None:

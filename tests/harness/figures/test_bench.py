@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
+from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
 from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.collectives import rounds
@@ -30,7 +31,6 @@ from holdfast.harness.bench.collectives.definitions import (
     parse_counts,
     parse_size,
     parse_sizes,
-    show_size,
 )
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.startline import StartLine
@@ -102,7 +102,7 @@ def test_sizes_are_lists_and_ranges() -> None:
     assert parse_counts("2,4,2") == (2, 4)
     assert parse_counts("2:8") == (2, 4, 8)
     assert parse_counts("1,3:7") == (1, 3, 6, 7)
-    assert [show_size(n) for n in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
+    assert [format_bytes(n) for n in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "8Q", "64:8", "8:64:1", "8:64:2:3", "-8"])
