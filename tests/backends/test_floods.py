@@ -67,7 +67,7 @@ def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None
         server.close()
 
 
-def test_a_listener_gives_strangers_a_part_of_what_descriptors_there_are() -> None:
+def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     server = served.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
@@ -100,7 +100,7 @@ def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytes
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_nobody_can_connect_to_a_gloo_group_that_stands() -> None:
+def test_a_connected_gloo_group_accepts_no_connection() -> None:
     def body(comm: Communicator) -> object:
         doors = [name_of(number) for number, _ in sockets() if listens(number)]
         reached = []

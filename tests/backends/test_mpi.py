@@ -54,7 +54,7 @@ def next_communicator(comm: Communicator, members: list[int], meeting: Path, nam
     return comms.connect("mpi", rank=rank, size=len(members), rendezvous=f"file://{meeting}", name=name, timeout=20.0)
 
 
-def test_outside_of_mpirun_it_says_how_to_start() -> None:
+def test_connecting_outside_of_mpirun_says_how_to_start() -> None:
     with pytest.raises(BackendUnavailable) as caught:
         comms.connect("mpi", rank=0, size=1, rendezvous="file:///nowhere")
     assert "mpirun --with-ft ulfm -n N python script.py" in str(caught.value)
@@ -62,7 +62,7 @@ def test_outside_of_mpirun_it_says_how_to_start() -> None:
     assert not comms.backends()["mpi"].available
 
 
-def test_a_script_under_plain_mpirun(tmp_path: Path) -> None:
+def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     """The communicator's ranks are those that were asked for, not MPI's; ending without MPI_Finalize is no failure."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -86,7 +86,7 @@ def test_a_script_under_plain_mpirun(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2
 
 
-def test_after_a_kill_the_others_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
+def test_survivors_of_a_kill_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
     def body(comm: Communicator, rounds: int) -> tuple[float, list[float], int]:
         comm.barrier()
         if comm.rank == 1:
@@ -163,7 +163,7 @@ def test_an_abort_from_another_thread_ends_the_op_on_every_rank(count: int, tmp_
         assert max(cluster.run(body)) < 5.0
 
 
-def test_why_another_rank_aborted_is_known_from_then_on() -> None:
+def test_later_ops_name_the_reason_of_another_ranks_abort() -> None:
     """MPI's own error may come after the word that explains it has been read."""
 
     def body(comm: Communicator) -> list[str]:
@@ -182,7 +182,7 @@ def test_why_another_rank_aborted_is_known_from_then_on() -> None:
     assert all("called off" in reason for reason in said), said
 
 
-def test_an_abort_at_once_harms_nobody_who_is_still_connecting(tmp_path: Path) -> None:
+def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(tmp_path: Path) -> None:
     """Open MPI crashes where a communicator is revoked that a process has not finished building."""
 
     def body(comm: Communicator) -> None:
@@ -222,7 +222,7 @@ class _Watcher:
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["all the same way", "one rank the long way"])
-def test_small_sums_of_more_kinds_than_are_prepared(watched: bool) -> None:
+def test_small_sums_are_right_for_more_kinds_than_are_prepared(watched: bool) -> None:
     """They are prepared when they come first; that there are too many, or that a rank is watched, changes nothing."""
 
     def body(comm: Communicator, watched: bool) -> tuple[int, int]:
@@ -278,7 +278,7 @@ def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
         assert max(cluster.run(body)) < 8192, "KiB"
 
 
-def test_minima_keep_nans_as_elsewhere() -> None:
+def test_minima_keep_nans_as_other_backends_do() -> None:
     def body(comm: Communicator) -> bool:
         x = torch.tensor([float("nan") if comm.rank else 1.0, 2.0 + comm.rank])
         comm.all_reduce(x, ReduceOp.MIN)
@@ -328,7 +328,7 @@ def test_a_put_that_comes_while_a_window_is_closed_writes_nothing() -> None:
         assert cluster.run(body) == [[0.0] * 4] * 2
 
 
-def test_nothing_of_a_job_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even when a rank was killed in the middle: no process, no session directory, no shared memory."""
     before = set(Path("/dev/shm").iterdir())
     monkeypatch.setenv("TMPDIR", str(tmp_path))

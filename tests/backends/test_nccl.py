@@ -52,7 +52,7 @@ OPS_BY_NAME = {each.name: each for each in (*map(ReduceOp, NAMES), ReduceOp.prem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_both_say_what_is_missing_and_what_to_install() -> None:
+def test_without_a_gpu_nccl_and_rccl_say_what_is_missing_and_what_to_install() -> None:
     for module, maker in ((nccl, "NVIDIA"), (rccl, "AMD")):
         status = module.probe()
         assert isinstance(status, Unavailable) and maker in status.install_hint
@@ -69,7 +69,7 @@ def test_a_rocm_build_of_torch_has_rccl_and_no_nccl(monkeypatch: pytest.MonkeyPa
     assert "ROCm" not in (asked.reason if isinstance(asked, Unavailable) else "")
 
 
-def test_tensors_of_the_host_are_not_for_them() -> None:
+def test_nccl_and_rccl_refuse_host_tensors() -> None:
     context = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(Unsupported, match="device='cuda'"):
         nccl.connect(cast(Context, context))
@@ -158,7 +158,7 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_averages_of_unsigned_numbers() -> None:
+def test_averages_of_unsigned_numbers_are_right() -> None:
     for dtype in (torch.uint16, torch.uint32):
         plan = carried(dtype, ReduceOp.AVG)
         assert plan is not None
@@ -180,7 +180,7 @@ def soon() -> float:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_it_asks_of_torchs_group_is_each_op(size: int) -> None:
+def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
     def body(transport: OnTheHost) -> None:
         rank = transport.rank
         for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint8):
@@ -215,7 +215,7 @@ def test_what_it_asks_of_torchs_group_is_each_op(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_its_moves(size: int) -> None:
+def test_each_movement_calls_its_counterpart_of_torchs_group(size: int) -> None:
     def body(transport: OnTheHost) -> None:
         rank = transport.rank
         lists = [torch.full((r,), r, dtype=torch.int16) for r in range(size)]
@@ -330,7 +330,7 @@ def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_gpu_overhead_over_torchs_own_group(
+def test_gpu_overhead_over_torchs_own_group_is_small(
     on_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Printed, for docs/performance.md; asserted loosely."""

@@ -88,7 +88,7 @@ def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group() -> None:
     ]  # fmt: skip
 
 
-def test_torchs_group_takes_the_timeout_of_the_moment() -> None:
+def test_torchs_group_applies_the_timeout_that_is_set_when_an_op_starts() -> None:
     transport = OnTheHost(0, 1, dist.HashStore())
     transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(2.0))
     assert isinstance(transport._group, LikeNccl)
@@ -105,7 +105,7 @@ def test_connecting_ends_at_its_deadline_though_torch_goes_on_waiting(blocked: C
     assert time.monotonic() - began < 5
 
 
-def test_connecting_ends_when_a_peer_dies_or_there_is_no_point_any_more(blocked: Callable[..., None]) -> None:
+def test_connecting_ends_when_a_peer_dies_or_the_view_is_superseded(blocked: Callable[..., None]) -> None:
     transport = over(Recording(allreduce=blocked, abort=blocked))
     threading.Timer(0.1, transport.abort, (PeerFailed((1,), "gone"),)).start()
     with pytest.raises(PeerFailed, match="gone"):
@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     eventually(lambda: "abort" in ended)
 
 
-def test_it_connects_with_the_first_op_not_eagerly() -> None:
+def test_nccl_connects_with_the_first_op_not_eagerly() -> None:
     group = Recording()
     over(group).connect_ranks(soon(), lambda: None)
     assert [each for each in group.calls if not each.startswith("_set")] == ["allreduce"]
@@ -196,7 +196,7 @@ def test_a_close_that_others_do_not_join_becomes_an_abort(
     assert group.calls == ["shutdown"]
 
 
-def test_what_torchs_watchdog_found_is_told_and_so_is_that_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_tells_what_torchs_watchdog_found_or_that_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, error in (("TIMEOUT", OpTimeout), ("COMM_ERROR", PeerFailed)):
         found = over(Recording(get_error=lambda kind=kind: SimpleNamespace(name=kind)))._own_failure()
         assert type(found) is error
@@ -345,7 +345,7 @@ def test_a_group_is_made_so_that_its_failures_neither_wait_nor_end_the_process(
     assert variables() == {} and caplog.text == ""
 
 
-def test_what_a_user_has_set_stays_or_is_said_to_be_taken_otherwise(
+def test_variables_that_a_user_has_set_stay_or_a_warning_says_otherwise(
     environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = {

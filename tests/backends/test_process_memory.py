@@ -23,7 +23,7 @@ def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:
     assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
 
 
-def test_when_the_time_is_over_the_rest_stays_where_it_is() -> None:
+def test_memory_that_was_not_moved_in_time_stays_where_it_is() -> None:
     tensor = torch.arange(16 << 20, dtype=torch.int32)
     before = huge_bytes(tensor)
     put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
@@ -31,7 +31,7 @@ def test_when_the_time_is_over_the_rest_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1])
-def test_what_is_smaller_than_a_page_is_left_alone(nbytes: int) -> None:
+def test_memory_smaller_than_a_page_is_not_moved(nbytes: int) -> None:
     tensor = torch.ones(HUGE_PAGE, dtype=torch.uint8)
     put_on_huge_pages(tensor.data_ptr() + 1, nbytes, 1.0)
     assert bool((tensor == 1).all())

@@ -76,7 +76,7 @@ def sum_of(size: int) -> float:
     return size * (size + 1) / 2
 
 
-def test_survivors_go_on_where_they_are(four: LocalCluster, tmp_path: Path) -> None:
+def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[list[bool], list[float]]:
         epochs = Epochs(outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)
@@ -98,7 +98,7 @@ def test_survivors_go_on_where_they_are(four: LocalCluster, tmp_path: Path) -> N
     assert results[2] == results[3] == ([True, True], [10.0, 6.0, 3.0])
 
 
-def test_whoever_is_new_finds_the_memory_of_the_others_whoever_is_first(four: LocalCluster, tmp_path: Path) -> None:
+def test_a_new_rank_finds_the_segment_of_the_survivors_at_any_rank(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> list[float]:
         epochs, sums = Epochs(outer, tmp_path), []
         comm = epochs.next(1, [0, 1, 2], None) if outer.rank < 3 else None
@@ -116,7 +116,7 @@ def test_whoever_is_new_finds_the_memory_of_the_others_whoever_is_first(four: Lo
     assert four.run(run) == [[6.0], [6.0], [6.0, 6.0], [6.0, 6.0]]
 
 
-def test_those_who_were_wrong_about_where_to_meet_come_to_rank_0(four: LocalCluster, tmp_path: Path) -> None:
+def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalCluster, tmp_path: Path) -> None:
     """Ranks 1 to 3 have kept memory together; rank 0 has not, and makes new."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
@@ -134,7 +134,7 @@ def test_those_who_were_wrong_about_where_to_meet_come_to_rank_0(four: LocalClus
     assert four.run(run) == [(True, 10.0)] * 4
 
 
-def test_a_rank_that_has_lost_touch_is_told_by_rank_0(four: LocalCluster, tmp_path: Path) -> None:
+def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster, tmp_path: Path) -> None:
     """All know each other from before, so rank 0 sees no reason to say where it is; rank 3 has nothing of it left."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
@@ -152,7 +152,7 @@ def test_a_rank_that_has_lost_touch_is_told_by_rank_0(four: LocalCluster, tmp_pa
     assert four.run(run) == [(True, 20.0)] * 4
 
 
-def test_a_hundred_epochs_leave_nothing_to_each_other_and_no_descriptor(four: LocalCluster, tmp_path: Path) -> None:
+def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[int, list[tuple[int, ...]]]:
         epochs = Epochs(outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)
@@ -176,7 +176,7 @@ def test_a_hundred_epochs_leave_nothing_to_each_other_and_no_descriptor(four: Lo
         assert spread <= 3, "but for the pidfds of one communicator's peers, if it has had to look at them"
 
 
-def test_an_epoch_that_never_came_about_is_stepped_over(four: LocalCluster, tmp_path: Path) -> None:
+def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, tmp_path: Path) -> None:
     """Epoch 2 waits for a rank that does not come, and is given up; epoch 6 has the plot of 2."""
 
     def run(outer: Communicator) -> float:
@@ -213,7 +213,7 @@ def a_ground(rows: int = 2) -> tuple[SharedSegment, Any]:
     return SharedSegment.make("test", peers), peers
 
 
-def test_it_goes_with_the_last_of_its_plots() -> None:
+def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
     ground, peers = a_ground()
     descriptor = ground.place.descriptor
     first, second = ground.take(1, peers), ground.take(2, peers)
@@ -230,7 +230,7 @@ def test_it_goes_with_the_last_of_its_plots() -> None:
         os.fstat(descriptor)
 
 
-def test_two_boards_never_lie_on_one_plot() -> None:
+def test_two_boards_never_share_a_slot() -> None:
     ground, peers = a_ground()
     plot = ground.take(1, peers)
     with pytest.raises(ValueError, match="earlier epoch"):
@@ -240,12 +240,12 @@ def test_two_boards_never_lie_on_one_plot() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
-def test_a_place_that_makes_no_sense_is_corrupt(said: bytes) -> None:
+def test_an_offer_of_an_impossible_slot_is_corrupt(said: bytes) -> None:
     with pytest.raises(CorruptData, match="cannot be read"):
         place_of(said)
 
 
-def test_what_is_not_the_memory_of_the_job_is_not_mapped(tmp_path: Path) -> None:
+def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
     me = this_process()
     other = (tmp_path / "file").open("w+b")
     with other:
@@ -275,7 +275,7 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
     assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
 
 
-def test_what_follows_is_left_where_the_others_wait(four: LocalCluster, tmp_path: Path) -> None:
+def test_an_announcement_is_left_on_the_board_where_others_wait(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[bytes | None, float]:
         epochs = Epochs(outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)

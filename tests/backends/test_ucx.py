@@ -56,7 +56,7 @@ def entries(folder: str) -> int:
     return len(list(Path(folder).iterdir()))
 
 
-def test_who_joins_a_job_loads_what_connecting_takes_in_the_background() -> None:
+def test_a_joining_process_loads_ucx_in_the_background() -> None:
     """Once a process; a spare then has it when it is promoted. It holds nothing afterwards."""
 
     def body(comm: Communicator) -> None:
@@ -87,7 +87,7 @@ def test_ucx_says_which_version_it_is() -> None:
 # -- messages
 
 
-def test_payloads_of_all_sizes(tls: str) -> None:
+def test_payloads_of_all_sizes_arrive_whole(tls: str) -> None:
     def body(comm: Communicator) -> None:
         with over(comm, tls) as part:
             for count in (0, 1, 1000, 100_000, 3_000_001):
@@ -139,7 +139,7 @@ def test_a_message_of_another_size_is_a_mismatch(tls: str, sent: int) -> None:
         cluster.run(body)
 
 
-def test_what_an_aborted_sender_left_is_not_taken_for_its_message(tls: str) -> None:
+def test_a_receiver_does_not_take_what_an_aborted_sender_left_for_a_message(tls: str) -> None:
     def body(comm: Communicator) -> None:
         with over(comm, tls) as part:
             tensor = torch.ones(1_000_000)
@@ -234,7 +234,7 @@ def test_abort_frees_a_rank_that_sleeps_in_an_op(tls: str) -> None:
         assert max(cluster.run(body)) < 1.0
 
 
-def test_communicators_end_without_a_trace(tls: str) -> None:
+def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
     """Half of them with a message under way: neither descriptors, threads nor shared memory pile up."""
 
     def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
@@ -355,7 +355,7 @@ def _write_for_ever(pipe: Connection) -> None:
             plane.write(handle, source).wait()
 
 
-def test_a_writer_that_dies_holds_nobody_up(start: Callable[..., Child]) -> None:
+def test_a_writer_that_dies_does_not_delay_others(start: Callable[..., Child]) -> None:
     writers = [start(_write_for_ever) for _ in range(5)]
     with memory.open_plane() as plane:
         for child in writers:
@@ -433,7 +433,7 @@ def test_a_damaged_handle_is_refused() -> None:
 
 
 @EVERY_KIND
-def test_windows_of_every_kind(tls: str) -> None:
+def test_windows_of_every_kind_are_read_written_and_added_to(tls: str) -> None:
     """Several pieces, unaligned; atomics of both widths; a signal behind a put of the last byte."""
 
     def body(comm: Communicator) -> list[int]:
@@ -458,7 +458,7 @@ def test_windows_of_every_kind(tls: str) -> None:
         assert sorted(ticket for seen in cluster.run(body) for ticket in seen) == list(range(150))
 
 
-def test_a_stopped_target_and_a_window(tls: str) -> None:
+def test_a_stopped_target_is_read_over_shared_memory_and_named_over_tcp(tls: str) -> None:
     """Over shared memory it is read, written and added to; over TCP it is named in time, and late bytes stay away."""
 
     def body(comm: Communicator) -> None:
@@ -524,7 +524,7 @@ def test_a_killed_target_is_named_within_a_tenth_of_a_second(tls: str, tmp_path:
     assert float((tmp_path / "took").read_text()) < 1.0, "a tenth on a quiet machine"
 
 
-def test_a_target_that_answers_the_dead_lives_on(tls: str) -> None:
+def test_a_target_survives_answering_dead_peers(tls: str) -> None:
     """As an owner of the plane does. Its peer had asked, given up, and closed, while it was stopped."""
 
     def body(comm: Communicator) -> None:
@@ -553,7 +553,7 @@ def test_a_target_that_answers_the_dead_lives_on(tls: str) -> None:
 
 
 @pytest.mark.parametrize("answering", [False, True])
-def test_an_atomic_that_a_target_dies_with_takes_nobody_along(tls: str, answering: bool) -> None:
+def test_the_caller_of_an_atomic_survives_the_death_of_its_target(tls: str, answering: bool) -> None:
     """UCX ends the process that has to call off an atomic which could not leave: while it was `answering`, say."""
 
     def body(comm: Communicator) -> None:
@@ -584,7 +584,7 @@ def test_an_atomic_that_a_target_dies_with_takes_nobody_along(tls: str, answerin
         assert cluster.outcomes(body)[0].error is None
 
 
-def test_a_killed_holder_of_a_window_lock_blocks_nobody() -> None:
+def test_a_killed_holder_of_a_window_lock_does_not_block_others() -> None:
     def body(comm: Communicator) -> int:
         shared = comm.window(torch.zeros(2, dtype=torch.int64))
         comm.barrier()
@@ -634,7 +634,7 @@ def _use_for_ever(pipe: Connection) -> None:
             (plane.write if turn % 2 else plane.read)(handle, memory_of).wait()
 
 
-def test_an_owner_that_answers_the_dead_lives_on(start: Callable[..., Child]) -> None:
+def test_an_owner_survives_answering_dead_users(start: Callable[..., Child]) -> None:
     """It comes to their requests late, with several under way: UCX's emulation of one-sided ops would end it there."""
     owner = start(_expose)
     handle = owner.hear()

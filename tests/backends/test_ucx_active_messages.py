@@ -129,7 +129,7 @@ def test_spoilt_messages_change_nothing(itself: Itself, number: int, header: byt
     assert torch.equal(itself.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 
-def test_a_late_answer_goes_nowhere(itself: Itself) -> None:
+def test_a_late_answer_writes_nowhere(itself: Itself) -> None:
     into = torch.zeros(8, dtype=torch.uint8)
     itself.memory.fill_(1)
     forgotten = itself.messages.read(itself.endpoint, REGION, 0, into.data_ptr(), 8)
@@ -140,7 +140,7 @@ def test_a_late_answer_goes_nowhere(itself: Itself) -> None:
     assert (into == 0).all()
 
 
-def test_what_was_withdrawn_is_touched_by_nobody(itself: Itself) -> None:
+def test_a_withdrawn_region_is_not_touched(itself: Itself) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     itself.messages.expose(11, Exposed(ExposedMemory(memory), True))
     source = torch.ones(8, dtype=torch.uint8)

@@ -103,7 +103,7 @@ def total(comm: Communicator, count: int = 3) -> float:
     return float(tensor[-1])
 
 
-def test_survivors_go_on_over_what_stands_and_ask_nobody(
+def test_survivors_reuse_endpoints_without_asking_the_store(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> object:
@@ -123,9 +123,7 @@ def test_survivors_go_on_over_what_stands_and_ask_nobody(
     assert found == [([6, 6, 3], True), None, ([6, 6], True), ([6, 6, 3], True)]
 
 
-def test_one_that_comes_new_and_one_that_begins_anew_are_found(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
-) -> None:
+def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
     def body(epochs: Epochs) -> float:
         if epochs.me != 3:
             first = epochs.enter(1, [0, 1, 2])
@@ -140,7 +138,7 @@ def test_one_that_comes_new_and_one_that_begins_anew_are_found(
     assert in_epochs(4, cluster, body, tmp_path) == [10.0] * 4
 
 
-def test_one_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
+def test_a_rank_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
     def body(epochs: Epochs) -> float:
         first = epochs.enter(1, [0, 1, 2])
         total(first, 300_000)
@@ -152,7 +150,7 @@ def test_one_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster]
     assert in_epochs(3, cluster, body, tmp_path) == [6.0] * 3
 
 
-def test_what_an_attempt_that_failed_had_is_there_for_the_next(
+def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> object:
@@ -167,7 +165,7 @@ def test_what_an_attempt_that_failed_had_is_there_for_the_next(
     assert in_epochs(3, cluster, body, tmp_path) == [(6.0, True)] * 3
 
 
-def test_what_an_attempt_that_failed_made_anew_is_closed_with_the_last_that_stood(
+def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> bool:
@@ -189,7 +187,7 @@ def test_what_an_attempt_that_failed_made_anew_is_closed_with_the_last_that_stoo
 
 
 @pytest.mark.parametrize("count", [3, 2_000_000])
-def test_messages_of_an_epoch_that_is_over_are_nobodys(
+def test_no_epoch_receives_messages_of_an_earlier_one(
     count: int, cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> float:
@@ -211,7 +209,7 @@ def test_messages_of_an_epoch_that_is_over_are_nobodys(
     assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
 
 
-def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
+def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> str:
@@ -245,7 +243,7 @@ def test_a_notice_that_is_none_ends_the_epoch_and_a_farewell_after_it_is_heard(
 
 
 @given(st.binary(max_size=64))
-def test_a_notice_that_is_none_is_refused(text: bytes) -> None:
+def test_a_malformed_notice_is_refused(text: bytes) -> None:
     try:
         kind, body = parse(text)
     except CorruptData:
@@ -255,7 +253,7 @@ def test_a_notice_that_is_none_is_refused(text: bytes) -> None:
     assert isinstance(body, Met) == (kind == 3)
 
 
-def test_a_peer_that_connects_and_is_gone_when_it_is_heard_takes_nobody_along(
+def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
     """UCX 1.22 ends a process that is asked to connect by one whose shared memory is gone."""

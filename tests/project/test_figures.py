@@ -26,7 +26,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_the_page_shows_is_there_and_is_drawn_from_the_data(drawn: Path) -> None:
+def test_figures_on_the_page_exist_and_are_drawn_from_the_data(drawn: Path) -> None:
     shown = re.findall(r"!\[[^]]+\]\(figures/([^)]+)\)", (DOCS / "figures.md").read_text())
     assert len(shown) >= 14
     for name in shown:
@@ -44,7 +44,7 @@ def test_pictures_are_whole_and_need_nothing_outside_themselves(drawn: Path) -> 
         assert "<script" not in text
 
 
-def test_missing_data_is_told(tmp_path: Path) -> None:
+def test_missing_data_is_an_error(tmp_path: Path) -> None:
     made, missing = figures.draw(tmp_path)
     assert made == []
     assert any("recovery.json" in words for words in missing)

@@ -86,7 +86,7 @@ def scenario(body: Callable[[World], Awaitable[None]], timeout: float = 10.0) ->
     return world
 
 
-def test_the_crew_is_started_and_told_where_the_driver_is() -> None:
+def test_workers_are_started_and_told_where_the_driver_is() -> None:
     async def body(world: World) -> None:
         puppets = world.stage.puppets
         assert sorted(puppets) == [

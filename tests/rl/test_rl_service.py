@@ -65,7 +65,7 @@ def scenario(body: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-def test_a_whole_run() -> None:
+def test_a_run_generates_trains_and_evaluates() -> None:
     async def body(world: World) -> None:
         assert (await world.work("g")).unit is None
         waiting = asyncio.create_task(world.take(0, (0, 1), published=0))
@@ -186,7 +186,7 @@ def test_an_evaluation_that_cannot_be_made_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("method", ["work", "take", "finished", "reached", "warmed"])
-def test_what_is_no_message_is_refused_and_changes_nothing(method: str) -> None:
+def test_a_malformed_message_is_refused_and_changes_nothing(method: str) -> None:
     async def body(world: World) -> None:
         with pytest.raises(CorruptData):
             answer = world.service.handlers[method]("w", b"\xc1")

@@ -57,7 +57,7 @@ def test_nothing_is_leased_to_a_worker_that_is_gone() -> None:
     assert ledger.lease("lives", 0.0) is not None
 
 
-def test_a_result_counts_once_whoever_brings_it() -> None:
+def test_a_result_counts_once_from_any_worker() -> None:
     ledger = Ledger(RECIPE)
     ledger.publish(0)
     unit = ledger.lease("slow", 0.0)
@@ -79,7 +79,7 @@ def test_a_result_for_a_unit_that_waits_takes_it_off_the_queue() -> None:
     assert ledger.lease("other", 0.0) != unit
 
 
-def test_leases_that_are_old_are_overdue() -> None:
+def test_old_leases_are_overdue() -> None:
     ledger = Ledger(RECIPE)
     ledger.publish(0)
     ledger.lease("a", 1.0)
@@ -174,7 +174,7 @@ def test_samples_of_a_committed_step_are_gone_and_not_wanted() -> None:
     assert buffer.committed == 1
 
 
-def test_the_same_samples_twice_are_nothing_new_and_other_samples_are_refused() -> None:
+def test_the_same_samples_twice_count_once_and_other_samples_are_refused() -> None:
     buffer = ReplayBuffer(RECIPE)
     assert buffer.put(unit(2, 0), b"x")
     assert not buffer.put(unit(2, 0), b"x")

@@ -58,7 +58,7 @@ def a_holder(pipe: Connection, url: str) -> None:
 # -- one process
 
 
-def test_what_is_published_can_be_had(store: WeightStore) -> None:
+def test_a_published_version_can_be_read(store: WeightStore) -> None:
     model, other = nn.Linear(20, 30), nn.Linear(20, 30)
     store.publish(7, model.state_dict())
     assert store.get("latest", into=other.state_dict()) == 7
@@ -67,7 +67,7 @@ def test_what_is_published_can_be_had(store: WeightStore) -> None:
     assert [holder.pid for holder in store.holders(7)] == [os.getpid()]
 
 
-def test_an_empty_store(store: WeightStore) -> None:
+def test_an_empty_store_has_no_versions(store: WeightStore) -> None:
     assert store.latest() is None and store.versions() == []
     for attempt in (lambda: store.get("latest", into=weights()), lambda: store.holders(), lambda: store.pin(3)):
         with pytest.raises(NoSuchVersion, match="wait"):
@@ -112,7 +112,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(store: WeightStore) -> None:
     assert [name for name in state if not same_bits(state[name], into[name])] == []
 
 
-def test_the_tensors_read_into_may_lie_anyhow(store: WeightStore) -> None:
+def test_the_tensors_read_into_may_have_any_strides(store: WeightStore) -> None:
     state = {"small": torch.randn(6, 8), "large": torch.randn(600, 800), "weight": torch.randn(5)}
     store.publish(1, state)
     into: dict[str, Any] = {
@@ -141,7 +141,7 @@ def test_the_published_tensors_may_be_changed_at_once(store: WeightStore) -> Non
     assert bool((into["a"] == 1).all())
 
 
-def test_no_tensors_at_all(store: WeightStore) -> None:
+def test_a_version_may_have_no_tensors(store: WeightStore) -> None:
     store.publish(1, {})
     assert store.get(1, {}) == 1
 
@@ -164,7 +164,7 @@ def test_a_version_does_not_change(store: WeightStore) -> None:
     assert bool((into["b"] == 1).all()) and store.versions() == [1]
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(store: WeightStore) -> None:
+def test_tensors_that_do_not_fit_are_refused_before_anything_changes(store: WeightStore) -> None:
     store.publish(1, weights(5.0))
     good = blank(weights())
     for into, what in [
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(store: WeightStore
     assert bool((good["a"] == 5).all()) and float(good["b"].sum()) == 0.0
 
 
-def test_bad_arguments(store: WeightStore) -> None:
+def test_bad_arguments_are_refused(store: WeightStore) -> None:
     contains_itself: dict[str, Any] = {}
     contains_itself["a"] = contains_itself
     for state, kind in [
@@ -248,7 +248,7 @@ def test_a_pinned_version_stays_until_it_is_released(store: WeightStore) -> None
     lease.release()
 
 
-def test_rolling_back(store: WeightStore) -> None:
+def test_deleting_the_newest_version_rolls_back(store: WeightStore) -> None:
     store.publish(1, weights(1))
     store.publish(2, weights(2))
     store.rollback(1)
@@ -285,7 +285,7 @@ def test_a_version_is_visible_when_all_its_parts_are_there(store: WeightStore) -
     assert into["a"].tolist() == [1.0] * 10 and into["b"].tolist() == [2.0] * 10
 
 
-def test_a_name_in_two_parts_is_found_out(store: WeightStore) -> None:
+def test_a_name_in_two_parts_is_refused(store: WeightStore) -> None:
     for part in (0, 1):
         store.publish(1, {"a": torch.ones(3)}, part=part, parts=2)
     with pytest.raises(Mismatch, match="'a' is in two parts"):
@@ -302,7 +302,7 @@ def test_a_publisher_of_an_epoch_that_is_over_is_refused(store: WeightStore) -> 
     assert store.latest() == 4
 
 
-def test_what_an_older_epoch_began_is_dropped(store: WeightStore) -> None:
+def test_parts_of_an_older_epoch_are_dropped(store: WeightStore) -> None:
     store.publish(1, {"a": torch.ones(3)}, part=0, parts=2, fence=1)
     store.publish(1, {"b": torch.ones(3)}, part=1, parts=2, fence=2)
     assert store.versions() == []
@@ -312,7 +312,7 @@ def test_what_an_older_epoch_began_is_dropped(store: WeightStore) -> None:
     assert into["a"].tolist() == [7.0] * 3
 
 
-def test_waiting_for_a_version(store: WeightStore) -> None:
+def test_wait_returns_a_version_that_is_published_meanwhile(store: WeightStore) -> None:
     def publish_soon() -> None:
         time.sleep(0.05)
         store.publish(4, weights())
@@ -341,7 +341,7 @@ def test_stores_of_one_url_are_one_store(store: WeightStore) -> None:
     assert len(store.holders()) == 1
 
 
-def test_a_store_that_nobody_refers_to_is_closed(tmp_path: Path) -> None:
+def test_a_store_without_references_is_closed(tmp_path: Path) -> None:
     url = f"memory://{tmp_path}/forgotten"
     forgotten = WeightStore(url)
     forgotten.publish(1, weights())
@@ -509,7 +509,7 @@ def test_an_idle_holder_costs_little(url: str, start: Callable[..., Child]) -> N
     assert start(idler).hear() < 0.05
 
 
-def test_nothing_is_left_behind(url: str, start: Callable[..., Child]) -> None:
+def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, start: Callable[..., Child]) -> None:
     start(a_holder, url).hear()
 
     def use() -> None:

@@ -126,9 +126,7 @@ def test_one_of_two_publishers_of_a_part_dies_and_the_other_has_published(
         eventually(lambda: store.versions() == [1])
 
 
-def test_publishing_again_what_is_published_and_failing_withdraws_nothing(
-    url: str, start: Callable[..., Child]
-) -> None:
+def test_a_failed_repeated_publish_withdraws_nothing(url: str, start: Callable[..., Child]) -> None:
     def interrupted(kind: str, _: dict[str, object]) -> None:
         if kind == "announced" and again:
             raise KeyboardInterrupt
@@ -145,7 +143,7 @@ def test_publishing_again_what_is_published_and_failing_withdraws_nothing(
         assert store.versions() == [1]
 
 
-def test_what_is_still_being_published_is_withdrawn_when_its_store_closes(
+def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
     url: str, start: Callable[..., Child]
 ) -> None:
     """Its thread does not announce it again after that: nobody could take it back."""

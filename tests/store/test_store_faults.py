@@ -165,7 +165,7 @@ def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callabl
         assert read(store, 3) == 1.0 and first.pid not in pids(store, 3)
 
 
-def test_a_holder_that_dies_in_the_middle_of_a_read(url: str, start: Callable[..., Child]) -> None:
+def test_a_read_survives_the_death_of_a_holder(url: str, start: Callable[..., Child]) -> None:
     size = 16 << 20
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
@@ -276,7 +276,7 @@ def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> N
         eventually(lambda: store.versions() == [4, 5])
 
 
-def test_of_publishers_that_disagree_one_wins(url: str, start: Callable[..., Child]) -> None:
+def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[..., Child]) -> None:
     def publisher(pipe: Connection, value: float) -> None:
         with WeightStore(url) as mine:
             pipe.recv()
@@ -339,7 +339,7 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Ch
         assert read(store, 1) == 2.0
 
 
-def test_versions_that_are_lost_are_told(url: str, start: Callable[..., Child]) -> None:
+def test_listeners_are_told_of_lost_versions(url: str, start: Callable[..., Child]) -> None:
     lost: list[object] = []
 
     def observe(kind: str, fields: dict[str, object]) -> None:
@@ -360,7 +360,7 @@ def test_versions_that_are_lost_are_told(url: str, start: Callable[..., Child]) 
         assert lost == [2, 3]
 
 
-def test_what_is_superseded_or_deleted_is_told_but_the_end_of_a_store_is_no_loss(url: str) -> None:
+def test_listeners_are_told_of_superseded_and_deleted_versions_but_the_end_of_a_store_is_no_loss(url: str) -> None:
     told: list[tuple[str, object]] = []
     with WeightStore(url, replicas=1, observe=lambda kind, fields: told.append((kind, fields["version"]))) as store:
         for version in (1, 2, 3):

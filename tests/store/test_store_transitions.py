@@ -336,6 +336,6 @@ def test_a_version_that_is_not_there_says_why() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\x01\xa1x\x03", Catalog(layout=2).encode()])
-def test_garbage_is_no_catalogue(data: bytes) -> None:
+def test_a_malformed_catalogue_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptData):
         Catalog.decode(data)

@@ -75,7 +75,7 @@ def test_a_region_shows_its_tensor_as_it_is_now(plane: MemoryPlane) -> None:
         assert into.tolist() == [5.0] * 8
 
 
-def test_part_of_a_region_by_byte_offset(plane: MemoryPlane) -> None:
+def test_a_part_of_a_region_is_read_by_byte_offset(plane: MemoryPlane) -> None:
     with plane.expose(torch.arange(100, dtype=torch.int64)) as region:
         into = torch.zeros(10, dtype=torch.int64)
         plane.read(region.handle, into, offset=40 * 8).wait()
@@ -91,7 +91,7 @@ def test_regions_larger_than_a_block_arrive_whole(plane: MemoryPlane) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
-def test_any_dtype(plane: MemoryPlane, dtype: torch.dtype) -> None:
+def test_tensors_of_any_dtype_are_read(plane: MemoryPlane, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (33,)).to(dtype)
     with plane.expose(tensor) as region:
         into = torch.zeros(33, dtype=dtype)
@@ -107,7 +107,7 @@ def test_zero_bytes_still_need_a_region_that_is_there(plane: MemoryPlane) -> Non
         plane.read(region.handle, torch.empty(0)).wait()
 
 
-def test_writing_to_a_writable_region(plane: MemoryPlane) -> None:
+def test_a_writable_region_is_written(plane: MemoryPlane) -> None:
     tensor = torch.zeros(6, dtype=torch.int32)
     with plane.expose(tensor, writable=True) as region:
         plane.write(region.handle, torch.tensor([7, 8], dtype=torch.int32), offset=8).wait()
@@ -213,7 +213,7 @@ def test_handles_of_another_plane_are_refused(plane: MemoryPlane) -> None:
             plane.read(region.handle, into)
 
 
-def test_garbage_for_a_handle_is_corrupt_data(plane: MemoryPlane) -> None:
+def test_a_malformed_handle_is_corrupt_data(plane: MemoryPlane) -> None:
     dice = random.Random(5)
     for _ in range(200):
         garbage = dice.randbytes(dice.randrange(60))
@@ -240,7 +240,7 @@ def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: Memo
         assert not memory.any()
 
 
-def test_a_region_closed_in_the_middle_of_a_read_is_found_out(plane: MemoryPlane) -> None:
+def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane) -> None:
     """The owner closes and overwrites while others read: a read that succeeds has only bytes from before."""
     nbytes = 4 * block_copy.BLOCK_BYTES
     gone = threading.Event()
@@ -395,7 +395,7 @@ def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_process_killed_in_the_middle_of_a_read(start: Callable[..., Child]) -> None:
+def test_a_read_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
     owner = start(_owner, 64 << 20)
     handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
     with shm_memory.open_plane() as plane:
@@ -597,9 +597,7 @@ def test_a_plane_leaves_no_descriptor_behind(start: Callable[..., Child]) -> Non
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
-def test_where_the_system_forbids_it_the_error_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
-) -> None:
+def test_a_forbidden_read_says_what_to_do(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> None:
     assert isinstance(process_memory.probe(), Available)
     handle = start(_owner).hear()
 

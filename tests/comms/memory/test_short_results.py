@@ -83,7 +83,7 @@ def test_pieces_are_copied_whole_whatever_one_call_moves(pieces: list[bytes], mo
     assert [target.raw[: len(piece)] for target, piece in zip(targets, pieces, strict=True)] == pieces
 
 
-def test_a_write_goes_on_after_a_short_one() -> None:
+def test_a_short_write_is_continued() -> None:
     source, target = ctypes.create_string_buffer(b"twelve bytes"), ctypes.create_string_buffer(13)
     addresses = ctypes.addressof(source), ctypes.addressof(target)
     assert write_process(os.getpid(), *addresses, 13, most=5) == 13

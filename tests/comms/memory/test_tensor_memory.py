@@ -319,14 +319,14 @@ def _sharded(comm: Communicator) -> list[str]:
         torch.distributed.destroy_process_group()
 
 
-def test_what_fsdp_leaves_is_refused_with_what_to_do() -> None:
+def test_parameters_that_fsdp_has_freed_are_refused_with_what_to_do() -> None:
     with LocalCluster(1, "shm", timeout=60.0) as cluster:
         ((parameter, gradient, gathered),) = cluster.run(_sharded)
     assert "to_local()" in parameter and "to_local()" in gradient
     assert "holds 0 bytes" in gathered and "unshard()" in gathered
 
 
-def test_only_a_tensor_that_has_it_is_told_to_use_to_local() -> None:
+def test_the_error_mentions_to_local_only_for_tensors_that_have_it() -> None:
     with pytest.raises(Unsupported, match=r"to_local\(\)"):
         check_memory(wrapper())
     for make in MEMORYLESS:
@@ -343,7 +343,7 @@ def test_native_code_never_takes_the_address_of_a_tensor_without_memory(make: Ca
         span(make())
 
 
-def test_native_functions_refuse_the_address_of_nothing() -> None:
+def test_native_functions_refuse_a_null_address() -> None:
     calls: list[Callable[[], object]] = [
         lambda: _native.copy(0, 8, 8),
         lambda: _native.copy(8, 0, 8),

@@ -71,7 +71,7 @@ def test_signals_of_several_threads_all_count() -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
-def test_a_stopped_holder_of_a_lock_is_named_and_nobody_spins_for_it(backend: str) -> None:
+def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(backend: str) -> None:
     """Nor for a rank that is killed meanwhile: that ends the wait at once."""
 
     def hold(comm: Communicator, window: Window, target: int) -> None:
@@ -116,7 +116,7 @@ def test_a_stopped_holder_of_a_lock_is_named_and_nobody_spins_for_it(backend: st
         assert outcome.error is None, outcome.error
 
 
-def test_a_wait_for_a_lock_ends_with_what_it_looks_for() -> None:
+def test_a_wait_for_a_lock_raises_what_its_check_raises() -> None:
     header = Words(bytearray(16))
 
     def look() -> None:
@@ -153,7 +153,7 @@ def test_a_window_whose_process_was_killed_is_gone(tmp_path: Path) -> None:
     assert (tmp_path / "0").read_text() == "gone gone gone"
 
 
-def test_a_killed_holder_of_an_atomic_lock_blocks_nobody() -> None:
+def test_a_killed_holder_of_an_atomic_lock_does_not_block_others() -> None:
     def body(comm: Communicator) -> int:
         window = comm.window(torch.zeros(1, dtype=torch.int64))
         comm.barrier()
@@ -235,7 +235,7 @@ DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float8_e
     st.integers(-2, 12),
     st.integers(0, 6),
 )
-def test_what_fits_into_a_window_is_seen_at_once(
+def test_a_fitting_range_takes_the_quick_check(
     dtype: torch.dtype, of: torch.dtype, elements: list[int], rank: int, offset: int, count: int
 ) -> None:
     """Where it is not, the longer way decides: that must be so for all that does not fit."""
@@ -249,7 +249,7 @@ def test_what_fits_into_a_window_is_seen_at_once(
         assert at == offset * dtype.itemsize
 
 
-def test_what_is_not_plain_is_looked_at_more_closely() -> None:
+def test_an_unusual_tensor_takes_the_full_check() -> None:
     bounds = WindowBounds(torch.empty(0), (400,))
     for tensor in (torch.ones(3, requires_grad=True), torch.ones(4)[::2], torch.ones(2).expand(2, 2), "tensor", None):
         assert bounds.byte_offset(tensor, 0, 0) == -1

@@ -127,7 +127,7 @@ def test_every_rank_keeps_the_same_zero_and_the_same_nan(name: str, op: ReduceOp
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_trees_and_gathers_from_every_root(size: int) -> None:
+def test_trees_and_gathers_are_right_from_every_root(size: int) -> None:
     def body(transport: QueueTransport) -> None:
         rank = transport.rank
         for root in range(size):
@@ -158,7 +158,7 @@ def test_trees_and_gathers_from_every_root(size: int) -> None:
 @given(
     size=st.integers(1, 8), count=st.integers(0, 300), op=st.sampled_from([ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG])
 )
-def test_reductions_of_any_size(size: int, count: int, op: ReduceOp) -> None:
+def test_reductions_of_any_size_are_right(size: int, count: int, op: ReduceOp) -> None:
     def body(transport: QueueTransport) -> tuple[Tensor, Tensor]:
         whole = (torch.arange(count) % 17 + transport.rank).double()
         part = torch.empty(count, dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_all_ranks_use_the_constants_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
-def test_small_tensors_take_few_messages_and_large_ones_little_volume(size: int) -> None:
+def test_small_tensors_take_few_messages_and_large_ones_few_bytes(size: int) -> None:
     link = cost.Link(latency=5e-6, bandwidth=5e9)
     assert cost.choose(cost.all_reduce(link, size, 8)) == "doubling"
     assert cost.choose(cost.all_gather(link, size, 8)) in ("bruck", "ring")

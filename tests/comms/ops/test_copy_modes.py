@@ -55,7 +55,7 @@ def gathers(comm: Communicator) -> list[bool]:
     return ways
 
 
-def test_both_ways_are_tried(ranks: LocalCluster) -> None:
+def test_large_ops_try_both_copy_modes(ranks: LocalCluster) -> None:
     for ways in ranks.run(gathers):
         assert not any(ways[:2]), "staged, until it is known how long that takes"
         assert any(ways[2:])
@@ -95,7 +95,7 @@ def in_place(comm: Communicator, wanted: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_ops_in_place(ranks: LocalCluster, wanted: bool) -> None:
+def test_ops_in_place_are_right_in_both_copy_modes(ranks: LocalCluster, wanted: bool) -> None:
     """The input of an all_to_all in place is copied first, so others may read it while the output is written."""
     for said in ranks.run(in_place, wanted):
         assert said == [wanted, wanted, wanted]
@@ -121,7 +121,7 @@ def gathers_until_one_dies(comm: Communicator) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("checked", ["0", "1"])
-def test_the_death_of_a_rank_whose_memory_others_read(checked: str) -> None:
+def test_ranks_survive_the_death_of_a_rank_that_they_read(checked: str) -> None:
     with LocalCluster(3, "shm", environ={"HOLDFAST_CHECK": checked}) as cluster:
         for _ in range(5):
             outcomes = cluster.outcomes(gathers_until_one_dies)

@@ -95,7 +95,9 @@ programs = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(program=programs)
-def test_ranks_may_go_different_ways_and_be_late(ranks: LocalCluster, program: list[tuple[str, int, int, int]]) -> None:
+def test_ranks_may_mix_the_fast_and_the_slow_path_and_be_late(
+    ranks: LocalCluster, program: list[tuple[str, int, int, int]]
+) -> None:
     assert ranks.run(run_program, program) == [(len(program), False)] * RANKS
 
 
@@ -132,7 +134,7 @@ def takes(comm: Communicator) -> list[bool]:
     return said
 
 
-def test_what_is_not_usual_is_left_to_the_long_way(ranks: LocalCluster) -> None:
+def test_unusual_calls_take_the_slow_path(ranks: LocalCluster) -> None:
     for said in ranks.run(takes):
         assert not any(said)
 
@@ -157,7 +159,7 @@ def refused(comm: Communicator, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_wrong_is_refused_and_changes_nothing(ranks: LocalCluster, number: int) -> None:
+def test_bad_arguments_are_refused_and_change_nothing(ranks: LocalCluster, number: int) -> None:
     ranks.run(refused, number)
 
 
@@ -175,7 +177,7 @@ def every_dtype(comm: Communicator) -> None:
             assert torch.equal(quick, slow), (dtype, op)
 
 
-def test_both_ways_give_the_same_bits_of_every_dtype(ranks: LocalCluster) -> None:
+def test_both_paths_give_the_same_bits_for_every_dtype(ranks: LocalCluster) -> None:
     ranks.run(every_dtype)
 
 
@@ -225,7 +227,7 @@ def watched(comm: Communicator) -> list[str]:
     return watcher.seen
 
 
-def test_who_begins_to_watch_ops_sees_all_of_them() -> None:
+def test_an_observer_that_is_added_later_sees_all_further_ops() -> None:
     with LocalCluster(2, "shm", environ={"HOLDFAST_CHECK": "0"}) as two:
         for seen in two.run(watched):
             assert seen == [op.removesuffix("_single") if op not in OPS else op for op in OPS]
@@ -271,7 +273,7 @@ def recorded(comm: Communicator, late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_journal_hears_the_same_of_both_ways(ranks: LocalCluster, late: bool) -> None:
+def test_a_journal_hears_the_same_from_both_paths(ranks: LocalCluster, late: bool) -> None:
     ranks.run(recorded, late)
 
 
@@ -425,7 +427,7 @@ def test_an_error_of_an_op_is_raised_as_its_communicator_says() -> None:
     assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
 
 
-def test_nothing_is_done_where_no_op_may_run_at_once() -> None:
+def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
     for shut in ("over", "queued"):
         order = Order()
         setattr(order, shut, True)
@@ -446,7 +448,7 @@ def test_a_plan_that_fails_or_says_nothing_is_no_error() -> None:
     assert (order.seq, order.busy) == (0, False)
 
 
-def test_arguments_are_counted() -> None:
+def test_the_fast_path_counts_its_arguments() -> None:
     fast: Any = call_path(Order(), pytest.fail, print)
     with pytest.raises(TypeError, match="2 arguments are needed, not 1"):
         fast.all_reduce(torch.ones(1))
@@ -574,7 +576,7 @@ def persistent(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("late", range(LOOKS))
-def test_an_op_of_mpi_is_looked_at_until_it_is_complete(persistent: bool, late: int, needs_grad: bool) -> None:
+def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool, late: int, needs_grad: bool) -> None:
     mpi = TinyMpi(late)
     call = mpi.call(persistent)
     for turn in range(1, 4):
@@ -584,7 +586,7 @@ def test_an_op_of_mpi_is_looked_at_until_it_is_complete(persistent: bool, late: 
     assert mpi.begun == [70 if persistent else (1, 3, 20, 30, 40)] * 3 and not mpi.heard
 
 
-def test_an_op_of_mpi_that_takes_longer_is_gone_on_with(persistent: bool) -> None:
+def test_an_op_of_mpi_that_takes_longer_is_finished_by_the_slow_path(persistent: bool) -> None:
     mpi, tensor = TinyMpi(late=LOOKS + 2), torch.ones(3)
     mpi.call(persistent)(tensor, 5.0)
     assert tensor.tolist() == [2.0] * 3

@@ -59,7 +59,7 @@ def expected(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", [*OPS, *BITS])
 @pytest.mark.parametrize("dtype", arithmetic.REDUCIBLE, ids=str)
-def test_a_reduction_is_torchs_own(dtype: torch.dtype, op: str) -> None:
+def test_a_reduction_gives_what_torch_gives(dtype: torch.dtype, op: str) -> None:
     kind = arithmetic.kind(dtype, ReduceOp(op))
     if kind < 0:
         assert dtype.is_floating_point or dtype.is_complex, "integers have every op"
@@ -81,7 +81,7 @@ class Named(torch.Tensor):
     """A tensor of somebody's own class."""
 
 
-def test_plain_is_what_a_transport_may_take_as_it_is() -> None:
+def test_a_plain_tensor_is_contiguous_host_memory() -> None:
     numbers = torch.arange(12.0).reshape(3, 4)
     shapes = [numbers, numbers[1:], numbers[0], torch.ones(()), torch.ones(0, 3), torch.ones(1, 1)]
     assert all(plain(tensor) for tensor in shapes)
@@ -110,11 +110,11 @@ def test_plain_is_what_a_transport_may_take_as_it_is() -> None:
         pytest.param(None, id="nothing"),
     ],
 )
-def test_what_is_not_plain(tensor: Any) -> None:
+def test_tensors_of_other_memory_or_layout_are_not_plain(tensor: Any) -> None:
     assert not plain(tensor)
 
 
-def test_what_is_packed_holds_the_same_numbers_and_is_plain() -> None:
+def test_a_packed_tensor_holds_the_same_numbers_and_is_plain() -> None:
     """Negation that torch has put off is done; what has but one element can be viewed as bytes."""
     put_off = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert packed(put_off).tolist() == [-2.0, 4.0]
@@ -126,14 +126,14 @@ def test_what_is_packed_holds_the_same_numbers_and_is_plain() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_span_is_where_torch_says(dtype: torch.dtype) -> None:
+def test_a_span_is_the_memory_that_torch_reports(dtype: torch.dtype) -> None:
     memory = torch.empty(96, dtype=torch.uint8)
     for tensor in (memory.view(dtype), memory[dtype.itemsize :].view(dtype), memory[:0].view(dtype)):
         assert span(tensor) == (tensor.data_ptr(), tensor.nbytes)
 
 
 @given(st.integers(0, 9000), st.integers(0, 4200), st.integers(0, 40))
-def test_a_copy_is_right_wherever_it_goes(nbytes: int, ahead: int, start: int) -> None:
+def test_a_copy_is_right_at_any_offset(nbytes: int, ahead: int, start: int) -> None:
     """Overlapping its source, too, and just where some processors are slow."""
     memory = torch.randint(0, 256, (16_000,), dtype=torch.uint8)
     expected = memory.clone()
@@ -155,7 +155,7 @@ def test_a_copy_to_any_place_of_a_page_takes_about_as_long() -> None:
     assert least(8) < 5 * least(64)
 
 
-def test_what_cannot_be_reduced_has_no_number() -> None:
+def test_a_dtype_that_cannot_be_reduced_has_no_number() -> None:
     assert _native.kind("float8_e4m3fn", "sum") == -1
     assert _native.kind("complex64", "min") == -1
     with pytest.raises(ValueError, match="no such reduction"):
@@ -238,7 +238,7 @@ def test_inputs_are_read_where_they_are_and_the_end_waits_for_that() -> None:
     assert words[3] == words[ROW_WORDS + 1] == 1, "what is taken, what was given"
 
 
-def test_what_is_read_of_a_rank_that_has_given_up_does_not_count() -> None:
+def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
     """It may have taken its tensors back, and written there, before they were read."""
     never, state, epoch = (1 << 64) - 1, 24, 26
     given, taken = bytearray(64), bytearray(64)
@@ -257,7 +257,7 @@ def test_memory_that_cannot_be_read_is_said_to_be_so() -> None:
     assert board.run() == (1, errno.ESRCH, -1)
 
 
-def test_who_rests_does_not_give_way() -> None:
+def test_a_wait_that_has_stopped_spinning_does_not_yield() -> None:
     """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.stop_spinning(8)

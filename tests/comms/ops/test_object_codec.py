@@ -74,7 +74,7 @@ def alike(sent: Any, arrived: Any) -> bool:
 
 @settings(deadline=None)
 @given(objects)
-def test_what_is_taken_arrives_as_it_was(obj: Any) -> None:
+def test_an_accepted_object_arrives_as_it_was(obj: Any) -> None:
     assert alike(obj, decode_object(encode_object(obj)))
 
 
@@ -118,13 +118,13 @@ def test_tuples_arrive_as_lists_and_records_as_dicts() -> None:
     ],
     ids=lambda bad: type(bad).__name__,
 )
-def test_what_would_arrive_as_something_else_is_a_type_error(bad: Any) -> None:
+def test_an_object_that_would_arrive_as_another_type_is_a_type_error(bad: Any) -> None:
     for obj in (bad, [0, {"key": bad}], Point(bad), Pair(bad)):
         with pytest.raises(TypeError, match="msgpack"):
             encode_object(obj)
 
 
-def test_the_error_says_where_it_is() -> None:
+def test_the_error_says_where_the_object_is() -> None:
     with pytest.raises(TypeError, match=r"the object\['a'\]\[1\]\['first'\] is a set"):
         encode_object({"a": [0, Pair({1})]})
     with pytest.raises(TypeError, match=r"a key of the object\['a'\] is a tuple"):

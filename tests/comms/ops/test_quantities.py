@@ -30,13 +30,13 @@ NO_TIMEOUTS += [1e12, 10**400, -(10**400)]
 
 @settings(deadline=None)
 @given(st.integers(0, 200), st.sampled_from(INTEGERS))
-def test_every_kind_of_integer_is_the_int_that_it_is(value: int, kind: Callable[[int], Any]) -> None:
+def test_every_kind_of_integer_becomes_its_int(value: int, kind: Callable[[int], Any]) -> None:
     found = integer(kind(value), "it")
     assert found == value and type(found) is int
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
-def test_what_is_no_integer_is_a_type_error_that_names_the_argument(value: Any) -> None:
+def test_a_value_that_is_no_integer_is_a_type_error_that_names_the_argument(value: Any) -> None:
     with pytest.raises(TypeError, match="offset must be a whole number"):
         integer(value, "offset")
 

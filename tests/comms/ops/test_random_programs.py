@@ -63,7 +63,7 @@ def test_any_program_gives_the_same_on_every_backend(
 
 @settings(quick, max_examples=2)
 @given(given_programs=several(8))
-def test_the_same_with_eight_processes(
+def test_any_program_gives_the_same_with_eight_processes(
     process_backend: str, clusters: Clusters, given_programs: list[list[programs.Step]]
 ) -> None:
     expected = clusters.outcome("inproc", 8, given_programs)
@@ -72,7 +72,9 @@ def test_the_same_with_eight_processes(
 
 @settings(quick, max_examples=25)
 @given(size=st.integers(1, 8), data=st.data())
-def test_the_same_from_run_to_run_with_one_to_eight_ranks(clusters: Clusters, size: int, data: st.DataObject) -> None:
+def test_any_program_gives_the_same_in_each_run_with_one_to_eight_ranks(
+    clusters: Clusters, size: int, data: st.DataObject
+) -> None:
     given_programs = data.draw(several(size))
     first = clusters.outcome("inproc", size, given_programs)
     assert clusters.outcome("inproc", size, given_programs) == first

@@ -33,7 +33,7 @@ def nasty(contributions: int, count: int, dtype: torch.dtype) -> list[torch.Tens
 
 @pytest.mark.parametrize("backend_name", ["inproc", "shm", "gloo", "ucx"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_same_bits_whoever_holds_which(backend_name: str, size: int) -> None:
+def test_a_sum_has_the_same_bits_however_its_terms_are_distributed(backend_name: str, size: int) -> None:
     def body(comm: Communicator) -> list[bytes]:
         found = []
         for dtype in DTYPES:
@@ -152,7 +152,7 @@ def test_the_result_is_the_exact_sum_rounded_once_in_any_order(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_beside_an_element_does_not_change_it(dtype: torch.dtype) -> None:
+def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
     """A block may be added plainly or with care; an element's bits are the same."""
     torch.manual_seed(1)
     plain = torch.randn(5, 40_000).to(dtype)
@@ -172,7 +172,7 @@ def test_what_is_beside_an_element_does_not_change_it(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("backend_name", ["inproc", "shm"])
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_same_bits_up_to_eight_ranks(backend_name: str, size: int) -> None:
+def test_a_sum_has_the_same_bits_on_up_to_eight_ranks(backend_name: str, size: int) -> None:
     def body(comm: Communicator) -> list[bytes]:
         found = []
         for dtype in DTYPES:
@@ -202,7 +202,7 @@ def test_infinities_and_nans_come_out_as_in_a_plain_sum(dtype: torch.dtype) -> N
     assert bits(result) == bits(exact_sum(rows.flip(0)))
 
 
-def test_what_has_no_reproducible_sum_is_refused() -> None:
+def test_dtypes_without_a_reproducible_sum_are_refused() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(Unsupported):
             sum_contributions(comm, [], torch.zeros(2, dtype=torch.complex64))

@@ -95,6 +95,6 @@ def find_out_how_near(comm: Communicator) -> bool:
     return said
 
 
-def test_ranks_on_one_processor_find_each_other_near() -> None:
+def test_ranks_on_one_processor_measure_each_other_as_near() -> None:
     with LocalCluster(2, "shm") as cluster:
         assert cluster.run(find_out_how_near) == [True, True]

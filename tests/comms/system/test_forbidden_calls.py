@@ -68,6 +68,6 @@ comm.close()
 """
 
 
-def test_auto_passes_on_to_what_runs_and_that_still_notices_a_death(tmp_path: Path) -> None:
+def test_auto_takes_a_backend_that_runs_and_that_still_notices_a_death(tmp_path: Path) -> None:
     """Without pidfds the processes are looked at: a zombie is dead too."""
     assert run_without(["pidfd_open"], _PAIR, str(tmp_path / "meeting")).split() == ["gloo", "True", "True"]

@@ -82,7 +82,7 @@ def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> 
         comm.barrier()
 
 
-def test_a_forked_child_ends_nothing_of_its_parents(process_backend: str) -> None:
+def test_a_forked_child_ends_no_communicator_of_its_parent(process_backend: str) -> None:
     def body(comm: Communicator) -> object:
         window = None if comm.backend == "gloo" else comm.window(torch.zeros(4))
 
@@ -275,7 +275,7 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
         lease.release()
 
 
-def test_whoever_asks_in_which_process_it_is_asks_the_one_helper() -> None:
+def test_only_one_helper_asks_for_the_current_process() -> None:
     """A comparison of process ids, or a handler of its own, would be a second way."""
     wrong = []
     for package in ("comms", "backends", "ft", "store", "rl"):

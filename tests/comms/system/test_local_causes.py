@@ -35,7 +35,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts
         (errno.ENOMEM, "memory"),
     ],
 )
-def test_what_ran_out_is_named(number: int, words: str) -> None:
+def test_an_error_names_the_resource_that_ran_out(number: int, words: str) -> None:
     cause = local_cause(OSError(number, os.strerror(number), "/somewhere"), "a test")
     assert isinstance(cause, ResourceExhausted) and words in str(cause) and "for a test" in str(cause)
     again = local_cause(RuntimeError(f"[socket.cc:12] socket: {os.strerror(number)}"), "a test")
@@ -43,12 +43,12 @@ def test_what_ran_out_is_named(number: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ESRCH, errno.ECONNRESET, errno.EPIPE, errno.EFAULT, errno.ENOENT])
-def test_what_peers_may_be_to_blame_for_is_no_local_cause(number: int) -> None:
+def test_an_error_that_a_peer_may_have_caused_is_no_local_cause(number: int) -> None:
     assert exhausted(number, "a test") is None
     assert local_cause(OSError(number, os.strerror(number)), "a test") is None
 
 
-def test_memory_that_the_system_does_not_let_us_read_is_no_death() -> None:
+def test_a_refused_read_of_memory_is_not_a_death() -> None:
     """User namespaces, seccomp, Yama."""
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
     for error in (unreadable(1, errno.EPERM), unreadable(1, errno.ENOSYS), not_openable(1, "window", refused)):
@@ -76,18 +76,18 @@ _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         ("Inplace update to inference tensor outside InferenceMode is not allowed.", "local"),
     ],
 )
-def test_gloos_and_torchs_own_words_are_told_apart(said: str, meaning: str) -> None:
+def test_errors_of_gloo_and_of_torch_are_told_apart(said: str, meaning: str) -> None:
     """The first are those of torch 2.13, as they were seen; of gloo's errors there are no others to look at."""
     assert meaning_of(RuntimeError(said)) == meaning
 
 
-def test_an_error_is_never_told_in_no_words() -> None:
+def test_every_error_has_a_message() -> None:
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert describe(ValueError("why")) == "ValueError: why"
     assert describe(Revoked(3, "closed")) == str(Revoked(3, "closed"))
 
 
-def test_an_interrupt_is_named_to_whoever_asks_why_a_communicator_is_over(tmp_path: Path) -> None:
+def test_a_communicator_that_an_interrupt_ended_names_it(tmp_path: Path) -> None:
     def interrupted(deadline: float) -> None:
         raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def test_an_interrupt_is_named_to_whoever_asks_why_a_communicator_is_over(tmp_pa
             comm.barrier()
 
 
-def test_an_error_of_torchs_own_is_no_peers_death(tmp_path: Path) -> None:
+def test_an_error_of_torch_is_not_a_death_of_a_peer(tmp_path: Path) -> None:
     def fails(deadline: float) -> None:
         raise RuntimeError("Invalid scalar type")
 

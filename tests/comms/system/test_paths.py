@@ -39,7 +39,7 @@ def test_the_url_of_a_path_names_that_path(parts: list[str], scheme: str) -> Non
 
 
 @given(st.text(max_size=30))
-def test_what_is_no_url_of_a_path_is_refused(text: str) -> None:
+def test_a_malformed_url_of_a_path_is_refused(text: str) -> None:
     try:
         path = path_of(f"file://{text}", "file", "file:///path")
     except ValueError as error:
@@ -128,7 +128,7 @@ def test_a_cluster_runs_in_a_temporary_folder_with_an_odd_name(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("home", ["missing", "file", "unset"])
-def test_a_home_that_cannot_hold_the_optional_cache_stops_nobody(
+def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -140,7 +140,7 @@ def test_a_home_that_cannot_hold_the_optional_cache_stops_nobody(
     assert tuning.load() == tuning.Tuning()
 
 
-def test_a_home_that_may_not_be_read_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_runs_with_a_home_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 

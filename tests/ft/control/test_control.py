@@ -61,7 +61,7 @@ def sessions() -> tuple[Session, Session]:
 # The protocol, without I/O.
 
 
-def test_two_that_hold_the_key_learn_who_they_talk_to() -> None:
+def test_two_peers_with_the_key_learn_each_others_identity() -> None:
     mine, theirs = sessions()
     assert (mine.peer, theirs.peer) == ("server", "me")
     assert theirs.receive(mine.seal(b"ping")) == [b"ping"]
@@ -79,7 +79,7 @@ def test_messages_arrive_whole_in_whatever_pieces_they_come() -> None:
     theirs.end()
 
 
-def test_what_follows_the_handshake_in_the_same_bytes_is_kept() -> None:
+def test_bytes_that_follow_the_handshake_are_kept() -> None:
     dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
     welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
     assert listener.session is not None
@@ -91,7 +91,9 @@ def test_what_follows_the_handshake_in_the_same_bytes_is_kept() -> None:
 @pytest.mark.parametrize(
     ("key", "job", "error"), [(OTHER_KEY, "job", WrongKey), (KEY, "another", WrongJob), (OTHER_KEY, "x", WrongKey)]
 )
-def test_who_has_another_key_or_job_is_refused_and_told_why(key: bytes, job: str, error: type[ControlError]) -> None:
+def test_a_peer_with_another_key_or_job_is_refused_and_told_why(
+    key: bytes, job: str, error: type[ControlError]
+) -> None:
     dialler, listener = DiallerHandshake(key, job, "me"), ListenerHandshake(KEY, "job", "server")
     proof = dialler.receive(listener.receive(dialler.hello()))
     with pytest.raises(error, match="me"):
@@ -370,7 +372,7 @@ def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
     ]
 
 
-def test_dialling_where_nobody_listens_fails_at_once() -> None:
+def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     for connect in either_way(address, 20.0):
@@ -418,12 +420,12 @@ def test_a_listener_never_binds_to_every_interface(host: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
         split_address(address)
 
 
-def test_who_says_nothing_is_turned_away_in_time() -> None:
+def test_a_silent_dialler_is_refused_in_time() -> None:
     async def talk() -> None:
         async with listening(handshake_timeout=0.2) as (address, _):
             reader, writer = await asyncio.open_connection(*split_address(address))

@@ -58,7 +58,7 @@ def store(seen: Table) -> ControlStore:
 
 
 @pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
-def test_it_answers_as_torchs_own_stores_do(store: ControlStore, prefixed: bool) -> None:
+def test_the_control_store_answers_as_torchs_stores_do(store: ControlStore, prefixed: bool) -> None:
     answers = []
     for each in (dist.HashStore(), store):
         one: Any = dist.PrefixStore("p", each) if prefixed else each
@@ -94,7 +94,7 @@ def test_it_answers_as_torchs_own_stores_do(store: ControlStore, prefixed: bool)
     assert answers[0] == answers[1]
 
 
-def test_get_waits_until_somebody_sets(store: ControlStore, table: KeyValue) -> None:
+def test_get_waits_until_the_key_is_set(store: ControlStore, table: KeyValue) -> None:
     later = threading.Timer(0.1, table.put, (EPOCH, {"late": b"here"}))
     later.start()
     assert store.get("late") == b"here"
@@ -102,7 +102,7 @@ def test_get_waits_until_somebody_sets(store: ControlStore, table: KeyValue) -> 
 
 
 @pytest.mark.parametrize("how", ["add", "append", "compare_set", "multi_set"])
-def test_every_way_to_set_wakes_those_who_wait(store: ControlStore, table: KeyValue, how: str) -> None:
+def test_every_way_to_set_wakes_waiting_threads(store: ControlStore, table: KeyValue, how: str) -> None:
     ways: dict[str, Callable[[], object]] = {
         "add": lambda: table.add(EPOCH, "b", 1),
         "append": lambda: table.append(EPOCH, "b", b"1"),
@@ -153,7 +153,7 @@ def test_epochs_are_apart_and_end(seen: Table, table: KeyValue) -> None:
     assert new.get("key") == b"new"
 
 
-def test_it_is_one_table_for_all_threads(store: ControlStore) -> None:
+def test_all_threads_share_one_table(store: ControlStore) -> None:
     threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -162,7 +162,7 @@ def test_it_is_one_table_for_all_threads(store: ControlStore) -> None:
     assert store.get("n") == b"200"
 
 
-def test_adding_to_what_is_no_number_is_refused(table: KeyValue) -> None:
+def test_adding_to_a_value_that_is_no_number_is_refused(table: KeyValue) -> None:
     with served(table) as client:
         for seen, error in ((table, ValueError), (RemoteTable(client.call), RemoteError)):
             store = ControlStore(seen, EPOCH)
@@ -263,7 +263,7 @@ def test_a_key_that_others_can_touch_is_refused(tmp_path: Path, mode: int) -> No
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
-def test_somebody_elses_key_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
     create_key(tmp_path / "job.key")
     os.chown(tmp_path / "job.key", 12345, -1)
     with pytest.raises(KeyRefused, match="12345"):
@@ -271,7 +271,7 @@ def test_somebody_elses_key_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ab" * 31, "ab" * 33, "ab" * 32 + "\n\n", "xy" * 32, "AB" * 32])
-def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.key"
     path.write_text(text)
     path.chmod(0o600)
@@ -279,7 +279,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
         load_key(path)
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("none", "pipe", "."):
         with pytest.raises(KeyRefused):

@@ -80,9 +80,7 @@ def test_a_notice_is_heard_as_it_was_said(kind: str, data: st.DataObject) -> Non
     where=st.integers(0, 10**4),
     what=st.integers(0, 10**4),
 )
-def test_a_spoilt_notice_is_heard_in_its_form_or_not_at_all(
-    kind: str, data: st.DataObject, how: str, where: int, what: int
-) -> None:
+def test_a_spoilt_notice_is_decoded_or_refused(kind: str, data: st.DataObject, how: str, where: int, what: int) -> None:
     (name, body), expected = data.draw(SAID[kind])
     heard: list[Any] = []
     try:

@@ -163,13 +163,13 @@ def test_without_tls_a_guarded_etcd_is_away(guarded: Guarded) -> None:
         "etcd://user:secret@a:1/x",
     ],
 )
-def test_a_url_that_cannot_be_meant_is_refused_without_telling_secrets(url: str) -> None:
+def test_a_malformed_url_is_refused_without_telling_secrets(url: str) -> None:
     with pytest.raises(ValueError, match="etcd") as caught:
         parse(url)
     assert "secret" not in str(caught.value)
 
 
-def test_what_a_url_says() -> None:
+def test_a_url_gives_user_password_and_files() -> None:
     access = parse("etcds://me%40home@a:1,[::1]:2/job?cacert=/ca&cert=/c&key=/k&password_file=/p%23")
     assert (access.user, access.endpoints, access.name) == ("me@home", (("a", 1), ("::1", 2)), "job")
     assert (access.cacert, access.client_certificate, access.password_file) == ("/ca", ("/c", "/k"), "/p#")

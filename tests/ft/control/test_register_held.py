@@ -48,7 +48,7 @@ def register(tmp_path: Path) -> Iterator[Register]:
         yield opened
 
 
-def test_what_must_not_wait_is_told_that_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+def test_a_caller_that_must_not_wait_is_told_that_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     with held(tmp_path / "job.sqlite"):
         with pytest.raises(RegisterBusy, match="another process holds its lock"):
             register.try_compare_and_set(0, VIEW)
@@ -143,7 +143,7 @@ def test_a_member_that_is_stopped_in_the_lock_is_fenced_and_the_others_go_on() -
 # -- the table by which members meet
 
 
-def test_nobody_is_sent_an_older_value_after_a_newer_one() -> None:
+def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
     """Threads set a key and tell of it: in whatever order they do so, what is sent is never older than before."""
     told: list[tuple[int, tuple[str, ...]]] = []
     sent: list[int] = []

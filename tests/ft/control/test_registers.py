@@ -304,7 +304,7 @@ def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
     ],
     ids=["stale read", "never written", "written twice", "refused without a reason"],
 )
-def test_the_checker_finds_what_no_register_does(second: Operation) -> None:
+def test_the_checker_finds_histories_that_are_not_linearizable(second: Operation) -> None:
     assert unexplained([Operation("write", 0, b"first", 0, 1), second]) is second
 
 
@@ -374,7 +374,7 @@ TestSqliteAgainstModel.settings = FEW
 
 
 @pytest.mark.parametrize("bad", ["", "job.sqlite", "/tmp/job.sqlite", "nosuch://x", "sqlite:relative"])
-def test_a_url_nobody_knows_is_refused_naming_the_known(bad: str) -> None:
+def test_an_unknown_scheme_is_refused_naming_the_known(bad: str) -> None:
     with pytest.raises(ValueError, match=r"memory://.*sqlite://"):
         open_cell(bad, "view")
 
@@ -410,7 +410,7 @@ class Broken:
         raise RuntimeError("no stamps")
 
 
-def test_a_plugin_adds_a_scheme_and_a_broken_one_harms_nobody() -> None:
+def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
     plugins: list[Any] = [Postcards(), Broken()]
     for plugin in plugins:
         register(plugin)
@@ -457,7 +457,7 @@ def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
             file.unlink()
 
 
-def test_what_a_killed_creator_left_is_swept_away(file: Path) -> None:
+def test_files_of_a_killed_creator_are_removed(file: Path) -> None:
     draft = file.with_name(f".{file.name}.12345.67.new")
     draft.write_bytes(b"half a templ")
     with cells(f"sqlite://{file}", "view") as [cell]:
@@ -623,7 +623,7 @@ NO_TEXT = view(1, "reason").encode().replace(b"reason", b"\xff" * 6)
 
 
 @pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more", NO_TEXT])
-def test_what_is_no_view_is_reported_as_such(url: str, value: bytes) -> None:
+def test_a_value_that_is_no_view_is_corrupt(url: str, value: bytes) -> None:
     with cells(url, "view") as [cell], Register.open(url) as views:
         cell.compare_and_set(0, value)
         with pytest.raises(CorruptData):
@@ -679,7 +679,7 @@ def _answer_rudely(server: socket.socket) -> None:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
 
 
-def test_whoever_finds_nobody_serves_a_tcp_register_as_long_as_it_has_it_open() -> None:
+def test_the_first_process_serves_a_tcp_register_while_it_has_it_open() -> None:
     url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"
 
     def body(pipe: Connection) -> None:
@@ -707,7 +707,7 @@ def test_whoever_finds_nobody_serves_a_tcp_register_as_long_as_it_has_it_open() 
         child.end()
 
 
-def test_that_a_tcp_register_is_open_to_all_is_said_where_it_is_served(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytest.LogCaptureFixture) -> None:
     with tcp.serving() as url, cells(f"{url}/job", "view"):
         assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
 
@@ -733,7 +733,7 @@ def test_a_tcp_register_whose_server_was_begun_anew_is_not_taken_for_the_old_one
                 cell.read()
 
 
-def test_a_tcp_server_that_is_stopped_delays_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_a_stopped_tcp_server_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "PATIENCE", 1.0)
 
     def body(pipe: Connection) -> None:
@@ -757,7 +757,7 @@ def test_a_tcp_server_that_is_stopped_delays_nobody_for_ever(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("value", "words"), [(b"hello", "not a register's"), (b"HF?9" + bytes(20), "schema")], ids=["other", "newer"]
 )
-def test_a_key_of_somebody_else_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
+def test_a_foreign_key_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
     host, port = etcd.endpoints[0].split(":")
     client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
     name = f"other-{value.hex()}"
@@ -786,7 +786,7 @@ def test_a_key_that_is_deleted_under_a_job_never_makes_two_registers(etcd: EtcdC
     client.session.close()
 
 
-def test_endpoints_of_two_clusters_are_found_out(etcd: EtcdCluster, tmp_path: Path) -> None:
+def test_endpoints_of_two_clusters_are_refused(etcd: EtcdCluster, tmp_path: Path) -> None:
     with EtcdCluster(1, tmp_path) as another:
         first, second = another.endpoints[0], etcd.endpoints[0]
         with cells(f"etcd://{first},{second}/two", "view") as [cell]:

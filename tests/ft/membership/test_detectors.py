@@ -76,7 +76,7 @@ def test_the_smaller_side_of_a_cut_stops_at_once_and_the_larger_does_not() -> No
     assert judged(large, 0.5) == []
 
 
-def test_whoever_was_cut_off_resigns_when_it_hears_the_others_again() -> None:
+def test_a_member_that_was_cut_off_resigns_when_it_hears_the_others_again() -> None:
     small = observers(4)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     judged(small, 0.3)
@@ -85,7 +85,7 @@ def test_whoever_was_cut_off_resigns_when_it_hears_the_others_again() -> None:
     assert [type(verdict) for _, verdict in judged(small, 2.0, 0.3)] == [Resign]
 
 
-def test_when_nobody_takes_over_the_small_side_tries_itself() -> None:
+def test_the_small_side_proposes_when_the_large_side_does_not() -> None:
     small = observers(4)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     found = judged(small, 2.0)
@@ -94,7 +94,7 @@ def test_when_nobody_takes_over_the_small_side_tries_itself() -> None:
     ]
 
 
-def test_whoever_says_that_it_hears_the_smaller_part_has_stopped_and_is_replaced_before_it_tries_itself() -> None:
+def test_a_member_that_reports_a_lost_majority_is_evicted_before_it_proposes() -> None:
     mine = observers(0, "AAAB")
     from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
     found = judged(mine, 0.95)
@@ -120,7 +120,7 @@ def test_one_link_that_is_cut_costs_the_fewest_members_after_a_while() -> None:
         assert min(when for when, _ in found) >= 1.5
 
 
-def test_flapping_that_ends_in_time_costs_nobody() -> None:
+def test_a_link_that_flaps_for_a_short_time_costs_no_member() -> None:
     mine = observers(0)
     for flap in range(20):
         from_to(mine, [(0, 4), (1, 5)], flap * 1.0)
@@ -129,7 +129,7 @@ def test_flapping_that_ends_in_time_costs_nobody() -> None:
         mine.clear("p1", "p5")
 
 
-def test_what_a_transport_reports_does_not_heal_and_acts_sooner() -> None:
+def test_a_failure_that_a_transport_reports_does_not_heal_and_acts_sooner() -> None:
     mine = observers(0)
     mine.report("p2", "p3", "connection reset", 0.0)
     mine.clear("p2", "p3")
@@ -138,7 +138,7 @@ def test_what_a_transport_reports_does_not_heal_and_acts_sooner() -> None:
     assert "connection reset" in found[0][1].evidence
 
 
-def test_a_new_epoch_forgets_what_was_said_in_the_old_one() -> None:
+def test_a_new_epoch_forgets_reports_of_the_old_one() -> None:
     mine = observers(0)
     mine.report("p2", "p3", "connection reset", 0.0)
     later = View(4, "running", view_of("AABBCC").members, view_of("A").job, "test")
@@ -147,7 +147,7 @@ def test_a_new_epoch_forgets_what_was_said_in_the_old_one() -> None:
 
 
 @pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", v.Stalled), (NOBODY_LISTENS, v.Proof)])
-def test_who_is_in_everybodys_way_is_ended_on_this_host_but_not_if_it_has_left(evidence: str, word: type) -> None:
+def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, word: type) -> None:
     """It may be about to join again, having learnt sooner than this process that both were evicted."""
     view = view_of("AABBCC")
     told: list[v.Event] = []
@@ -187,7 +187,7 @@ pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12
 
 
 @given(pairs_of, st.integers(0, 5))
-def test_whoever_is_condemned_leaves_no_pair_that_cannot_work_together(pairs: list[tuple[int, int]], rank: int) -> None:
+def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int, int]], rank: int) -> None:
     mine = observers(rank, "ABCDEF")
     for observer, member in pairs:
         mine.report(f"p{observer}", f"p{member}", "gone", 0.0)
@@ -208,7 +208,7 @@ def progress(ticks: dict[int, int]) -> Progress:
 
 
 @pytest.mark.parametrize(("moves", "words"), [(3, "it computes"), (0, "it waits")])
-def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words: str) -> None:
+def test_a_late_member_is_examined_after_the_suspect_time(moves: int, words: str) -> None:
     ticks = {101: 50, 102: 0}
     mine = progress(ticks)
     mine.here(OpPosition(3, 7, True), 0.0)
@@ -224,7 +224,7 @@ def test_who_has_not_come_is_looked_at_after_the_suspect_time(moves: int, words:
     assert [member.id for member in mine.behind(7)] == ["p1"]
 
 
-def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
+def test_no_member_is_late_while_this_process_does_not_wait() -> None:
     mine = progress({})
     mine.there("p1", OpPosition(3, 2, False))
     mine.here(OpPosition(3, 7, False), 0.0)
@@ -233,7 +233,7 @@ def test_nobody_is_late_while_this_process_waits_for_nobody() -> None:
     assert mine.look(120.0) == (), "it is in an older epoch"
 
 
-def test_a_place_of_another_epoch_says_nothing() -> None:
+def test_an_op_position_of_another_epoch_is_ignored() -> None:
     mine = progress({101: 0})
     mine.here(OpPosition(3, 7, True), 0.0)
     mine.there("p1", OpPosition(2, 1, False))
@@ -272,7 +272,7 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
     return told
 
 
-def test_who_held_up_an_op_is_judged_by_what_it_says_after_the_op_was_late() -> None:
+def test_a_straggler_is_judged_by_its_reports_after_the_op_was_late() -> None:
     [stalled] = after_a_late_barrier(1, 2)
     assert isinstance(stalled, v.Stalled)
     assert stalled.member == "p3"
@@ -280,7 +280,7 @@ def test_who_held_up_an_op_is_judged_by_what_it_says_after_the_op_was_late() -> 
     assert after_a_late_barrier(1, 2, 3) == []
 
 
-def test_an_op_that_is_not_of_all_ranks_says_nothing_of_who_is_behind() -> None:
+def test_an_op_of_some_ranks_does_not_show_which_rank_is_behind() -> None:
     assert after_a_late_barrier(joint=0) == []
 
 
@@ -324,7 +324,7 @@ def test_processor_time_moves_while_a_process_computes() -> None:
     assert not is_stopped(os.getpid())
 
 
-def test_a_dying_process_gives_way_while_its_memory_is_taken_apart() -> None:
+def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed() -> None:
     def body(pipe: Connection) -> None:
         kept = bytearray(b"x") * (256 << 20)
         threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
@@ -482,7 +482,7 @@ def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.
     assert [name in caplog.text for name in ("unprobed", "unmade", "failing", "counting")] == [True, True, True, False]
 
 
-def test_ours_are_offered_like_anybodys_and_can_work_here() -> None:
+def test_our_detectors_are_offered_as_plugins_and_available_here() -> None:
     registry = Registry()
     registry.register(own_detectors)
     assert list(registry.detectors) == ["pidfd", "heartbeat", "observers", "transport", "progress"]

@@ -140,7 +140,7 @@ def hears(peer: str, body: bytes) -> None:
             assert listener.hear("p3", good)
 
 
-def test_there_is_one_of_everything_and_it_is_understood() -> None:
+def test_an_example_of_every_message_is_understood() -> None:
     routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
     assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
     with listening() as listener:
@@ -151,7 +151,7 @@ def test_there_is_one_of_everything_and_it_is_understood() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(peers, bodies)
-def test_no_bytes_do_anything_but_be_understood_or_refused(peer: str, body: bytes) -> None:
+def test_any_bytes_are_understood_or_refused(peer: str, body: bytes) -> None:
     hears(peer, body)
 
 
@@ -165,7 +165,7 @@ def test_no_bytes_do_anything_but_be_understood_or_refused(peer: str, body: byte
         max_size=3,
     ),
 )
-def test_no_change_to_what_is_said_does_anything_else(
+def test_any_change_of_a_message_is_understood_or_refused(
     peer: str, body: bytes, changes: list[tuple[str, int, int]]
 ) -> None:
     for kind, where, what in changes:
@@ -186,14 +186,14 @@ def test_no_change_to_what_is_said_does_anything_else(
         ("", (3, "p1")),
     ],
 )
-def test_what_nobody_says_is_refused(route: str, said: Any) -> None:
+def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
     with listening() as listener:
         before = listener.state()
         assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
         assert listener.state() == before
 
 
-def test_text_that_is_none_is_refused_like_anything_else() -> None:
+def test_text_that_is_not_utf8_is_refused() -> None:
     (vouching,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
     with listening() as listener:
         assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
@@ -201,7 +201,7 @@ def test_text_that_is_none_is_refused_like_anything_else() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_number_that_stands_for_a_fifo_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+def test_opening_a_descriptor_of_an_unwritten_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -211,7 +211,7 @@ def test_a_number_that_stands_for_a_fifo_that_nobody_writes_is_not_waited_for(tm
         os.close(reads)
 
 
-def test_our_own_page_can_be_opened() -> None:
+def test_the_heartbeat_page_of_this_process_can_be_opened() -> None:
     pulse = Pulse()
     try:
         pulse.beat(1.5, OpPosition(3, 7, True))

@@ -43,7 +43,7 @@ def after(event: v.Event, evidence: Evidence, shape: Shape) -> Evidence:
 
 
 @given(st.lists(events, max_size=12), st.sampled_from([MESH, SPARSE]))
-def test_it_tells_what_it_has_come_to_see_itself_and_nothing_else(happened: list[v.Event], shape: Shape) -> None:
+def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[v.Event], shape: Shape) -> None:
     evidence = Evidence()
     for event in happened:
         before, evidence = evidence, after(event, evidence, shape)

@@ -49,7 +49,7 @@ def test_the_first_rank_dies_and_the_others_learn_of_the_next_view(spares: int) 
     assert check([event_of(event) for event in events]) == []
 
 
-def test_a_mesh_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_an_impossible_mesh_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("HOLDFAST_MESH", "0")
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)

@@ -78,7 +78,7 @@ def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
     assert state.in_flight == effects[1].view
 
 
-def test_the_others_take_over_in_rank_order_if_nothing_comes_of_it() -> None:
+def test_later_ranks_propose_in_order_if_the_proposer_is_silent() -> None:
     state, effects = core(2).on(dead(0), 10.0)
     assert [type(effect) for effect in effects] == [v.Revoke]
     assert state.wake_at == pytest.approx(10.1)
@@ -86,7 +86,7 @@ def test_the_others_take_over_in_rank_order_if_nothing_comes_of_it() -> None:
     assert isinstance(state.on(v.Tick(), 10.1)[1][0], v.Propose)
 
 
-def test_an_op_that_failed_by_nobodys_fault_costs_an_epoch_and_nobody() -> None:
+def test_a_failed_op_without_a_failed_member_costs_an_epoch_and_no_member() -> None:
     state, effects = core(0).on(v.Broken(2, "a connection was lost"), 10.0)
     assert effects == ()  # of an epoch that is over
     state, effects = state.on(v.Broken(3, "a connection was lost"), 10.0)
@@ -143,7 +143,7 @@ def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
     assert effects[-1].view.epoch == 5 and effects[-1].view.members == (member(0),)
 
 
-def test_below_min_size_it_waits_for_joiners_and_then_ends_clearly() -> None:
+def test_a_job_below_min_size_waits_for_joiners_and_then_ends_with_the_reason() -> None:
     needy = structs.replace(RUNNING, job=structs.replace(JOB, min_size=3))
     state, effects = core(0, needy).on(dead(1), 10.0)
     assert [type(effect) for effect in effects] == [v.Revoke]
@@ -157,7 +157,7 @@ def test_below_min_size_it_waits_for_joiners_and_then_ends_clearly() -> None:
     assert "2 are left of the 3 needed, and nobody came within 60 s" in effects[-1].view.reason
 
 
-def test_who_is_not_in_the_newest_view_is_evicted_and_does_nothing_more() -> None:
+def test_a_member_that_is_not_in_the_newest_view_is_evicted_and_stays_silent() -> None:
     later = View(5, "running", (member(1), member(2)), JOB, "p0 was fenced")
     state, effects = core(0).on(v.ViewRead(later), 10.0)
     assert [type(effect) for effect in effects] == [v.Revoke, v.Evicted]
@@ -196,7 +196,7 @@ def test_a_finished_job_releases_its_spares() -> None:
     assert effects == (v.Install(done),) and state.ended == "finished"
 
 
-def test_who_has_finished_does_not_end_the_job_for_a_newcomer_that_has_no_state_yet() -> None:
+def test_a_finished_member_does_not_end_the_job_before_a_newcomer_has_its_state() -> None:
     replaced = View(4, "running", (member(0), member(7), member(2)), JOB, "p7 takes the place of p1")
     state, _ = core(2, spares=(member(7),)).on(v.LocalFinished(3), 10.0)
     state, _ = state.on(v.ViewRead(replaced), 10.1)
@@ -214,7 +214,7 @@ def test_members_that_all_stop_early_finish_the_job() -> None:
     assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
 
 
-def test_an_exception_that_ends_the_job_is_told_to_all_at_once_whoever_is_missing() -> None:
+def test_all_present_members_learn_at_once_of_an_exception_that_ends_the_job() -> None:
     error = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
     state, _ = core(2).on(dead(0), 10.0)  # the turn of p1 comes before that of p2
     state, effects = state.on(v.LocalFailed(error, "it came again"), 10.01)
@@ -227,7 +227,7 @@ def test_an_exception_that_ends_the_job_is_told_to_all_at_once_whoever_is_missin
     assert View.decode(last.encode()) == last
 
 
-def test_a_stalled_process_is_fenced_once_by_those_who_share_its_host() -> None:
+def test_members_on_the_host_of_a_stalled_process_fence_it_once() -> None:
     state, effects = core(0).on(v.Stalled("p1", "stopped for 0.5 s"), 10.0)
     assert effects == (v.Fence(member(1), "stopped for 0.5 s"),)
     assert state.on(v.Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
@@ -253,7 +253,7 @@ def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     ("hosts", "side", "goes_on"),
     [("AAAB", "A", True), ("AAAB", "B", False), ("ABBB", "A", False), ("AABB", "A", True), ("AABB", "B", False)],
 )
-def test_of_two_hosts_the_lesser_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
+def test_the_smaller_of_two_hosts_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
     """Each is the whole jury of the other: the one that may be the smaller half of a cut must leave it to the other."""
     view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
     here = [m.id for m in view.members if m.peer.host == side]
@@ -274,7 +274,7 @@ def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
     assert v.Report((v.Death("p1", "its process ended"),), (away,)) in effects
 
 
-def test_the_backend_is_the_first_that_everybody_can_run_where_they_are() -> None:
+def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
     here, there = (member(0), member(1)), (member(0), member(1, "other"))
     assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
     assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), there) == ("gloo",)
@@ -299,7 +299,7 @@ def test_a_spare_elsewhere_is_kept_out_of_a_job_whose_backend_needs_one_host() -
     assert core(0).on(v.SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
 
 
-def test_too_few_candidates_end_the_formation_clearly() -> None:
+def test_too_few_candidates_end_the_formation_with_the_reason() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
     state = core(0, forming)
     assert state.wake_at == pytest.approx(60.0)
@@ -371,7 +371,7 @@ def test_every_order_of_deaths_in_a_running_job(
 
 
 @pytest.mark.parametrize(("kills", "breaks"), [(0, 2), (1, 1)])
-def test_every_order_of_ops_that_fail_by_nobodys_fault(kills: int, breaks: int) -> None:
+def test_every_order_of_ops_that_fail_without_a_failed_member(kills: int, breaks: int) -> None:
     world = started(new_world(3, size=3, kills=kills, ticks=1, breaks=breaks))
     assert world.register is not None and world.register.phase == "running"
     assert explore(world) > 100

@@ -46,7 +46,7 @@ def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
-def test_news_from_anywhere_reaches_everybody(hosts: list[int]) -> None:
+def test_news_from_any_member_reaches_all_members(hosts: list[int]) -> None:
     view = view_of(hosts)
     seen, todo = {"p0"}, deque([view.members[0]])
     while todo:
@@ -58,7 +58,7 @@ def test_news_from_anywhere_reaches_everybody(hosts: list[int]) -> None:
     assert len(seen) == len(view.members)
 
 
-def test_the_number_of_neighbours_does_not_grow_and_the_way_to_anybody_grows_slowly() -> None:
+def test_the_number_of_neighbours_is_constant_and_paths_grow_slowly() -> None:
     steps = {}
     for hosts in (50, 800):
         view = view_of([8] * hosts)
@@ -76,13 +76,13 @@ def test_the_number_of_neighbours_does_not_grow_and_the_way_to_anybody_grows_slo
     assert steps[800] <= steps[50] + 5
 
 
-def test_in_a_small_job_everybody_watches_everybody_on_other_hosts() -> None:
+def test_in_a_small_job_members_watch_all_members_on_other_hosts() -> None:
     view = view_of([2, 2, 1])
     assert [m.id for m in observers(view, view.members[0], Shape())] == ["p2", "p3", "p4"]
     assert [m.id for m in host_mates(view, view.members[0])] == ["p1"]
 
 
-def test_evidence_is_told_to_the_first_that_live_and_then_to_those_after_them() -> None:
+def test_evidence_goes_to_the_first_living_members_and_then_to_later_ones() -> None:
     view = view_of([1] * 10)
     assert [m.id for m in heads(view, {"p0"}, SPARSE)] == ["p1", "p2", "p3"]
     assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=1)] == ["p4", "p5", "p6"]
@@ -132,7 +132,7 @@ def test_a_change_of_another_view_is_refused() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_what_evidence_adds_up_to_does_not_depend_on_its_order(data: st.DataObject) -> None:
+def test_evidence_adds_up_in_any_order(data: st.DataObject) -> None:
     view = view_of([2, 2, 2, 1])
     ids = [m.id for m in view.members]
     pairs = data.draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(ids)), max_size=20, unique=True))
@@ -153,7 +153,7 @@ def test_what_evidence_adds_up_to_does_not_depend_on_its_order(data: st.DataObje
     assert heard(data.draw(st.permutations(words))).lost.keys() == lost
 
 
-def test_a_word_that_comes_late_does_not_count() -> None:
+def test_a_late_report_does_not_count() -> None:
     view = view_of([1, 1, 1, 1])
     evidence = Evidence().suspecting(Suspicion("p0", "p1", "silent", 1), view, Shape())
     evidence = evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape())
@@ -163,6 +163,6 @@ def test_a_word_that_comes_late_does_not_count() -> None:
     assert evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
 
 
-def test_a_shape_that_cannot_be_is_refused() -> None:
+def test_an_impossible_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Shape(rings=0)

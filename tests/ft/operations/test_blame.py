@@ -54,7 +54,7 @@ def test_the_right_rank_comes_first_in_a_real_job(fault: str) -> None:
     assert case.right, f"{case.truth} was taken for {case.first}"
 
 
-def test_a_healthy_job_has_nobody_to_blame(tmp_path: Path) -> None:
+def test_a_healthy_job_has_no_suspect(tmp_path: Path) -> None:
     assert analyse(job(tmp_path, 4, 20)) == []
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tm
     assert (suspect.kind, suspect.rank, suspect.epoch) == ("crash", 1, 1)
 
 
-def test_a_thing_is_said_once(tmp_path: Path) -> None:
+def test_a_finding_is_reported_once(tmp_path: Path) -> None:
     """The members' own words are the evidence; and one death in two communicators is one suspect."""
     for rank in range(2):
         recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
@@ -269,7 +269,7 @@ def test_the_command_writes_json_and_a_trace(broken: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["no-such-job", "empty"])
-def test_a_job_that_is_not_there_is_an_error_that_says_so(tmp_path: Path, what: str) -> None:
+def test_a_missing_job_is_an_error_that_says_so(tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     name = str(tmp_path / what) if what == "empty" else what
     done = CliRunner().invoke(app, ["blame", name])

@@ -40,7 +40,7 @@ def test_an_op_is_read_back_as_it_was_called(tmp_path: Path) -> None:
     assert op.left is not None and 0 <= op.left - op.entered < 1
 
 
-def test_an_op_that_has_not_ended_is_inside_and_says_whom_it_waits_for(tmp_path: Path) -> None:
+def test_an_unfinished_op_is_inside_and_names_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
     journal = recorder(tmp_path).journal("job", 1, 0, 4, "ucx")
     journal.enter("broadcast", 1, 8, TENSOR, None, 2)
     journal.waits([2], gives=[1, 3], rounds=5)
@@ -110,7 +110,7 @@ def test_the_file_is_the_owners_alone_and_never_written_over(tmp_path: Path) -> 
     assert (read(made.path).state, read(made.path).note) == (State.FAILED, "ValueError: no")
 
 
-def test_it_is_off_without_a_folder_and_when_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_is_off_without_a_folder_or_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_LOG_DIR", raising=False)
     assert open_recorder("p1", "job") is None
     monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_costs_the_recording_not_the_job(
     assert "records no ops" in caplog.text
 
 
-def test_it_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     """Whatever the reader takes for whole is whole: times in order, and the fields of one and the same op."""
     made = recorder(tmp_path, capacity=64)
     over = threading.Event()
@@ -198,7 +198,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return made.path.read_bytes()
 
 
-def test_what_was_recorded_decodes(recorded: bytes) -> None:
+def test_a_recording_decodes(recorded: bytes) -> None:
     assert len(decode(recorded, recorded, recorded).ops) == 4
 
 

@@ -42,7 +42,7 @@ def owner(where: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
             process.kill()
 
 
-def test_it_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Path) -> None:
+def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Path) -> None:
     with HeldFolder("job-", tmp_path) as folder:
         assert folder.path.parent == tmp_path
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
@@ -51,14 +51,14 @@ def test_it_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_the_next_one_leaves_those_that_are_held(tmp_path: Path) -> None:
+def test_a_new_folder_leaves_folders_that_are_held(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, theirs), HeldFolder("job-", tmp_path) as ours:
         assert {theirs, ours.path} == set(tmp_path.iterdir())
         process.communicate(timeout=30)
         assert list(tmp_path.iterdir()) == [ours.path], "its owner closed it"
 
 
-def test_the_next_one_removes_what_a_killed_owner_left_and_nothing_else(tmp_path: Path) -> None:
+def test_a_new_folder_removes_what_a_killed_owner_left_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "another's").mkdir()
     (tmp_path / "job-file").touch()
     with owner(tmp_path) as (process, left):
@@ -81,7 +81,7 @@ def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> No
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("of_another", ["folder", "marker"])
-def test_root_leaves_what_another_user_made(tmp_path: Path, of_another: str) -> None:
+def test_root_leaves_folders_of_other_users(tmp_path: Path, of_another: str) -> None:
     with owner(tmp_path) as (process, left):
         process.kill()
         process.wait(30)
@@ -133,7 +133,9 @@ def test_the_output_of_a_clusters_ranks_is_for_their_owner_alone(no_umask: None)
     assert not [name for name, mode in modes.items() if mode & 0o077], modes
 
 
-def test_one_that_is_swept_before_it_is_held_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_removed_before_it_is_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, taken = held_directory._lock, list[Path]()
 
     def late(folder: Path, how: int) -> int:

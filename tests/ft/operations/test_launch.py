@@ -62,7 +62,7 @@ FAILS = """
 
 
 @pytest.mark.usefixtures("patient")
-def test_run_ends_with_an_exception_that_comes_again_and_says_who_failed_how(
+def test_run_ends_with_an_exception_that_comes_again_and_names_the_failed_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script(tmp_path, FAILS.format(words=""))
@@ -189,18 +189,18 @@ def test_checks_are_off_unless_they_are_asked_for(
 
 
 @pytest.mark.parametrize("word", ["1", "true", "Yes", " on "])
-def test_words_that_turn_a_variable_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_some_words_turn_a_variable_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", word)
     assert flag("HOLDFAST_CHECK")
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
-def test_words_that_turn_a_variable_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_some_words_turn_a_variable_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", word)
     assert not flag("HOLDFAST_CHECK", default=True)
 
 
-def test_a_word_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_word_for_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", "maybe")
     with pytest.raises(ValueError, match="HOLDFAST_CHECK='maybe' is neither on"):
         flag("HOLDFAST_CHECK")
@@ -272,7 +272,7 @@ def test_a_process_does_not_outlive_its_guardian(tmp_path: Path) -> None:
     os.close(process.pidfd)
 
 
-def test_signals_reach_a_process_and_what_is_ignored_here_is_not_there() -> None:
+def test_signals_reach_a_process_and_dispositions_are_not_inherited() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = GuardedProcess(["sleep", "600"], os.environ)
@@ -286,7 +286,7 @@ def test_signals_reach_a_process_and_what_is_ignored_here_is_not_there() -> None
     os.close(process.pidfd)
 
 
-def test_a_command_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_command_is_an_error_that_names_it(tmp_path: Path) -> None:
     process = GuardedProcess([str(tmp_path / "nothing")], os.environ)
     with process.output as output:
         assert b"cannot run" in output.read()

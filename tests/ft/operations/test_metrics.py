@@ -102,7 +102,7 @@ def test_buckets_count_ops_up_to_their_bound() -> None:
     assert said["holdfast_heartbeats_missed_total", ()] == 7
 
 
-def test_of_a_range_each_takes_the_first_free_port_and_none_left_is_an_error() -> None:
+def test_each_process_takes_the_first_free_port_of_a_range_and_none_left_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -118,7 +118,7 @@ def test_of_a_range_each_takes_the_first_free_port_and_none_left_is_an_error() -
 
 
 @pytest.mark.parametrize("asked", ["http", "70000", "-1", "10-5", "0-9", "1-2-3", ""])
-def test_what_names_no_ports_is_refused(asked: str) -> None:
+def test_a_setting_that_names_no_ports_is_refused(asked: str) -> None:
     with pytest.raises(ValueError, match="HOLDFAST_METRICS_PORT"):
         ports(asked)
 

@@ -87,7 +87,7 @@ def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(
         assert "last fault" in shown
 
 
-def test_it_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> None:
+def test_top_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined","address":"x"}\n')
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "holdfast.harness.cli.app", "top", str(tmp_path), "--every", "0.05"]
@@ -111,7 +111,7 @@ def test_it_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(60)
-def test_nothing_is_written_to_what_is_watched(tmp_path: Path) -> None:
+def test_top_writes_nothing_to_the_folder_that_it_watches(tmp_path: Path) -> None:
     (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined"}\nhalf a li')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert look(tmp_path)["phase"] == "unknown"
@@ -130,7 +130,7 @@ def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
     assert [event["kind"] for event in tail.new()] == ["c"]
 
 
-def test_the_screen_says_what_matters() -> None:
+def test_the_screen_shows_members_steps_and_failures() -> None:
     from rich.console import Console
 
     rows = (
@@ -175,7 +175,7 @@ def test_a_job_that_is_not_there_is_an_error() -> None:
     assert "no job of that name" in done.output
 
 
-def test_it_says_that_processes_wait_for_members() -> None:
+def test_the_screen_says_that_processes_wait_for_members() -> None:
     """To begin: a third one is wanted. To go on: two were, and one of them was killed."""
     times = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=5.0, join=30.0)
     with LocalCluster(2, session={"size": 3, "min_size": 2, "timeouts": times}) as cluster:

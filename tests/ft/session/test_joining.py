@@ -149,7 +149,7 @@ def test_a_file_that_is_no_register_is_refused_and_left_alone(contract: dict[str
     assert (tmp_path / "job.sqlite").read_text() == "my thesis"
 
 
-def test_what_is_attached_must_have_a_state(contract: dict[str, Any]) -> None:
+def test_an_attached_object_must_have_a_state(contract: dict[str, Any]) -> None:
     session = Session(**contract, size=1)
     with pytest.raises(TypeError, match="'numbers' cannot be attached: list has no state_dict"):
         session.attach("numbers", [1, 2])  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def test_what_is_attached_must_have_a_state(contract: dict[str, Any]) -> None:
         session.attach("model", torch.nn.Linear(1, 1))
 
 
-def test_steps_are_asked_for_rightly(contract: dict[str, Any]) -> None:
+def test_bad_calls_of_steps_are_refused(contract: dict[str, Any]) -> None:
     with pytest.raises(HoldfastError, match="the session is not open"):
         Session(**contract, size=1).steps(3)
     with Session(**contract, size=1) as session:
@@ -186,7 +186,7 @@ def test_an_attempt_must_be_entered_and_only_once(contract: dict[str, Any]) -> N
             pass
 
 
-def test_a_job_that_nobody_else_joins_ends_with_the_reason(contract: dict[str, Any]) -> None:
+def test_a_job_that_no_other_process_joins_ends_with_the_reason(contract: dict[str, Any]) -> None:
     with Session(**contract, size=2, min_size=2) as session:
         began = time.monotonic()
         with pytest.raises(HoldfastError, match="1 of 2 members came within 2 s, 2 are needed"):
@@ -204,7 +204,7 @@ def test_a_founder_is_told_that_the_register_is_gone(contract: dict[str, Any], t
             one_step(session)
 
 
-def test_a_job_begins_with_fewer_than_it_wants_if_that_is_enough(contract: dict[str, Any]) -> None:
+def test_a_job_begins_with_min_size_members(contract: dict[str, Any]) -> None:
     with Session(**contract, size=2) as session:
         assert one_step(session) == 1
         assert session.size == 1
@@ -224,7 +224,7 @@ def test_the_environment_gives_what_arguments_do_not(contract: dict[str, Any], m
         assert session.view is not None and session.view.job.name == "from-the-environment"
 
 
-def test_a_finished_job_has_nothing_to_do_for_who_comes_late(contract: dict[str, Any]) -> None:
+def test_a_late_process_finds_nothing_to_do_in_a_finished_job(contract: dict[str, Any]) -> None:
     with Session(**contract, size=1) as session:
         one_step(session)
     with Session(**contract, size=1) as late:
@@ -290,7 +290,7 @@ def test_a_late_joiner_grows_the_job_and_gets_its_state(contract: dict[str, Any]
     assert ends[0][3] == ends[1][3] == ends[2][3]
 
 
-def test_who_waits_below_min_size_goes_on_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
+def test_a_member_that_waits_below_min_size_goes_on_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
     gate = str(tmp_path / "gate")
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
     options = {"size": 2, "min_size": 2}

@@ -124,7 +124,7 @@ def pair() -> Any:
     return run(2, "data")[0][0]["weights"]
 
 
-def test_replicas_of_shards_survive_on_what_the_replica_has(alone: Any) -> None:
+def test_shards_are_restored_from_their_replicas(alone: Any) -> None:
     """No copies, no checkpoints: the part of the dead rank is that of its replica. Three ranks make one replica."""
     results, events = run(4, "replicate", kills={3: (3,)}, copies=0)
     assert [result["weights"] for result in results] == [alone] * 3, "bit by bit"
@@ -136,7 +136,7 @@ def test_a_spare_takes_the_place_of_a_rank_among_replicas(alone: Any) -> None:
     assert [result["weights"] for result in results] == [alone] * 4
 
 
-def test_both_replicas_of_a_part_die_and_a_copy_is_used(alone: Any) -> None:
+def test_a_copy_is_used_when_both_replicas_of_a_part_die(alone: Any) -> None:
     """Ranks 1 and 3 have the same part; ranks 2 and 0 keep copies of it."""
     results, events = run(4, "replicate", kills={3: (1, 3)})
     assert [result["weights"] for result in results] == [alone] * 2
@@ -149,7 +149,7 @@ def test_tensor_parallel_shards_come_back_to_a_spare(pair: Any) -> None:
     assert sources(events).count("neighbour") == 1
 
 
-def test_tensor_parallel_shards_are_laid_out_anew_for_those_that_are_left(pair: Any) -> None:
+def test_tensor_parallel_shards_are_laid_out_anew_for_the_survivors(pair: Any) -> None:
     """Two pairs, of each of which a rank dies: one pair is left."""
     results, _ = run(4, "data", kills={3: (0, 2)})
     assert [result["weights"] for result in results] == [pair] * 2
@@ -188,7 +188,7 @@ def test_a_mesh_that_cannot_work_is_refused(mesh: Any, said: str) -> None:
             assert re.match(said, found), found
 
 
-def test_state_on_a_mesh_of_ones_own_is_refused() -> None:
+def test_state_on_a_mesh_of_the_user_is_refused() -> None:
     def own(mesh: Any) -> dict[str, Any]:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -124,7 +124,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(process_backend:
     assert pids[0] not in before
 
 
-def test_two_ranks_are_killed_at_once() -> None:
+def test_the_job_survives_two_kills_at_once() -> None:
     with cluster(4, spares=1) as ranks:
         job = start_with_spares(ranks)
         job.wait_for("committed", step=5)
@@ -133,7 +133,7 @@ def test_two_ranks_are_killed_at_once() -> None:
         assert_exact(job, job.results(), 3)
 
 
-def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
+def test_survivors_go_on_before_a_view_message_reaches_them() -> None:
     """The next view lies where they wait; what is written to them later finds them in it, or in one after it. Who has
     won the register for it hears of the next death before its own core has heard of that.
     """
@@ -158,7 +158,7 @@ def test_survivors_go_on_before_anybody_has_written_to_them() -> None:
         assert max(times) - min(times) < 2.0, "none was told by letter"
 
 
-def test_ranks_are_killed_one_after_the_other_until_one_is_left() -> None:
+def test_the_job_survives_kills_until_one_rank_is_left() -> None:
     with cluster(4) as ranks:
         job = ranks.start(tally_up, 80)
         for step in (5, 20, 35):
@@ -246,14 +246,14 @@ def in_turn(lines: list[str]) -> list[tuple[str, str]]:
     [(point, rank, spares, "shm") for point in COMMIT for rank in (0, 2) for spares in (0, 1)]
     + [(point, 2, 1, backend) for point, backend in in_turn(COMMIT)],
 )
-def test_a_rank_is_killed_at_each_line_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
+def test_the_job_survives_a_kill_at_each_line_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
     with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 2 + spares, 15)
 
 
 @pytest.mark.parametrize("point", COMMIT)
-def test_a_rank_is_killed_at_each_line_of_the_last_commit(point: str) -> None:
+def test_the_job_survives_a_kill_at_each_line_of_the_last_commit(point: str) -> None:
     with cluster(3, fault=f"{point}:14:1:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
         with suppress(RankDied):  # the job may be over, and be finished, before anybody sees rank 1 die
@@ -345,7 +345,7 @@ def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_
         assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
 
 
-def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
+def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None:
     with cluster(3, fault="finish.before_propose:15:0:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
         results = job.results()
@@ -359,7 +359,7 @@ def test_a_rank_is_killed_when_it_declares_the_job_finished() -> None:
     [(second, spares, "shm") for second in REBUILD for spares in (0, 2)]
     + [(second, 2, backend) for second, backend in in_turn(REBUILD)],
 )
-def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares: int, backend: str) -> None:
+def test_the_job_survives_another_kill_at_each_line_of_the_rebuild(second: str, spares: int, backend: str) -> None:
     """Rank 2 dies in step 7; rank 0, which proposes the next epoch, or the one after it, dies while that is built."""
     with cluster(3, backend, spares, f"commit.before_prepare:7:2:3;{second}") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
@@ -376,20 +376,20 @@ def test_another_rank_is_killed_at_each_line_of_the_rebuild(second: str, spares:
         "sync.after_load:-1:2:4",
     ],
 )
-def test_giver_or_taker_of_the_state_is_killed(second: str) -> None:
+def test_the_job_survives_a_kill_of_the_giver_or_taker_of_the_state(second: str) -> None:
     with cluster(3, spares=2, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 3, 15)
 
 
 @pytest.mark.parametrize("point", ["sync.before_header", "sync.before_chunk", "rebuild.before_votes"])
-def test_the_first_rank_is_killed_before_anything_has_begun(point: str) -> None:
+def test_the_job_survives_a_kill_of_the_first_rank_before_the_first_step(point: str) -> None:
     with cluster(3, fault=f"{point}:0:0:3") as ranks:
         job = ranks.start(tally_up, 10, 0.002)
         assert_exact(job, job.results(), 2, 10)
 
 
-def test_a_connection_that_is_reset_in_a_rebuild_costs_nobody_the_job() -> None:
+def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
     """Rank 2 tells the first member where it can be found; that connection breaks, and another one comes to stand."""
 
     def cut_off_once(session: Session) -> tuple[int | None, int]:
@@ -425,7 +425,7 @@ def test_a_connection_that_is_reset_in_a_rebuild_costs_nobody_the_job() -> None:
 # -- too few
 
 
-def test_below_min_size_the_job_waits_and_then_says_why_it_ends() -> None:
+def test_a_job_below_min_size_waits_and_then_says_why_it_ends() -> None:
     timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=2.0, join=1.0)
     with cluster(2, min_size=2, timeouts=timeouts) as ranks:
         job = ranks.start(tally_up)
@@ -435,7 +435,7 @@ def test_below_min_size_the_job_waits_and_then_says_why_it_ends() -> None:
             job.results()
 
 
-def test_a_spare_that_is_left_alone_is_told() -> None:
+def test_a_spare_without_members_ends_with_the_reason() -> None:
     with cluster(2, spares=1) as ranks:
         job = start_with_spares(ranks)
         job.wait_for("committed", step=5)
@@ -452,7 +452,7 @@ def test_a_spare_that_is_left_alone_is_told() -> None:
 # -- errors that are no deaths
 
 
-def test_a_users_own_error_takes_that_rank_out_and_nobody_else() -> None:
+def test_an_error_of_the_user_takes_out_that_rank_alone() -> None:
     def fail(session: Session) -> int:
         for attempt in session.steps(20):
             with attempt:

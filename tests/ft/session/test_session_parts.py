@@ -40,23 +40,23 @@ def holder(done: int, prepared: bool) -> Vote:
     return Vote(HOLDER, done, prepared, 10)
 
 
-def test_a_step_that_all_had_prepared_is_committed() -> None:
+def test_recovery_commits_a_step_that_all_had_prepared() -> None:
     verdicts = [judge([holder(4, True), holder(4, True)], rank) for rank in range(2)]
     assert [(v.committed, v.done) for v in verdicts] == [(True, 5), (True, 5)]
 
 
-def test_a_step_that_one_had_not_prepared_is_done_again() -> None:
+def test_recovery_repeats_a_step_that_one_had_not_prepared() -> None:
     verdicts = [judge([holder(4, True), holder(4, False)], rank) for rank in range(2)]
     assert [(v.committed, v.done) for v in verdicts] == [(False, 4), (False, 4)]
 
 
-def test_a_step_that_one_has_committed_is_committed_by_all() -> None:
+def test_recovery_commits_a_step_that_one_has_committed() -> None:
     votes = [holder(5, False), holder(4, True), holder(5, True)]
     assert [judge(votes, rank).committed for rank in range(3)] == [False, True, False]
     assert {judge(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
 
 
-def test_newcomers_have_no_vote_and_get_the_state_from_the_first_who_has_it() -> None:
+def test_newcomers_have_no_vote_and_get_the_state_from_the_first_member_that_has_it() -> None:
     votes = [Vote(NEWCOMER, 0, False, 10), holder(4, True), holder(4, True), Vote(FOUNDER, 0, False, 10)]
     verdict = judge(votes, 1)
     assert (verdict.committed, verdict.done) == (True, 5)
@@ -71,7 +71,7 @@ def test_founders_take_the_state_of_the_first_of_them() -> None:
     assert (verdict.committed, verdict.done) == (False, 0)
 
 
-def test_who_did_not_hear_that_the_job_went_back_to_a_checkpoint_takes_the_state_of_those_who_did() -> None:
+def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not() -> None:
     votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
     verdicts = [judge(votes, rank) for rank in range(3)]
     assert [(v.committed, v.done, v.source, v.receivers) for v in verdicts] == [(False, 4, 1, (0,))] * 3
@@ -82,12 +82,12 @@ def test_who_did_not_hear_that_the_job_went_back_to_a_checkpoint_takes_the_state
     assert late.vote() == votes[1]
 
 
-def test_nobody_with_the_state_is_the_end() -> None:
+def test_a_job_ends_when_no_member_has_the_state() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
         judge([Vote(NEWCOMER, 0, False, 10)], 0)
 
 
-def test_ranks_with_other_jobs_in_mind_are_told() -> None:
+def test_ranks_with_different_steps_are_refused() -> None:
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
         judge([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
     stray = [holder(4, False), Vote(NEWCOMER, 0, False, 20)]
@@ -162,13 +162,13 @@ def test_an_optimizers_state_survives_the_journey() -> None:
         ({object(): 1}, "a key of state is a object"),
     ],
 )
-def test_what_cannot_travel_is_named(state: Any, words: str) -> None:
+def test_an_error_names_state_that_cannot_travel(state: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         take_apart(state)
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["T", 3]), msgspec.msgpack.encode(["i", "x"])])
-def test_a_description_that_is_none_is_refused(data: bytes) -> None:
+def test_a_malformed_description_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptData):
         put_together(data, [])
 
@@ -292,7 +292,7 @@ def test_a_silent_process_that_runs_is_left_alone() -> None:
     assert not any(silence.look(t / 100) for t in range(0, 1000, 5))
 
 
-def test_whoever_was_away_itself_looks_again_before_it_judges() -> None:
+def test_a_detector_that_was_stalled_itself_looks_again_before_it_judges() -> None:
     silence = watch(stopped=True)
     silence.look(0.05)
     assert silence.look(30.0) == ()
@@ -353,7 +353,7 @@ def test_a_revoked_epoch_is_not_the_next_one() -> None:
     assert tenure.wait(1, 10.0).epoch == 3
 
 
-def test_the_end_is_told_to_whoever_waits() -> None:
+def test_waiting_threads_learn_that_the_epoch_is_over() -> None:
     tenure = EpochGuard()
     threading.Timer(0.05, tenure.end, [HoldfastError("it is over")]).start()
     with pytest.raises(HoldfastError, match="it is over"):
@@ -386,7 +386,7 @@ def announced(old: View, new: View) -> bytes:
     return change.encode()
 
 
-def test_who_is_left_word_of_the_next_view_goes_on_in_it_and_hears_of_it_again_later() -> None:
+def test_a_member_adopts_an_announced_view_and_later_installs_it() -> None:
     tenure, said = heeding(0)
     tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 2)))
     assert tenure.wait(1, 0.0) == three(2, 0, 2)
@@ -405,7 +405,7 @@ def carried(tenure: EpochGuard) -> Communicator:
     return comm
 
 
-def test_who_has_announced_the_next_view_installs_it_when_it_looks_for_it() -> None:
+def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it() -> None:
     tenure, said = heeding(0)
     with carried(tenure):
         assert tenure.announce(three(2, 0, 2))
@@ -415,7 +415,7 @@ def test_who_has_announced_the_next_view_installs_it_when_it_looks_for_it() -> N
     assert said == [("installed", 1), ("installed", 2)]
 
 
-def test_who_waits_for_the_next_view_is_woken_when_it_is_announced() -> None:
+def test_an_announced_view_wakes_a_thread_that_waits_for_it() -> None:
     tenure, _ = heeding(0)
     with carried(tenure):
         tenure.revoke(1, PeerFailed((1,), "it died"))
@@ -425,7 +425,7 @@ def test_who_waits_for_the_next_view_is_woken_when_it_is_announced() -> None:
         announces.join()
 
 
-def test_what_was_announced_before_a_later_view_was_installed_changes_nothing() -> None:
+def test_a_view_announced_before_a_later_one_was_installed_changes_nothing() -> None:
     tenure, said = heeding(0)
     with carried(tenure):
         assert tenure.announce(three(2, 0, 2))
@@ -434,7 +434,7 @@ def test_what_was_announced_before_a_later_view_was_installed_changes_nothing() 
     assert said == [("installed", 1), ("installed", 3)]
 
 
-def test_a_view_that_only_grows_is_heeded_too() -> None:
+def test_an_announced_view_that_only_grows_is_adopted() -> None:
     tenure, _ = heeding(0)
     tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
     assert isinstance(tenure.why_over(1), Revoked)
@@ -452,7 +452,7 @@ def test_a_view_that_only_grows_is_heeded_too() -> None:
     ],
     ids=["empty", "nonsense", "without this process", "not the next one", "the end"],
 )
-def test_a_word_that_is_not_of_a_next_view_to_go_on_in_is_not_heeded(word: bytes) -> None:
+def test_an_announcement_without_a_usable_next_view_is_ignored(word: bytes) -> None:
     tenure, said = heeding(0)
     tenure.adopt_announced_view(word)
     assert said == [("installed", 1)]
@@ -460,7 +460,7 @@ def test_a_word_that_is_not_of_a_next_view_to_go_on_in_is_not_heeded(word: bytes
 
 
 @given(st.binary(max_size=300))
-def test_no_word_breaks_who_heeds_it(word: bytes) -> None:
+def test_no_announcement_breaks_its_reader(word: bytes) -> None:
     tenure, _ = heeding(0)
     tenure.adopt_announced_view(word)
     assert tenure.wait(0, 0.0).rank_of(member(0).id) is not None

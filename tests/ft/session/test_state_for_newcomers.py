@@ -155,7 +155,7 @@ nested.append(nested)
         ({"a": "\ud800"}, "text that is not valid Unicode"),
     ],
 )
-def test_what_would_arrive_as_something_else_is_refused_by_name(state: Any, words: str) -> None:
+def test_state_that_would_arrive_as_another_type_is_refused_by_name(state: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         take_apart(state)
 

@@ -55,7 +55,7 @@ def test_copies_go_to_another_host_if_they_can() -> None:
     assert shifts(["a", "a", "a"], 1) == [1], "on one host to the next rank"
 
 
-def test_a_version_is_there_until_the_next_is_committed() -> None:
+def test_a_version_is_kept_until_the_next_is_committed() -> None:
     shelf = Shelf(torch.device("cpu"))
     layout = Layout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
     for version in (4, 5):
@@ -127,7 +127,7 @@ def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
             assert torch.equal(tensor, cut(made[index], whole[index], after, part))
 
 
-def test_a_piece_that_nobody_has_is_named() -> None:
+def test_an_error_names_a_piece_that_no_rank_has() -> None:
     new = Layout((Leaf("model.w", "float32", (4, 2), ("ranks",), ((0, "ranks"),)),), all_ranks(1), 0)
     with pytest.raises(CorruptData, match=r"nobody has \[\(2, 4\), \(0, 2\)\] of model.w"):
         choose(new, all_ranks(2), [], [0])
@@ -163,7 +163,7 @@ def test_uneven_tensors_lie_as_torch_divides_them() -> None:
         assert [shape_of(box)[0] for box in boxes] == [len(chunk) for chunk in chunks]
 
 
-def test_a_state_is_whole_if_every_part_is_somewhere() -> None:
+def test_a_state_is_whole_if_some_rank_has_each_part() -> None:
     assert complete_size([[(3, 0, 3), (3, 2, 3)], [], [(3, 1, 3)]], 2) == 3
     assert complete_size([[(3, 0, 3)], [(3, 1, 3)]], 3) is None
     assert complete_size([], 3) is None
@@ -190,7 +190,7 @@ def wanted(content: torch.Tensor, planes: list[Any]) -> tuple[list[Block], torch
     return blocks, into
 
 
-def test_blocks_come_from_all_who_have_them(plane: MemoryPlane) -> None:
+def test_blocks_come_from_all_ranks_that_have_them(plane: MemoryPlane) -> None:
     content = torch.randint(0, 255, (5 * BLOCK + 17,), dtype=torch.uint8)
     regions = [plane.expose(content.clone()) for _ in range(3)]
     blocks, into = wanted(content, regions)
@@ -211,7 +211,7 @@ def test_a_source_that_is_gone_or_spoilt_is_replaced_by_another(plane: MemoryPla
     spoilt.close()
 
 
-def test_what_has_arrived_is_not_moved_again(plane: MemoryPlane) -> None:
+def test_blocks_that_have_arrived_are_not_moved_again(plane: MemoryPlane) -> None:
     """The epoch ends after three of six blocks; in the next one three are left to be moved."""
     content = torch.randint(0, 255, (6 * BLOCK,), dtype=torch.uint8)
     region, fetcher, asked = plane.expose(content.clone()), Fetcher(), [0]
@@ -228,7 +228,7 @@ def test_what_has_arrived_is_not_moved_again(plane: MemoryPlane) -> None:
     assert (done.kept, done.nbytes) == (3 * BLOCK, 3 * BLOCK)
 
 
-def test_when_nobody_is_left_who_has_a_block_that_is_said(plane: MemoryPlane) -> None:
+def test_an_error_says_that_no_rank_has_a_block(plane: MemoryPlane) -> None:
     content = torch.ones(10, dtype=torch.uint8)
     region = plane.expose(content)
     region.close()
@@ -338,7 +338,7 @@ def test_survivors_divide_the_state_of_a_killed_rank_among_them(undisturbed: dic
     assert sources(events) == ["neighbour", "neighbour"]
 
 
-def test_of_a_part_that_is_lost_with_its_copies_the_checkpoint_is_used(
+def test_the_checkpoint_replaces_a_part_that_is_lost_with_its_copies(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is that of 4 steps."""
@@ -441,7 +441,7 @@ def test_a_death_while_the_job_goes_back_to_a_checkpoint_leaves_all_at_the_same_
         "copies.after_copy:4:1:3;restore.before_copies:-1:0:4",
     ],
 )
-def test_a_rank_is_killed_at_each_line_of_keeping_and_restoring(fault: str, undisturbed: dict[str, Any]) -> None:
+def test_the_job_survives_a_kill_at_each_line_of_keeping_and_restoring(fault: str, undisturbed: dict[str, Any]) -> None:
     _, results, events = run(3, 1, fault=fault, copies=2)
     assert len(results) == (2 if ";" in fault else 3)
     assert sum(event["kind"] == "detected" for event in events) > 0, "somebody was killed"
@@ -452,7 +452,7 @@ def test_a_rank_is_killed_at_each_line_of_keeping_and_restoring(fault: str, undi
 # -- bad input
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     def refusals(session: Session) -> list[str]:
         found = []
         for attempt in (

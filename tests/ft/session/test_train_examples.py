@@ -43,7 +43,7 @@ def run(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[st
 
 
 @pytest.mark.parametrize("example", ["train_ddp", "train_fsdp2"])
-def test_a_kill_changes_nothing(example: str) -> None:
+def test_a_kill_does_not_change_the_weights(example: str) -> None:
     """Two ranks and nothing fails; three of which one is killed in the middle of step 2. Every bit is the same."""
     undisturbed, _ = run(example, 2)
     survivors, events = run(example, 3, kill_rank=1, kill_step=2)

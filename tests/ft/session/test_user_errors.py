@@ -76,7 +76,7 @@ def test_an_exception_that_comes_again_ends_the_job_on_all_ranks_and_consumes_on
         assert "test_user_errors.py" in error.error.place
 
 
-def test_the_first_exception_ends_a_job_that_wants_that() -> None:
+def test_the_first_exception_ends_a_job_with_that_setting() -> None:
     with LocalCluster(3, session={"timeouts": QUICK, "on_error": "raise"}) as ranks:
         job = ranks.start(fails)
         with pytest.raises(ValueError, match="a bad batch"):
@@ -170,7 +170,7 @@ def test_all_ranks_may_leave_the_steps_early(backend: str) -> None:
     assert (view.phase, view.reason) == ("finished", "all members stopped after 5 of 10 steps")
 
 
-def test_a_rank_that_leaves_the_steps_alone_is_done_without_at_once() -> None:
+def test_the_job_goes_on_at_once_without_a_rank_that_leaves_the_steps_alone() -> None:
     with LocalCluster(3, session={"timeouts": QUICK}) as ranks:
         job = ranks.start(stops, 4, only=2)
         assert job.results() == [10, 10]

@@ -120,7 +120,7 @@ def test_a_run_that_is_not_as_expected_says_why_and_how_to_repeat_it(killed: Pat
     assert failed.repeat == f"holdfast chaos run {killed / 'too-much.toml'} --seed 0"
 
 
-def test_a_process_of_a_store_that_ends_though_nobody_struck_it_fails_the_run(
+def test_a_store_process_that_ends_without_a_fault_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashed, read = tmp_path / "crashed", BODIES["reader"]
@@ -201,7 +201,7 @@ def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path, sche
 # -- two runs side by side
 
 
-def test_two_runs_side_by_side(killed: Path, tmp_path: Path) -> None:
+def test_two_runs_are_compared_side_by_side(killed: Path, tmp_path: Path) -> None:
     done = invoke("compare", str(killed), str(killed), "--report", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "steps a second" in done.stdout
@@ -230,7 +230,7 @@ def test_nothing_on_the_pages_is_cut(killed: Path, tmp_path: Path, width: int) -
         assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
 
 
-def test_what_is_drawn_has_a_legend(killed: Path, tmp_path: Path) -> None:
+def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
     """Bands where no step was committed, the dashed line, and what the headline counts."""
     run, *_ = load_report(killed).runs
     still = msgspec.structs.replace(run, progress=((0.0, 0), (0.1, 1), (0.2, 2), (0.3, 3), (3.0, 4)), seconds=3.0)
@@ -309,7 +309,9 @@ def train(session, **arguments):
     ],
     ids=["raises", "import", "syntax", "name"],
 )
-def test_a_workload_that_fails_without_a_fault_is_said_in_a_line(source: str, words: list[str], tmp_path: Path) -> None:
+def test_a_workload_that_fails_without_a_fault_is_reported_in_a_line(
+    source: str, words: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(source)
     scenario = tmp_path / "mine.toml"
     scenario.write_text(
@@ -329,7 +331,7 @@ def event(kind: str, process: str = "a", **fields: Any) -> Event:
     return Event(1.0, process, 1, kind, fields)
 
 
-def test_a_shard_that_nobody_or_two_worked_on_is_found() -> None:
+def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
     checker = EverySampleOnce(Bounds())
     for step, (mine, yours) in enumerate([([0], [1]), ([0], []), ([0, 1], [1])]):
         checker.observe(event("samples", "a", step=step, epoch=1, shards=mine))
@@ -403,7 +405,7 @@ def forgets(session: Session, steps: int) -> torch.Tensor:
     return state
 
 
-def test_a_training_of_ones_own_survives(chaos: Any) -> None:
+def test_a_training_of_the_user_survives(chaos: Any) -> None:
     run = chaos.run(train, 40, ranks=2, spares=1, faults=[chaos.kill(1, point="commit.before_barrier", in_step=9)])
     run.check()
     assert len(run.values) == 2
@@ -421,12 +423,13 @@ def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.M
     assert 37 < last.step <= 40
 
 
-def test_a_bug_in_it_is_found(chaos: Any, tmp_path: Path) -> None:
+def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     faults = [chaos.kill(0, point="step.begin", in_step=9, rank=0)]
     with pytest.raises(chaos_module.ChaosFailed, match="same weights as without faults") as caught:
         chaos.run(forgets, 20, ranks=2, spares=1, faults=faults).check()
-    assert "repeat: pytest 'tests/harness/chaos/test_chaos.py::test_a_bug_in_it_is_found' --chaos-seed 0" in str(
-        caught.value
+    assert (
+        "repeat: pytest 'tests/harness/chaos/test_chaos.py::test_a_bug_in_a_users_training_is_found' --chaos-seed 0"
+        in str(caught.value)
     )
     assert (tmp_path / "chaos" / "report.html").exists()
 
@@ -482,7 +485,7 @@ def test_the_example_of_the_readme_runs_as_it_stands_there() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(LIBRARY not in os.environ, reason=f"ten minutes: asked for by {LIBRARY}=1")
-def test_the_whole_library() -> None:
+def test_every_scenario_of_the_library_passes() -> None:
     for name in library.names():
         if name != "soak":
             chaos_module.run_scenario(library.find(name)).check()

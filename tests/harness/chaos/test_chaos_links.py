@@ -48,14 +48,14 @@ def test_two_policies_at_once_are_never_milder_than_one(one: Policy, other: Poli
 
 
 @given(policies)
-def test_nothing_on_top_changes_nothing(policy: Policy) -> None:
+def test_adding_an_empty_policy_changes_nothing(policy: Policy) -> None:
     both = policy & CLEAR
     assert (both.delay, both.rate, both.cut) == (policy.delay, policy.rate, policy.cut)
     assert both.loss == pytest.approx(policy.loss)
     assert both.corrupt == pytest.approx(policy.corrupt)
 
 
-def test_rules_say_from_whom_to_whom_and_on_which_plane() -> None:
+def test_rules_name_sender_receiver_and_plane() -> None:
     rules = [
         Rule(policy=Policy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
         Rule(policy=Policy(delay=0.5), targets=frozenset([3])),
@@ -67,7 +67,7 @@ def test_rules_say_from_whom_to_whom_and_on_which_plane() -> None:
 
 
 @given(st.lists(st.tuples(policies, st.integers(1, 1 << 18)), max_size=20))
-def test_pieces_never_overtake_each_other(pieces: list[tuple[Policy, int]]) -> None:
+def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[Policy, int]]) -> None:
     direction, dice, now = Direction(1, 2, False), random.Random(0), 0.0
     due = [direction.due(policy, size, dice, now) for policy, size in pieces]
     assert due == sorted(due)
@@ -172,7 +172,7 @@ def test_bytes_pass_and_are_counted(pair: Pair) -> None:
     assert (there.bytes, there.connections) == (1 << 20, 1)
 
 
-def test_a_delay_a_rate_and_an_end_of_both(pair: Pair) -> None:
+def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: Pair) -> None:
     late = pair.rule(Policy(delay=0.1))
     assert pair.ask(b"x")[1] >= 0.1
     pair.links.remove(late)
@@ -235,7 +235,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_no_privilege_is_needed() -> None:
+def test_links_need_no_privilege() -> None:
     """The kernel's part, by a user without any capability: a connection ends up where it did not want to."""
     subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
 

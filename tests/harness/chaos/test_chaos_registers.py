@@ -74,7 +74,9 @@ def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
         (('kind = "all_reduce"', 'kind = "demo"'), 9, 'job.register = "etcd": the demo brings a register of its own'),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_line_and_the_field(change: tuple[str, str], line: int, words: str) -> None:
+def test_a_wrong_register_is_refused_with_its_line_and_the_field(
+    change: tuple[str, str], line: int, words: str
+) -> None:
     with pytest.raises(BadScenario) as caught:
         parsed(AWAY.replace(*change))
     assert words in str(caught.value)
@@ -89,7 +91,7 @@ def test_a_leader_can_be_killed_where_there_are_three() -> None:
 # -- what serves them
 
 
-def test_a_tcp_register_that_is_stopped_answers_nobody_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
     with TcpServer(tmp_path) as server, Register.open(server.url) as register:
         following = Following(Register.open(server.url))

@@ -86,7 +86,7 @@ def test_every_scenario_that_comes_with_holdfast_can_be_read_and_scheduled(name:
     assert planned, "it breaks something"
 
 
-def test_there_are_many_of_them_and_each_is_another() -> None:
+def test_scenarios_are_many_and_differ() -> None:
     names = library.names()
     assert len(names) >= 15
     assert len({library.find(name).title for name in names}) == len(names)
@@ -130,7 +130,7 @@ def test_the_folder_in_the_root_is_the_library() -> None:
         (("ranks = 3", "ranks = 3\n[expect]\nrebuilds = [3, 1]"), 11, "rebuilds = [3, 1]: write [least, most]"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_line_and_what_is_allowed(
+def test_a_wrong_value_is_refused_with_its_line_and_what_is_allowed(
     change: tuple[str, str], line: int, words: str
 ) -> None:
     with pytest.raises(BadScenario) as caught:
@@ -151,7 +151,7 @@ def test_a_byte_order_mark_and_other_line_ends_are_read_over(tmp_path: Path) -> 
     assert load(path).title == "a kill"
 
 
-def test_what_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(BROKEN.encode().replace(b"a kill", b"caf\xe9"))
     with pytest.raises(BadScenario, match=r"a\.toml:2: not UTF-8"):
@@ -215,21 +215,21 @@ def test_faults_of_links_need_links() -> None:
     assert parsed(text.replace("ranks = 3", 'ranks = 3\nlinks = true\nbackend = "gloo"')).faults
 
 
-def test_a_verdict_of_broken_names_what_is_broken() -> None:
+def test_a_verdict_of_broken_names_the_invariant() -> None:
     with pytest.raises(BadScenario, match="comes with the names"):
         parsed(SMALLEST + '[expect]\nverdict = "broken"\n')
 
 
 @settings(max_examples=50)
 @given(st.text(max_size=200))
-def test_no_text_does_anything_but_parse_or_be_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         parsed(text)
     except BadScenario:
         pass
 
 
-def test_the_line_of_a_value_that_is_not_there_is_that_of_what_holds_it() -> None:
+def test_a_missing_value_has_the_line_of_its_table() -> None:
     assert line_of(BROKEN, ("fault", 1, "at", "random")) == 19
     assert line_of(BROKEN, ("fault", 0, "nothing")) == 11
     assert line_of(BROKEN, ("nothing",)) is None
@@ -244,7 +244,7 @@ def test_the_same_seed_gives_the_same_schedule(seed: int) -> None:
 
 
 @given(st.integers(min_value=0, max_value=1 << 40))
-def test_what_is_drawn_lies_where_the_scenario_says(seed: int) -> None:
+def test_drawn_values_lie_in_the_range_of_the_scenario(seed: int) -> None:
     _, pause = schedule(parsed(BROKEN), seed)
     assert 20 <= (pause.when.step or 0) <= 79
     (who,) = pause.what.names  # type: ignore[attr-defined]
@@ -308,7 +308,7 @@ class Fails:
         raise RuntimeError("not today")
 
 
-def test_a_plugin_adds_a_fault_type_and_a_broken_one_harms_nobody() -> None:
+def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
     plugins = [Offers(), Fails()]
     for plugin in plugins:
         plugin_manager().register(plugin)

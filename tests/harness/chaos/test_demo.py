@@ -187,7 +187,9 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: int) 
         (["--report", "/proc/none"], "no folder to write to"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_options_that_cannot_work_are_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], said: str
+) -> None:
     if "--report" not in arguments:
         arguments = [*arguments, "--report", str(tmp_path)]
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
@@ -274,7 +276,7 @@ def a_run_so_far() -> Recorder:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_watcher_sees_how_it_goes(terminal: bool) -> None:
+def test_an_observer_sees_the_progress(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
     plan = DemoPlan(recipe=Recipe(steps=10), backend="shm")

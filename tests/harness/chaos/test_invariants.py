@@ -97,7 +97,7 @@ def test_the_log_of_a_real_run_says_nothing_of_what_needs_a_simulation() -> None
     assert all(finding.looked for finding in examine(real))
 
 
-def test_nothing_looked_at_is_told_apart_from_nothing_broken() -> None:
+def test_an_invariant_that_was_not_checked_is_told_apart_from_one_that_holds() -> None:
     assert all(finding.looked == 0 and not finding.violations for finding in examine([]))
 
 
@@ -291,14 +291,14 @@ def _fetched_after_retirement(run: Run) -> None:
         (_state_apart, "the core goes on"),
     ],
 )
-def test_a_run_that_breaks_it_is_caught(breaking: Callable[[Run], None], invariant: str) -> None:
+def test_each_checker_catches_a_run_that_breaks_its_invariant(breaking: Callable[[Run], None], invariant: str) -> None:
     run = good_run()
     breaking(run)
     assert invariant in names(check(run.events))
 
 
 def test_every_checker_is_seen_failing() -> None:
-    marks = test_a_run_that_breaks_it_is_caught.pytestmark  # type: ignore[attr-defined]
+    marks = test_each_checker_catches_a_run_that_breaks_its_invariant.pytestmark  # type: ignore[attr-defined]
     assert {invariant for _, invariant in marks[0].args[1]} == {checker.name for checker in CHECKERS}
 
 
@@ -310,7 +310,7 @@ def test_a_version_may_be_retired_while_it_is_being_fetched() -> None:
     assert names(check(run.events)) == set()
 
 
-def test_who_missed_that_the_job_went_back_to_a_checkpoint_takes_over_an_older_state() -> None:
+def test_a_member_that_missed_a_rollback_may_take_over_an_older_state() -> None:
     run = (
         Run().add("a", "committed", step=5, epoch=3, how="normal").add("b", "committed", step=5, epoch=3, how="normal")
     )
@@ -361,7 +361,7 @@ def test_a_job_that_starts_from_a_checkpoint_need_not_begin_with_step_one() -> N
     assert check(run.events) == []
 
 
-def test_violations_are_there_as_soon_as_the_event_is() -> None:
+def test_violations_are_reported_with_the_event_that_shows_them() -> None:
     """A simulator looks after every event."""
     run = good_run()
     _step_twice(run)
@@ -396,7 +396,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [event.kind for event in read_log(path)] == ["joined"]
 
 
-def test_a_broken_line_in_the_middle_is_not(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
     with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
@@ -411,7 +411,7 @@ def test_a_broken_line_in_the_middle_is_not(tmp_path: Path) -> None:
         {"time": 1.0, "process": 7, "pid": 1, "kind": "joined"},
     ],
 )
-def test_what_is_not_an_event_is_refused(line: dict[str, object]) -> None:
+def test_a_line_that_is_no_event_is_refused(line: dict[str, object]) -> None:
     with pytest.raises(CorruptData):
         event_of(line)
 

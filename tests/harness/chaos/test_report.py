@@ -43,7 +43,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
 # What is on the page ---------------------------------------------------------------------------------------------
 
 
-def test_it_needs_nothing_outside_itself(page: str) -> None:
+def test_the_report_needs_nothing_outside_itself(page: str) -> None:
     addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which nobody fetches"
     assert "<script" not in page
@@ -52,7 +52,7 @@ def test_it_needs_nothing_outside_itself(page: str) -> None:
     assert len(page) < 1_000_000
 
 
-def test_it_has_the_verdict_the_figures_and_how_to_repeat_it(page: str) -> None:
+def test_the_report_has_the_verdict_the_figures_and_how_to_repeat_it(page: str) -> None:
     assert "✓ held" in page
     assert "10.3% → 90.7%" in page
     assert "equal bits" in page
@@ -60,7 +60,7 @@ def test_it_has_the_verdict_the_figures_and_how_to_repeat_it(page: str) -> None:
     assert "20 November 2025, 14:02 UTC" in page
 
 
-def test_it_is_for_light_and_dark_and_narrow_screens(page: str) -> None:
+def test_the_report_is_for_light_and_dark_and_narrow_screens(page: str) -> None:
     assert "prefers-color-scheme: dark" in page
     assert "max-width: 640px" in page
     assert 'name="viewport"' in page
@@ -92,7 +92,7 @@ def test_a_run_that_failed_says_why() -> None:
     assert "committed step 7 again" in page
 
 
-def test_what_needs_a_simulation_is_not_on_the_page(page: str) -> None:
+def test_invariants_that_need_a_simulation_are_not_on_the_page(page: str) -> None:
     assert sum(checker.needs_simulation for checker in CHECKERS) == 2
     for checker in CHECKERS:
         assert (checker.name in page) != checker.needs_simulation
@@ -134,13 +134,13 @@ def test_names_are_data_and_never_markup() -> None:
     assert len(pictures(page)) == 3
 
 
-def test_it_is_one_file(tmp_path: Path) -> None:
+def test_the_report_is_one_file(tmp_path: Path) -> None:
     write(report_of(sample_run()), tmp_path / "report.html")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jinja2_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **more: Any) -> Any:
@@ -171,7 +171,7 @@ def test_smoothing_keeps_a_level_and_the_ends() -> None:
     ("seconds", "said"),
     [(0, "0 ms"), (0.00091, "0.91 ms"), (0.0421, "42 ms"), (0.372, "372 ms"), (1.25, "1.25 s"), (125, "2 min 5 s")],
 )
-def test_durations_are_said_as_people_do(seconds: float, said: str) -> None:
+def test_durations_have_readable_units(seconds: float, said: str) -> None:
     assert coarse_seconds(seconds) == said
 
 
@@ -219,7 +219,7 @@ def screenshot(page: Path, into: Path, width: int, dark: bool = False) -> Any:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_it_looks_right_in_a_browser(tmp_path: Path) -> None:
+def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:
     write(report_of(sample_run()), tmp_path / "report.html")
     light = screenshot(tmp_path / "report.html", tmp_path / "light.png", 1200)
     dark = screenshot(tmp_path / "report.html", tmp_path / "dark.png", 1200, dark=True)

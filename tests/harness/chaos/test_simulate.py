@@ -149,7 +149,7 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
     "cut", [Isolate(at=0.3, hosts=(0,), seconds=3.0, register=True), Cut(at=0.3, source=0, target=1, seconds=3.0)]
 )
 @pytest.mark.parametrize("ranks", [4, 5])
-def test_of_two_hosts_that_are_cut_apart_the_one_with_the_first_rank_goes_on(ranks: int, cut: Fault) -> None:
+def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: Fault) -> None:
     """A host of as many ranks as the other or more, which the other hears no more: both ways, or only it."""
     schedule = Schedule(layout=Layout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
     for seed in range(10):
@@ -159,7 +159,7 @@ def test_of_two_hosts_that_are_cut_apart_the_one_with_the_first_rank_goes_on(ran
         assert finished == {f"p{rank}" for rank in range((ranks + 1) // 2)}, seed
 
 
-def test_no_rank_handles_more_for_there_being_more_ranks() -> None:
+def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
     small, large = (measure(scenario("host-loss", ranks, ranks // 8, 3)) for ranks in (256, 2048))
     assert large.depth <= small.depth + 4
     assert large.messages_max <= 1.5 * small.messages_max
@@ -168,7 +168,7 @@ def test_no_rank_handles_more_for_there_being_more_ranks() -> None:
     assert large.installed < small.installed + 0.1
 
 
-def test_when_nothing_happens_nothing_happens() -> None:
+def test_a_run_without_faults_has_one_epoch() -> None:
     result = measure(scenario("quiet", 256, 32, 1))
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
 
@@ -179,7 +179,7 @@ def test_lost_heartbeats_do_not_evict_the_healthy() -> None:
     assert result.windows > 50 and result.suspicions > 10
 
 
-def test_a_node_that_nobody_can_hear_is_evicted_in_the_soak_as_well() -> None:
+def test_a_node_that_no_peer_hears_is_evicted_in_the_soak_as_well() -> None:
     assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
 
 
@@ -216,7 +216,7 @@ def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
         '{"faults": [{"fault": "flood", "at": 1}]}',
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_impossible_schedule_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"schedule|point|ranks"):
@@ -234,7 +234,7 @@ def test_faults_at_points_of_the_protocol_strike_there() -> None:
 # Bugs are found ---------------------------------------------------------------------------------------------------
 
 
-def test_the_museum_has_twenty_bugs_and_more() -> None:
+def test_there_are_twenty_known_bugs_or_more() -> None:
     assert len(KNOWN_BUGS) >= 20
     assert len({exhibit.name for exhibit in KNOWN_BUGS}) == len(KNOWN_BUGS)
 
@@ -250,14 +250,14 @@ def test_the_museum_has_twenty_bugs_and_more() -> None:
         "stranded after a shrink",
     ],
 )
-def test_a_bug_of_the_museum_is_found_and_made_small(name: str) -> None:
+def test_each_known_bug_is_found_and_shrunk(name: str) -> None:
     exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == name)
     seen = reproduce(exhibit, seeds=200, tries=20)
     assert seen.found and seen.real
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
 
 
-def test_several_bugs_are_looked_for_at_once_and_told_as_they_are_found() -> None:
+def test_several_known_bugs_are_searched_in_parallel_and_reported_as_found() -> None:
     names = ["joiners first", "last step dropped"]
     chosen = [place for place, exhibit in enumerate(KNOWN_BUGS) if exhibit.name in names]
     told: list[str] = []
@@ -267,7 +267,7 @@ def test_several_bugs_are_looked_for_at_once_and_told_as_they_are_found() -> Non
     assert all(sighting.found and sighting.real for sighting in found)
 
 
-def test_messages_that_multiply_without_end_end_a_run_soon() -> None:
+def test_a_run_whose_messages_multiply_without_end_is_ended() -> None:
     """With this bug one run went on to two million events and gigabytes."""
     exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == "stale announcement")
     with exhibit.inject():
@@ -276,7 +276,7 @@ def test_messages_that_multiply_without_end_end_a_run_soon() -> None:
     assert outcome.events < 100_000
 
 
-def test_a_bug_is_gone_when_it_is_taken_out() -> None:
+def test_a_known_bug_is_gone_when_it_is_taken_out() -> None:
     for exhibit in KNOWN_BUGS:
         with exhibit.inject():
             pass
@@ -342,5 +342,5 @@ def test_the_command_shows_a_scenario_of_many_ranks() -> None:
         ["--ranks", "4", "--hosts", "9", "--scenario", "crash"],
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments: list[str]) -> None:
+def test_options_that_cannot_be_run_are_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(app.app, ["simulate", *arguments]).exit_code == 2

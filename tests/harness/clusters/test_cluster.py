@@ -85,7 +85,7 @@ def test_one_rank_is_a_cluster(backend: str) -> None:
         assert cluster.run(total) == [0.0]
 
 
-def test_more_ranks_than_cores(process_backend: str) -> None:
+def test_a_cluster_may_have_more_ranks_than_cores(process_backend: str) -> None:
     with LocalCluster(5, process_backend) as cluster:
         assert cluster.run(total) == [10.0] * 5
 
@@ -106,7 +106,7 @@ def test_the_ranks_have_our_environment_and_directory(monkeypatch: pytest.Monkey
     assert found == [("1", "2", str(tmp_path), 3, "1")] * 2
 
 
-def test_what_ranks_print_is_shown_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_is_shown_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     with LocalCluster(2) as cluster:
         cluster.run(lambda comm: print("hello from", comm.rank))
     lines = capsys.readouterr().out.splitlines()
@@ -255,7 +255,7 @@ def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str
 # -- death
 
 
-def test_the_death_of_a_rank_is_raised_as_such(process_backend: str) -> None:
+def test_the_death_of_a_rank_is_raised_as_rank_died(process_backend: str) -> None:
     def die(comm: Communicator) -> None:
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -292,7 +292,7 @@ def test_a_crash_shows_the_stack(process_backend: str) -> None:
     assert "in crash" in str(caught.value)
 
 
-def test_outcomes_shows_how_each_survivor_takes_it(process_backend: str) -> None:
+def test_outcomes_has_the_error_of_each_survivor(process_backend: str) -> None:
     def die(comm: Communicator) -> str:
         try:
             comm.barrier()  # gloo's ranks do not wait for each other while they connect
@@ -433,7 +433,7 @@ def test_a_job_of_threads_is_unsupported() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_travel_whole(error: Exception) -> None:
+def test_errors_travel_with_all_fields(error: Exception) -> None:
     there = unpack_error(pack_error(error))
     assert type(there) is type(error)
     assert str(there) == str(error)

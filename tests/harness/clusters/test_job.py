@@ -48,7 +48,7 @@ def test_a_spare_that_is_not_needed_gives_no_result() -> None:
         assert [rank for rank, _, _ in job.results()] == [0, 1]
 
 
-def test_ranks_can_be_asked_for_their_processes() -> None:
+def test_a_job_gives_the_pid_of_a_rank() -> None:
     with LocalCluster(2) as cluster:
         job = cluster.start(train, 50, 0.02)
         pids = [job.pid(rank) for rank in range(2)]
@@ -73,7 +73,7 @@ def test_events_of_all_processes_come_in_order_of_time() -> None:
     assert len(committed) == len(set(committed)) == 2 * 3
 
 
-def test_what_a_job_prints_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     def work(session: Session) -> None:
         for attempt in session.steps(1):
             with attempt:
@@ -134,7 +134,7 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_the_network_cannot_be_cut_here() -> None:
+def test_cutting_the_network_is_unsupported_without_links() -> None:
     with LocalCluster(2) as cluster:
         job = cluster.start(train, 3)
         with pytest.raises(Unsupported, match=r"kill\(rank\)"):

@@ -190,7 +190,7 @@ def test_a_cable_that_works_one_way_costs_its_own_host(tmp_path: Path, fault: st
         assert job.left_out(0, 1) == []
 
 
-def test_with_the_register_on_the_cut_off_side_there_is_one_job_still(tmp_path: Path) -> None:
+def test_one_job_remains_with_the_register_on_the_side_that_is_cut_off(tmp_path: Path) -> None:
     """The two hosts without etcd stop; the one that has it goes on alone, and the others come back to it."""
     with hosts(tmp_path, etcd_on=2) as job:
         job.network.cut(2)
@@ -202,7 +202,7 @@ def test_with_the_register_on_the_cut_off_side_there_is_one_job_still(tmp_path: 
         job.finish()
 
 
-def test_a_cable_that_flaps_or_is_slow_costs_nobody(tmp_path: Path) -> None:
+def test_a_cable_that_flaps_or_is_slow_costs_no_member(tmp_path: Path) -> None:
     """It is gone for less than the suspect time at a time, and then lets 50 Mbit/s through."""
     with hosts(tmp_path) as job:
         for _ in range(3):
@@ -215,7 +215,7 @@ def test_a_cable_that_flaps_or_is_slow_costs_nobody(tmp_path: Path) -> None:
         assert job.left_out(0, 1, 2) == []
 
 
-def test_nothing_stays_of_a_network() -> None:
+def test_a_closed_network_leaves_no_descriptor() -> None:
     before = set(Path("/proc/self/fd").iterdir())
     with Network(2) as network:
         assert network.addresses == ("10.77.0.1", "10.77.0.2")

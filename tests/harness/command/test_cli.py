@@ -53,7 +53,7 @@ def script(tmp_path: Path, source: str) -> Path:
     return path
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     done = holdfast("--version")
     assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
 
@@ -92,7 +92,7 @@ def test_each_command_has_examples(command: tuple[str, ...]) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_done_is_said_in_a_line(arguments: tuple[str, ...], status: int, message: str) -> None:
+def test_each_expected_error_is_one_line(arguments: tuple[str, ...], status: int, message: str) -> None:
     done = said(*arguments)
     assert done.exit_code == status
     assert message in done.stderr
@@ -105,7 +105,7 @@ def test_a_conformance_run_without_a_check_fails() -> None:
     assert "no check could run" in done.stderr
 
 
-def test_a_trace_that_cannot_be_written_is_said_in_a_line(tmp_path: Path) -> None:
+def test_an_unwritable_trace_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     done = said("blame", tmp_path, "--perfetto", tmp_path / "no" / "trace.json")
     assert done.exit_code == 1
@@ -129,7 +129,7 @@ def test_each_command_is_guarded(command: tuple[str, ...]) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_a_command_did_not_expect_ends_with_no_verdict(
+def test_an_unexpected_exception_ends_without_a_verdict(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -186,7 +186,7 @@ def test_optional_modules_are_tried_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trying_an_output_leaves_nothing_behind_and_takes_nothing_away(tmp_path: Path) -> None:
+def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("kept")
     for name in ("old", "new"):
         check_file(tmp_path / name, "--out")
@@ -194,7 +194,7 @@ def test_trying_an_output_leaves_nothing_behind_and_takes_nothing_away(tmp_path:
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
-def test_a_reader_that_has_gone_is_no_verdict(options: list[str]) -> None:
+def test_a_closed_pipe_is_no_verdict(options: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
@@ -207,7 +207,7 @@ def test_a_reader_that_has_gone_is_no_verdict(options: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", [("chaos", "run", "kill-rank", "--minutes"), ("gate", "--effect"), ("bench", "copy", "--seconds")]
 )
-def test_a_number_that_is_none_is_refused(arguments: tuple[str, ...], number: str) -> None:
+def test_a_malformed_number_is_refused(arguments: tuple[str, ...], number: str) -> None:
     done = said(*arguments, number)
     assert done.exit_code == CANNOT_BEGIN
     assert arguments[-1] in done.stderr
@@ -237,7 +237,7 @@ def test_backends_says_which_can_run_here() -> None:
     assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
 
 
-def test_backends_as_json() -> None:
+def test_backends_prints_json() -> None:
     done = said("backends", "--json")
     found = json.loads(done.stdout)
     assert found["broken"] == {}
@@ -422,7 +422,7 @@ def test_run_runs_a_job(undisturbed: tuple[subprocess.CompletedProcess[str], Pat
 
 
 @pytest.mark.parametrize("backend", ["ucx", "mpi"])
-def test_one_word_changes_the_transport(
+def test_one_flag_changes_the_transport(
     backend: str, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
 ) -> None:
     """The same script, with the same losses; over mpi the processes take the places of those that mpirun starts."""
@@ -574,7 +574,7 @@ def test_run_fails_if_a_rank_fails_after_the_last_step(tmp_path: Path, capsys: p
     [("import time; time.sleep(600)", 1.0), ("import os; os.kill(os.getpid(), 19)", float("inf"))],
     ids=["sleeps past its grace", "is stopped"],
 )
-def test_run_says_whom_it_ended_after_the_last_step(
+def test_run_names_the_ranks_that_it_ended_after_the_last_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lingering: str, grace: float
 ) -> None:
     assert launched(tmp_path, lingering, grace=grace) == 1

@@ -48,7 +48,7 @@ def test_a_colour_of_many_is_not_taken_for_one_that_conceals() -> None:
 
 
 @given(st.text())
-def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+def test_no_control_sequence_of_a_terminal_is_left(text: str) -> None:
     assert not [c for c in visible(text) if (ord(c) < 32 and c not in "\t\n") or 0x7F <= ord(c) < 0xA0]
 
 
@@ -76,7 +76,7 @@ def test_a_line_that_never_ends_is_not_kept_for_ever() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "\r", "\n", "\r\n", "é", "\x00"])), st.data())
-def test_where_the_bytes_are_cut_does_not_matter(pieces: list[str], data: st.DataObject) -> None:
+def test_output_may_be_cut_at_any_byte(pieces: list[str], data: st.DataObject) -> None:
     whole = "".join(pieces).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
     splitter, at_once = LineSplitter(), LineSplitter()
@@ -156,7 +156,7 @@ def test_a_gate_shows_a_commits_subject_with_brackets() -> None:
     assert "[/dev/shm/x]" in screen.text
 
 
-def test_what_cannot_be_encoded_is_replaced() -> None:
+def test_characters_that_cannot_be_encoded_are_replaced() -> None:
     with Screen("ascii") as screen:
         everything_that_shows("caf\u00e9")
         print_json({"word": "caf\u00e9"})
@@ -195,7 +195,7 @@ def test_where_nothing_fits_rows_become_lines(monkeypatch: pytest.MonkeyPatch) -
 # -- long commands that are piped
 
 
-def test_what_is_piped_has_a_line_for_each_thing_done() -> None:
+def test_piped_output_has_a_line_for_each_finished_item() -> None:
     with Screen() as screen, working(console(), "bench: about 20 s") as show:
         show("8 bytes")
         show("64 bytes")
@@ -278,7 +278,7 @@ def test_seconds_have_three_figures_and_a_unit(seconds: float, shown: str) -> No
     assert format_seconds(seconds) == shown
 
 
-def test_nobody_but_the_console_module_gives_text_to_rich() -> None:
+def test_only_the_console_module_gives_text_to_rich() -> None:
     found = [
         f"{path.relative_to(HARNESS)}:{offence}"
         for path in sorted(HARNESS.rglob("*.py"))
@@ -299,5 +299,5 @@ def test_nobody_but_the_console_module_gives_text_to_rich() -> None:
         'Panel(x, title=f"{name}: failed")',
     ],
 )
-def test_the_rule_finds(source: str) -> None:
+def test_the_rule_finds_offences(source: str) -> None:
     assert list(offences(source))

@@ -77,7 +77,7 @@ def test_ranks_are_started_once_and_the_clock_shows_what_they_measured() -> None
         ranks.close()
 
 
-def test_what_cannot_run_here_is_skipped_by_asv() -> None:
+def test_asv_skips_benchmarks_that_cannot_run_here() -> None:
     with pytest.raises(NotImplementedError, match="nosuch"):
         Ranks().group("holdfast:nosuch", 2)
 
@@ -85,7 +85,7 @@ def test_what_cannot_run_here_is_skipped_by_asv() -> None:
 # The pages -------------------------------------------------------------------------------------------------------
 
 
-def test_what_pages_load_from_elsewhere_is_put_beside_them(tmp_path: Path) -> None:
+def test_files_that_pages_load_are_put_beside_them(tmp_path: Path) -> None:
     page = '<script src="https://a.b/jquery-3.3.1.min.js" integrity="sha256-x" onerror="f()"></script>'
     local = pages.localise(page, tmp_path / "vendor")
     assert local == '<script src="vendor/jquery.min.js" onerror="f()"></script>'

@@ -77,7 +77,7 @@ COLLECTIVES = tuple(name for name in OPERATIONS if name != "copy")
         ("send_recv", 8, 1.0),
     ],
 )
-def test_bus_bandwidth_factors(op: str, ranks: int, factor: float) -> None:
+def test_bus_bandwidth_factors_are_those_of_the_ops(op: str, ranks: int, factor: float) -> None:
     assert OPERATIONS[op].bus_factor(ranks) == factor
 
 
@@ -106,7 +106,7 @@ def test_sizes_are_lists_and_ranges() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "8Q", "64:8", "8:64:1", "8:64:2:3", "-8"])
-def test_what_is_not_a_size_is_refused(text: str) -> None:
+def test_a_malformed_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|empty"):
         parse_sizes(text)
 
@@ -277,7 +277,7 @@ def test_one_sided_ops_run_beside_the_benchmark_of_ucx_itself() -> None:
     assert {row.wrong for row in bench.rows if row.contestant == "ucx_perftest"} == {None}, "it does not say"
 
 
-def test_an_odd_number_of_ranks_can_play_every_op() -> None:
+def test_an_odd_number_of_ranks_runs_every_op() -> None:
     bench = rounds.run(_plan(COLLECTIVES, ("holdfast:inproc",), ranks=3, sizes="64", turns=1))
     assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
 
@@ -323,7 +323,7 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
     assert not directory.exists()
 
 
-def test_what_ranks_of_open_mpi_share_lies_where_it_is_removed_with_them() -> None:
+def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
     with Arena() as arena:
@@ -390,7 +390,7 @@ def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
     assert "nosuch" in result.stdout
 
 
-def test_nothing_to_plot_is_said(tmp_path: Path) -> None:
+def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
         show.plot(bench, tmp_path / "plot.png")
@@ -445,7 +445,7 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
         recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
 
 
-def test_recovery_is_measured_beside_the_least_that_it_can_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recovery_is_measured_beside_its_lower_bound(capsys: pytest.CaptureFixture[str]) -> None:
     bench = recovery.run("shm", ranks=3, kills=2, bound=True)
     assert bench.bound is not None
     assert 0 < bench.bound.median < 1e3 * recovery_bound.LIMIT
@@ -454,7 +454,7 @@ def test_recovery_is_measured_beside_the_least_that_it_can_take(capsys: pytest.C
     assert recovery.run("shm", ranks=2, kills=1).bound is None
 
 
-def test_the_least_recovery_that_does_not_come_is_an_error() -> None:
+def test_a_lower_bound_that_was_not_measured_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="failed"):
         recovery_bound.kill_one(ranks=2, victim=5, wait=0.0)
 
@@ -507,7 +507,7 @@ def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
 # Noise ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_our_own_children_use_is_not_noise() -> None:
+def test_processor_time_of_our_children_is_not_noise() -> None:
     noise = Noise()
     burn = "import time; end = time.monotonic() + 1.0\nwhile time.monotonic() < end: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=30)

@@ -100,7 +100,7 @@ def test_a_run_is_compared_with_a_stored_one(tmp_path: Path) -> None:
     assert "Beside the stored run" in page.render(bench(slower=0.5), changes)
 
 
-def test_what_is_no_stored_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_file_that_is_no_stored_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "not.json").write_text('{"rows": 1}')
     refused = CliRunner().invoke(app, ["copy", "--against", str(tmp_path / "not.json")])
     assert refused.exit_code == 2

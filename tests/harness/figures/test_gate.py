@@ -74,7 +74,7 @@ def test_the_rule_keeps_its_error_rates_whatever_the_noise(noise: float) -> None
     assert slowed.count("slower") >= 0.95 * len(slowed)
 
 
-def test_little_is_not_called_slower_however_sure() -> None:
+def test_a_small_difference_is_not_called_slower_however_sure() -> None:
     exactly = [0.008 + 0.0001 * (number % 2) for number in range(10)]
     assert decide(exactly, Rule(), 1)[0] == "same"
 
@@ -119,7 +119,7 @@ def test_a_folder_is_a_side_as_it_is_and_pins_that_differ_are_told(repository: P
     assert differing_pins(base, head) == ("torch==1", "torch==2")
 
 
-def test_what_is_no_side_is_refused(repository: Path, tmp_path: Path) -> None:
+def test_an_unknown_side_is_refused(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(NoSuchSide):
         build("no-such-commit", repository, tmp_path / "built")
     refused = CliRunner().invoke(app, ["gate", "no-such-commit", "--repository", str(repository)])
@@ -159,7 +159,7 @@ def test_a_subfolder_stands_for_the_tree_that_it_is_in(
         assert (side.root / "constraints.txt").is_file()
 
 
-def test_sigterm_ends_it_with_nothing_left_behind(repository: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_the_gate_with_nothing_left_behind(repository: Path, tmp_path: Path) -> None:
     own = tmp_path / "temporary"
     own.mkdir()
     (repository / "setup.py").write_text("import time; time.sleep(60)\n")  # it is being compiled when the signal comes
@@ -182,7 +182,7 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["arm", "workloads"])
-def test_what_runs_before_the_sides_are_forked_imports_nothing_of_holdfast(name: str) -> None:
+def test_nothing_of_holdfast_is_imported_before_the_sides_are_forked(name: str) -> None:
     """Or both sides would run the code of the gate."""
     tree = ast.parse((ROOT / "harness" / "gate" / f"{name}.py").read_text())
     imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -200,7 +200,7 @@ def _copy(into: Path) -> Path:
     return into
 
 
-def test_it_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
+def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
     execution = _copy(slow) / "comms" / "execution" / "executor.py"
@@ -233,7 +233,7 @@ def test_a_slowdown_that_cannot_be_put_in_exactly_is_refused() -> None:
         calibrate((side, side), Rule(), 1, injected=0.02)
 
 
-def test_a_side_that_does_not_run_its_own_code_is_found_out(tmp_path: Path) -> None:
+def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     (broken / "site").mkdir(parents=True)
     sides = [Side("broken", "broken", broken / "site", broken)]
@@ -249,7 +249,7 @@ def reported(*findings: Finding) -> GateReport:
     return GateReport("a", "b", findings, Rule(), 1.0, 0.0, ("torch==2",))
 
 
-def test_what_base_has_not_got_is_not_compared() -> None:
+def test_workloads_that_base_lacks_are_not_compared() -> None:
     report = reported(found("store", "not compared", "no such module"), found("call", "same"))
     assert report.status == 0
     assert "### ✅ No slowdown found\n" in markdown(report)
@@ -287,7 +287,7 @@ class Unable(SideProcess):
         return 1.0
 
 
-def test_what_only_head_cannot_run_is_broken() -> None:
+def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
     class OnePair(Nursery):
         def __init__(self) -> None:
             pass

@@ -31,7 +31,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
-def test_the_fit_finds_the_constants_it_was_made_of(latency: float, bandwidth: float) -> None:
+def test_the_fit_finds_the_constants_of_its_data(latency: float, bandwidth: float) -> None:
     link = cost.Link(latency, bandwidth)
     found, rate, error = tune.fit({nbytes: link.seconds(1, nbytes) for nbytes in tune.SIZES})
     again = cost.Link(found, rate)
@@ -40,7 +40,7 @@ def test_the_fit_finds_the_constants_it_was_made_of(latency: float, bandwidth: f
         assert again.seconds(1, nbytes) == pytest.approx(link.seconds(1, nbytes), rel=0.2)
 
 
-def test_measured_once_kept_shown_and_forgotten(cache: Path) -> None:
+def test_constants_are_measured_once_kept_shown_and_forgotten(cache: Path) -> None:
     assert tuning.load() == tuning.Tuning()
     status, said = command("--backend", "ucx,shm")
     assert status == 0 and "shm has nothing to choose" in said
