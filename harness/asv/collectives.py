@@ -103,11 +103,11 @@ class ProcessorInstructions:
     unit = "instructions"
 
     def setup(self) -> None:
-        from holdfast.harness.bench.collectives.counters import Unavailable, instructions
+        from holdfast.harness.bench.collectives.counters import CountersUnavailable, instructions
 
         try:
             instructions(lambda: None)
-        except Unavailable as error:
+        except CountersUnavailable as error:
             raise NotImplementedError(str(error)) from error
 
     def track_instructions(self) -> int:
@@ -127,6 +127,6 @@ class Memory:
     def peakmem_all_reduce(self) -> None:
         import torch
 
-        from holdfast.harness.bench.overhead.alone import in_threads
+        from holdfast.harness.bench.overhead.alone import run_connected_ranks
 
-        in_threads(2, lambda comm: comm.all_reduce(torch.ones(4 << 20)))
+        run_connected_ranks(2, lambda comm: comm.all_reduce(torch.ones(4 << 20)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from holdfast.harness.asv.common import profile
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.scale.scale import Scale
+    from holdfast.harness.simulate.scale.scale import ScaleResult
 
 
 class Simulation:
@@ -42,7 +42,7 @@ class Simulation:
     track_recovery.unit = "ms of virtual time"  # type: ignore[attr-defined]
 
 
-def _measure(name: str, ranks: int) -> Scale:
+def _measure(name: str, ranks: int) -> ScaleResult:
     """Raises ArithmeticError if an invariant is broken."""
     from holdfast.harness.simulate.scale.scale import measure
     from holdfast.harness.simulate.search.scenarios import scenario

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output import compare, pictures
-from holdfast.harness.bench.output.chart import Bar, draw_bars
+from holdfast.harness.bench.output.chart import PercentileBar, draw_bars
 from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.bench.recovery.peer import PeerRecovery
 from holdfast.harness.bench.recovery.recovery import RecoveryBench
@@ -50,8 +50,8 @@ def _recovery(folder: Path) -> Iterator[tuple[str, str]]:
     found = msgspec.json.decode(path.read_bytes(), type=Recoveries)
     ours, theirs = found.holdfast, found.peer
     bars = [
-        Bar(f"holdfast over {ours.backend}", ours.total.median, ours.total.p90, ours.total.p99, 0),
-        Bar(theirs.library, theirs.total.median, theirs.total.p90, theirs.total.p99, 1),
+        PercentileBar(f"holdfast over {ours.backend}", ours.total.median, ours.total.p90, ours.total.p99, 0),
+        PercentileBar(theirs.library, theirs.total.median, theirs.total.p90, theirs.total.p99, 1),
     ]
     kills = counted(len(ours.kills), "kill")
     heading = f"SIGKILL of 1 of {ours.ranks} ranks in an all_reduce, to the survivors' next: {kills} each"

@@ -13,7 +13,7 @@ import msgspec
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.run.scenario_runner import ScenarioOutcome, ScenarioRunner
 from holdfast.harness.chaos.scenario.fault_type import fault_types
-from holdfast.harness.chaos.scenario.scenario import At, Expect, Fault, JobSpec, Scenario, check_fits
+from holdfast.harness.chaos.scenario.scenario import At, Expect, JobSpec, Scenario, ScenarioFault, check_fits
 from holdfast.harness.chaos.scenario.workload import Python
 
 _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
@@ -68,7 +68,7 @@ def run(
     ranks: int = 3,
     spares: int = 0,
     backend: str = "shm",
-    faults: Iterable[Fault] = (),
+    faults: Iterable[ScenarioFault] = (),
     seed: int = 0,
     steps: int | None = None,
     compare: bool = True,
@@ -100,13 +100,13 @@ def run(
     )
     for fault_ in scenario.faults:
         check_fits(scenario, fault_)
-    made = ScenarioRunner().perform(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
+    made = ScenarioRunner().run(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
     return _result(made)
 
 
 def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, minutes: float | None = None) -> Result:
     """Run a scenario, as `holdfast chaos run` does."""
-    return _result(ScenarioRunner().perform(scenario, seed, compare=compare, minutes=minutes))
+    return _result(ScenarioRunner().run(scenario, seed, compare=compare, minutes=minutes))
 
 
 def _result(made: ScenarioOutcome) -> Result:
@@ -116,7 +116,7 @@ def _result(made: ScenarioOutcome) -> Result:
 # Faults -----------------------------------------------------------------------------------------------------
 
 
-def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> Fault:
+def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFault:
     """A fault of any type (`holdfast chaos list`): when (`step`, `seconds`, `random`, `point` ...), and its own keys.
 
     Raises ValueError, saying what is allowed.
@@ -128,66 +128,70 @@ def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> Fault:
     if "rank" in keys and "point" in when:
         when["rank"] = keys.pop("rank")
     try:
-        return Fault(type=kind, at=msgspec.convert(when, At), what=msgspec.convert(keys, known[kind]), lasts=lasts)
+        return ScenarioFault(
+            type=kind, at=msgspec.convert(when, At), what=msgspec.convert(keys, known[kind]), lasts=lasts
+        )
     except msgspec.ValidationError as error:
         own = ", ".join(known[kind].__struct_encode_fields__)
         raise ValueError(f"fault {kind!r}: {error}; its keys are {own}, and when: {', '.join(_WHEN)}") from None
 
 
-def kill(who: Any = None, **when: Any) -> Fault:
+def kill(who: Any = None, **when: Any) -> ScenarioFault:
     """SIGKILL of `who`: a rank, "random", "coordinator", "last", "spare", "joiner", or a list of them."""
     return fault("kill", who=who, **when)
 
 
-def pause(who: Any = None, *, lasts: float | None = None, **when: Any) -> Fault:
+def pause(who: Any = None, *, lasts: float | None = None, **when: Any) -> ScenarioFault:
     """SIGSTOP; SIGCONT after `lasts` seconds, if given."""
     return fault("pause", who=who, lasts=lasts, **when)
 
 
-def slow(who: Any = None, *, share: float = 0.3, lasts: float | None = None, **when: Any) -> Fault:
+def slow(who: Any = None, *, share: float = 0.3, lasts: float | None = None, **when: Any) -> ScenarioFault:
     """The process runs for a `share` of the time only."""
     return fault("slow", who=who, share=share, lasts=lasts, **when)
 
 
-def flap(who: Any = None, *, off: float = 0.2, on: float = 0.3, lasts: float | None = None, **when: Any) -> Fault:
+def flap(
+    who: Any = None, *, off: float = 0.2, on: float = 0.3, lasts: float | None = None, **when: Any
+) -> ScenarioFault:
     """The process stops for `off` seconds, runs for `on`, and again."""
     return fault("flap", who=who, off=off, on=on, lasts=lasts, **when)
 
 
-def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> Fault:
+def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> ScenarioFault:
     """The job's register cannot be written ("locked") or found ("gone"); with `register="tcp"` or "etcd" its server is
     "stopped", with "etcd" and `register_nodes=3` its leader is killed ("leader-killed").
     """
     return fault("register-away", how=how, lasts=lasts, **when)
 
 
-def cut(source: Any = None, target: Any = None, *, lasts: float | None = None, **more: Any) -> Fault:
+def cut(source: Any = None, target: Any = None, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
     """Nothing passes between ranks; `one_way=True`: only back. Needs `links=True`, as all faults of links do."""
     return fault("cut", source=source, target=target, lasts=lasts, **more)
 
 
-def partition(*groups: Iterable[int], lasts: float | None = None, **when: Any) -> Fault:
+def partition(*groups: Iterable[int], lasts: float | None = None, **when: Any) -> ScenarioFault:
     """Nothing passes between groups of ranks."""
     return fault("partition", groups=[list(group) for group in groups], lasts=lasts, **when)
 
 
-def delay(seconds: float, *, jitter: float = 0.0, lasts: float | None = None, **more: Any) -> Fault:
+def delay(seconds: float, *, jitter: float = 0.0, lasts: float | None = None, **more: Any) -> ScenarioFault:
     """Bytes come late."""
     when = {name: more.pop(name) for name in ("step", "random", "point") if name in more}
     made = fault("delay", jitter=jitter, lasts=lasts, **(when or {"step": 0}), **more)
     return msgspec.structs.replace(made, what=msgspec.structs.replace(made.what, seconds=seconds))
 
 
-def slow_link(megabytes: float, *, lasts: float | None = None, **more: Any) -> Fault:
+def slow_link(megabytes: float, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
     """No more than so many megabytes a second."""
     return fault("slow-link", megabytes=megabytes, lasts=lasts, **more)
 
 
-def lossy(share: float, *, lasts: float | None = None, **more: Any) -> Fault:
+def lossy(share: float, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
     """A share of the segments is lost."""
     return fault("lossy", share=share, lasts=lasts, **more)
 
 
-def corrupt(share: float = 0.1, *, lasts: float | None = None, **more: Any) -> Fault:
+def corrupt(share: float = 0.1, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
     """Bits flip in a share of the pieces of payload."""
     return fault("corrupt", share=share, lasts=lasts, **more)

@@ -233,11 +233,11 @@ def _run(
     runs: list[ChaosRun] = []
     refused: list[str] = []
     with progress(console(stderr=True), console(quiet=quiet)) as bar:
-        theatre = ScenarioRunner(bar.step)
+        runner = ScenarioRunner(bar.step)
         for (name, scenario), own in zip(loaded, ids, strict=True):
             bar.begin(scenario, compare)
             try:
-                made = theatre.perform(
+                made = runner.run(
                     scenario,
                     seed,
                     source=text_of(library.path_of(name)),

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.chaos.judge.compare import Row
+from holdfast.harness.chaos.judge.compare import ComparedFigure
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario.fault_type import FaultType
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -50,7 +50,7 @@ def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]])
     yield faults_table
 
 
-class Bar:
+class RunProgress:
     """How a run gets on: on a terminal a bar, elsewhere a line for each phase and every few seconds.
 
     `notes` is where lines and bar go, `console` where what came out goes.
@@ -112,10 +112,10 @@ class Bar:
 
 
 @contextmanager
-def progress(notes: Console, console: Console) -> Iterator[Bar]:
+def progress(notes: Console, console: Console) -> Iterator[RunProgress]:
     """Show how runs get on, while the `with` block lasts."""
     if not notes.is_terminal:
-        yield Bar(notes, console, None)
+        yield RunProgress(notes, console, None)
         return
     columns = (
         SpinnerColumn(),
@@ -125,7 +125,7 @@ def progress(notes: Console, console: Console) -> Iterator[Bar]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=notes, transient=True) as shown:
-        yield Bar(notes, console, shown)
+        yield RunProgress(notes, console, shown)
 
 
 def results(report: ChaosReport) -> Iterator[RenderableType]:
@@ -134,7 +134,7 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
         "", "scenario", "faults", "detected", "rebuilt", "resumed", "goodput", "violations", title_justify="left"
     )
     for run in report.runs:
-        struck = sum(strike.time is not None for strike in run.strikes)
+        injected = sum(fault.time is not None for fault in run.strikes)
         stages = [
             coarse_seconds(run.percentiles[name].p50) if name in run.percentiles else "-"
             for name in ("detected", "rebuilt", "resumed")
@@ -142,14 +142,14 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
         goodput = "-" if run.goodput is None else f"{run.goodput:.0%}"
         broken = sum(len(finding.violations) for finding in run.findings)
         mark = Text("✓", "green") if run.passed else Text("✗", "bold red")
-        table.add_row(mark, run.name, str(struck), *stages, goodput, str(broken))
+        table.add_row(mark, run.name, str(injected), *stages, goodput, str(broken))
     yield table
     for run in report.runs:
         if not run.passed:
             yield panel("\n".join(run.failures), title=f"{run.name}: not as expected", style="bold red")
 
 
-def comparison(title: str, names: tuple[str, str], rows: Sequence[Row]) -> Table:
+def comparison(title: str, names: tuple[str, str], rows: Sequence[ComparedFigure]) -> Table:
     """Two runs side by side."""
     table = FoldingTable("", *names, "change", "", title=title, title_justify="left")
     styles = {"better": "green", "worse": "red", "equal": "dim", "": ""}

@@ -28,13 +28,13 @@ from holdfast.ft.membership.view import View
 from holdfast.ft.telemetry.event import event_of
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
-from holdfast.harness.cluster.ranks import ClusterSettings
+from holdfast.harness.cluster.rank_group import ClusterSettings
 from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.cluster.view_cache import Following
 from holdfast.harness.processes.channel import ChannelClosed
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 if TYPE_CHECKING:
     from holdfast.harness.links.client import Links
@@ -73,7 +73,7 @@ class Job:
         self._ended: dict[int, Ended | None] = {}
         self._echo = Echo(settings.echo)
         self.closed = False
-        self.processes: tuple[Process, ...] = ()
+        self.processes: tuple[ForkedProcess, ...] = ()
         self._launch: Launch | None = None
         try:
             self._target = session_target(pickling.dumps((fn, args, kwargs)), options, prepare)
@@ -175,11 +175,11 @@ class Job:
         """
         return self._register.read() if self._following is None else self._following.newest()
 
-    def ended(self, process: Process) -> bool:
+    def ended(self, process: ForkedProcess) -> bool:
         """Whether the process has ended, as far as `over` and the like have taken it in."""
         return process.pid in self._ended
 
-    def process_of(self, member_pid: int) -> Process | None:
+    def process_of(self, member_pid: int) -> ForkedProcess | None:
         """The process of this job with this process id."""
         return next((process for process in self.processes if process.pid == member_pid), None)
 
@@ -193,7 +193,7 @@ class Job:
         """Where the processes write their event logs."""
         return self._contract.events_directory
 
-    def add(self) -> Process:
+    def add(self) -> ForkedProcess:
         """Start one more process: it joins as a spare, or as a member if the job wants more.
 
         Raises `Unsupported` where a launcher starts all ranks together.
@@ -226,7 +226,7 @@ class Job:
         Raises `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
         from holdfast.harness.links.breakable import unbreakable
-        from holdfast.harness.links.policy import Policy, Rule
+        from holdfast.harness.links.policy import LinkRule, Policy
 
         why = unbreakable(self._settings.backend, self._settings.environ)
         if self._links is None or why is not None:
@@ -240,7 +240,7 @@ class Job:
         sides = [side for side in (*sides, frozenset(process.pid for process in self.processes) - named) if side]
         cut = Policy(cut=True)
         self._cuts += self._links.add(
-            Rule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
+            LinkRule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
         )
 
     def heal(self) -> None:
@@ -266,7 +266,7 @@ class Job:
 
     # -- inside
 
-    def _start_process(self) -> Process:
+    def _start_process(self) -> ForkedProcess:
         number = len(self.processes)
         name, output = f"process {number}", self.directory / f"process-{number}.log"
         assert self._launch is not None
@@ -277,7 +277,7 @@ class Job:
         self._echo.follow(name, output)
         return process
 
-    def _holder(self, rank: int) -> Process:
+    def _holder(self, rank: int) -> ForkedProcess:
         view, rank = self.view(), integer(rank, "rank")
         if not 0 <= rank < len(view.members):
             raise ValueError(
@@ -285,7 +285,7 @@ class Job:
             )
         return self._process(view, rank)
 
-    def _process(self, view: View, rank: int) -> Process:
+    def _process(self, view: View, rank: int) -> ForkedProcess:
         pid = view.members[rank].peer.pid
         return next(process for process in self.processes if process.pid == pid)
 
@@ -307,7 +307,7 @@ class Job:
             self._ended[process.pid] = self._end_of(process)
         self._echo.pump()
 
-    def _end_of(self, process: Process) -> Ended | None:
+    def _end_of(self, process: ForkedProcess) -> Ended | None:
         """What the process sent at its end; None if it died before."""
         try:
             ended: Ended = process.channel.recv(30.0)
@@ -315,7 +315,7 @@ class Job:
             return None
         return ended
 
-    def _outcome(self, rank: int, process: Process) -> RankResult:
+    def _outcome(self, rank: int, process: ForkedProcess) -> RankResult:
         ended = self._ended[process.pid]
         if ended is None:
             process.kill()
@@ -328,7 +328,7 @@ class Job:
         """Raise the first failure, if any; ranks are then the numbers of the processes."""
         values([self._outcome(n, process) for n, process in enumerate(self.processes) if process.pid in self._ended])
 
-    def _running(self) -> list[Process]:
+    def _running(self) -> list[ForkedProcess]:
         return [process for process in self.processes if process.pid not in self._ended]
 
     def _late(self) -> list[int]:

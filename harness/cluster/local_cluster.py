@@ -23,10 +23,10 @@ from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldFolder
 from holdfast.harness.cluster.job import Job
-from holdfast.harness.cluster.process_ranks import ProcessRanks
-from holdfast.harness.cluster.ranks import ClusterSettings, Ranks
+from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
+from holdfast.harness.cluster.rank_processes import RankProcesses
+from holdfast.harness.cluster.rank_threads import RankThreads
 from holdfast.harness.cluster.results import RankResult, values
-from holdfast.harness.cluster.thread_ranks import ThreadRanks
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
@@ -103,7 +103,7 @@ class LocalCluster:
         self._prepare, self._with_links = prepare, links
         self._links: Links | None = None
         self._directory: HeldFolder | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: RankGroup | None = None
         self._jobs: list[Job] = []
 
     def __repr__(self) -> str:
@@ -211,12 +211,12 @@ class LocalCluster:
 
         return both
 
-    def _the_ranks(self) -> Ranks:
+    def _the_ranks(self) -> RankGroup:
         if self._ranks is None:
             if self._one_process:
-                self._ranks = ThreadRanks(self._settings)
+                self._ranks = RankThreads(self._settings)
             else:
-                self._ranks = ProcessRanks(self._settings, self.logs)
+                self._ranks = RankProcesses(self._settings, self.logs)
         return self._ranks
 
     def _call(

@@ -20,11 +20,11 @@ from holdfast import comms
 from holdfast.comms.communicator import Communicator
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
-from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ConnectArguments:
     """How a rank connects. `timeout` (seconds) is that of connecting, and of every op."""
 
     backend: str
@@ -49,11 +49,11 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallRequest:
     """Call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs)."""
 
     number: int
-    link: Link
+    link: ConnectArguments
     body: bytes
 
 
@@ -106,7 +106,7 @@ class Running:
 
 
 def call_connected(
-    link: Link, running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    link: ConnectArguments, running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Connect, call `fn`, close. Notes the moment of a failure before closing lets the others know of it."""
     with link.connect() as comm:
@@ -121,9 +121,9 @@ def call_connected(
 class RankWorker:
     """One rank: answers calls until the parent closes the channel."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ProcessChannel) -> None:
         self._channel = channel
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[CallRequest | None] = queue.SimpleQueue()
         self._running = Running(-1)
 
     def run(self) -> None:
@@ -135,15 +135,15 @@ class RankWorker:
     def _listen(self) -> None:
         try:
             while True:
-                message: Call | Abort = self._channel.recv()
-                if isinstance(message, Call):
+                message: CallRequest | Abort = self._channel.recv()
+                if isinstance(message, CallRequest):
                     self._calls.put(message)
                 elif message.number == self._running.number:
                     self._running.abort(message.reason)
         except ChannelClosed:
             self._calls.put(None)
 
-    def _answer(self, call: Call, running: Running) -> Returned | Raised:
+    def _answer(self, call: CallRequest, running: Running) -> Returned | Raised:
         try:
             fn, args, kwargs = cloudpickle.loads(call.body)
             value = call_connected(call.link, running, fn, args, kwargs)
@@ -152,10 +152,10 @@ class RankWorker:
             return Raised(call.number, running.failed_at or time.monotonic(), pack_error(error))
 
 
-def rank_target(rank: int) -> Callable[[Channel], None]:
+def rank_target(rank: int) -> Callable[[ProcessChannel], None]:
     """What the process of rank `rank` runs."""
 
-    def target(channel: Channel) -> None:
+    def target(channel: ProcessChannel) -> None:
         threading.current_thread().name = f"rank-{rank}"
         RankWorker(channel).run()
 

@@ -13,7 +13,7 @@ import cloudpickle
 
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
-from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.channel import ProcessChannel
 
 WHERE_ARE_YOU = signal.SIGUSR2
 """Makes a process write the stack of its main thread to its output."""
@@ -30,14 +30,14 @@ class Ended:
 
 def session_target(
     body: bytes, options: Mapping[str, Any], prepare: Callable[[], Mapping[str, Any] | None] | None = None
-) -> Callable[[Channel], None]:
+) -> Callable[[ProcessChannel], None]:
     """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
 
     `prepare` is called first, when the process has no other thread yet; what it returns are further options, of this
     process alone.
     """
 
-    def target(channel: Channel) -> None:
+    def target(channel: ProcessChannel) -> None:
         faulthandler.register(WHERE_ARE_YOU, all_threads=False)
         try:
             own = prepare() if prepare is not None else None

@@ -71,7 +71,7 @@ def _demo(
     from holdfast.harness.demo.page import report_of
     from holdfast.harness.demo.plan import DemoPlan, check_backend
     from holdfast.harness.demo.record import DemoRun
-    from holdfast.harness.demo.run import Performance, Stage
+    from holdfast.harness.demo.run import DemoRunner, RunSetup
     from holdfast.harness.demo.summary import as_object, show
     from holdfast.harness.demo.verdict import verified
     from holdfast.harness.report import write
@@ -82,16 +82,16 @@ def _demo(
     plan = DemoPlan(recipe=recipe, backend=backend)
     out = console()
 
-    def perform(plan: DemoPlan, since: float) -> DemoRun:
+    def run_once(plan: DemoPlan, since: float) -> DemoRun:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
-            stage = Stage.prepare(plan, Path(directory), since)
-            return Performance(plan, stage, Silent() if json else display_for(out, plan)).run()
+            setup = RunSetup.prepare(plan, Path(directory), since)
+            return DemoRunner(plan, setup, Silent() if json else display_for(out, plan)).run()
 
-    run = perform(plan.with_faults() if faults else plan, began)
+    run = run_once(plan.with_faults() if faults else plan, began)
     if verify:
         if not json:
             out.print("Again, without faults, to compare the final weights:")
-        run = verified(run, perform(plan, time.monotonic()))
+        run = verified(run, run_once(plan, time.monotonic()))
     if json:
         print_json(as_object(run))
     else:

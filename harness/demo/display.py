@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.harness.demo.plan import DemoPlan
-from holdfast.harness.demo.record import Note
-from holdfast.harness.demo.recorder import Recorder
+from holdfast.harness.demo.record import LogLine
+from holdfast.harness.demo.recorder import RunRecorder
 
 SHOWN_NOTES = 12
 WINDOW = 25
@@ -28,18 +28,18 @@ _BAD = ("killed", "is gone", "detected")
 class Display(Protocol):
     """Shows a run. `refresh` is called often, and decides itself what that costs."""
 
-    def refresh(self, recorder: Recorder) -> None: ...
+    def refresh(self, recorder: RunRecorder) -> None: ...
 
-    def close(self, recorder: Recorder) -> None: ...
+    def close(self, recorder: RunRecorder) -> None: ...
 
 
 class Silent:
     """Shows nothing: for `--json`."""
 
-    def refresh(self, recorder: Recorder) -> None:
+    def refresh(self, recorder: RunRecorder) -> None:
         """Nothing to do."""
 
-    def close(self, recorder: Recorder) -> None:
+    def close(self, recorder: RunRecorder) -> None:
         """Nothing to do."""
 
 
@@ -50,7 +50,7 @@ class PlainLines:
         self._console, self._plan = console, plan
         self._notes, self._next = 0, 0.0
 
-    def refresh(self, recorder: Recorder) -> None:
+    def refresh(self, recorder: RunRecorder) -> None:
         """Print what is new."""
         for note in recorder.notes[self._notes :]:
             self._console.print(Text(f"{note.time:7.2f} s  {note.process}: {note.text}"), soft_wrap=True)
@@ -60,12 +60,12 @@ class PlainLines:
             self._next = now + _LINE_SECONDS
             self._progress(recorder)
 
-    def close(self, recorder: Recorder) -> None:
+    def close(self, recorder: RunRecorder) -> None:
         """Print what is left."""
         self.refresh(recorder)
         self._progress(recorder)
 
-    def _progress(self, recorder: Recorder) -> None:
+    def _progress(self, recorder: RunRecorder) -> None:
         figures = ", ".join(f"{name} {value}" for name, value in figures_of(recorder, self._plan))
         self._console.print(Text(f"{time.monotonic() - recorder.began:7.2f} s  {figures}"), soft_wrap=True)
 
@@ -79,20 +79,20 @@ class LivePanel:
         self._live.start()
         self._next = 0.0
 
-    def refresh(self, recorder: Recorder) -> None:
+    def refresh(self, recorder: RunRecorder) -> None:
         """Redraw, if it is time."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _REDRAW_SECONDS
             self._live.update(self._draw(recorder), refresh=True)
 
-    def close(self, recorder: Recorder) -> None:
+    def close(self, recorder: RunRecorder) -> None:
         """Leave the last notes on the screen."""
         self._live.stop()
         for note in sorted(recorder.notes, key=lambda note: note.time):
             self._live.console.print(note_line(note))
 
-    def _draw(self, recorder: Recorder) -> RenderableType:
+    def _draw(self, recorder: RunRecorder) -> RenderableType:
         done, total = len(recorder.steps), self._plan.recipe.steps
         figures = Table.grid(padding=(0, 2))
         shown = figures_of(recorder, self._plan)
@@ -105,7 +105,7 @@ class LivePanel:
         return Panel(Group(figures, Bar(total, 0, done, color="green"), Text(), *notes), title=title)
 
 
-def figures_of(recorder: Recorder, plan: DemoPlan) -> list[tuple[str, str]]:
+def figures_of(recorder: RunRecorder, plan: DemoPlan) -> list[tuple[str, str]]:
     """The state of the run in a few words: (name, value)."""
     last = recorder.steps[-WINDOW:]
     spent = last[-1].time - last[0].time if len(last) > 1 else 0.0
@@ -127,7 +127,7 @@ def figures_of(recorder: Recorder, plan: DemoPlan) -> list[tuple[str, str]]:
     ]
 
 
-def note_line(note: Note) -> Text:
+def note_line(note: LogLine) -> Text:
     """A note, coloured."""
     style = "red" if any(word in note.text for word in _BAD) else "green"
     return Text.assemble((f"{note.time:7.2f} s  ", "dim"), (note.process, "cyan"), ": ", (note.text, style))

@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
 from holdfast.ft.launch.exit_status import how_it_ended
-from holdfast.harness.processes.channel import Channel
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
@@ -30,7 +30,7 @@ _LOOKS = (0.05, 0.2, 1.0, 5.0)
 class ForkedWorker:
     """A process of a `ZygoteEngine`."""
 
-    def __init__(self, process: Process, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
+    def __init__(self, process: ForkedProcess, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
         self._process, self._loop, self._on_exit = process, loop, on_exit
         self._watched, self._dying = True, False
         loop.add_reader(process.pidfd, self._exited)
@@ -114,7 +114,7 @@ class ZygoteEngine:
         return ForkedWorker(process, asyncio.get_running_loop(), on_exit)
 
 
-def _be(body: Callable[..., None], args: tuple[Any, ...], channel: Channel) -> None:
+def _be(body: Callable[..., None], args: tuple[Any, ...], channel: ProcessChannel) -> None:
     """What a worker runs; the channel to its parent has done its duty."""
     channel.close()
     threading.Thread(

@@ -29,7 +29,7 @@ RESTORE_SECONDS = 10.0
 _LOOK_SECONDS = 0.002
 
 
-class Struck(Happening, frozen=True, tag="struck"):
+class WorkerKilled(Happening, frozen=True, tag="struck"):
     """A worker was killed. `where` says in words what it was doing."""
 
     victim: Victim
@@ -39,7 +39,7 @@ class Struck(Happening, frozen=True, tag="struck"):
     step: int
 
 
-class Restored(Happening, frozen=True, tag="restored"):
+class ReplicasRestored(Happening, frozen=True, tag="restored"):
     """A version of the weights has its full number of replicas again, at new holders."""
 
     version: int
@@ -51,7 +51,7 @@ class Faults:
 
     def __init__(self, plan: DemoPlan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
         self._plan, self._store, self._log, self._tell = plan, store, log, tell
-        self._pending: set[Victim] = {strike.victim for strike in plan.strikes}
+        self._pending: set[Victim] = {kill.victim for kill in plan.strikes}
         self._inside: set[str] = set()
         self._gathered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,16 +65,16 @@ class Faults:
     async def pause(self, worker: str, reached: wire.Reached) -> None:
         """Called when `worker` is at a point; returns when it may go on."""
         if reached.point == INSIDE_GENERATION and "generator" in self._pending:
-            self._strike("generator", worker, "between two tokens of a unit", reached.step)
+            self._kill("generator", worker, "between two tokens of a unit", reached.step)
             await asyncio.sleep(GATHER_SECONDS)
         elif reached.point == INSIDE_REDUCTION and "trainer" in self._pending:
             await self._in_reduction(worker, reached.step)
 
     def hear(self, happening: Happening) -> None:
         """Called for everything that happens."""
-        strike = self._plan.strike("holder")
-        if isinstance(happening, Published) and strike is not None and happening.version >= strike.step:
-            self._kill_holder(strike.step)
+        kill = self._plan.kill("holder")
+        if isinstance(happening, Published) and kill is not None and happening.version >= kill.step:
+            self._kill_holder(kill.step)
 
     async def close(self) -> None:
         """End what still looks for replicas."""
@@ -93,7 +93,7 @@ class Faults:
         async with asyncio.timeout(GATHER_SECONDS):
             await self._gathered.wait()
         await asyncio.sleep(ENTER_SECONDS)
-        self._strike("trainer", worker, f"rank {victim} inside the all_reduce", step)
+        self._kill("trainer", worker, f"rank {victim} inside the all_reduce", step)
         await asyncio.sleep(GATHER_SECONDS)
 
     def _kill_holder(self, step: int) -> None:
@@ -105,13 +105,13 @@ class Faults:
         holders = driver.alive("holder")
         for holder in self._store.holders("latest"):
             if (name := driver.named(holder.pid)) in holders and name is not None:
-                self._strike("holder", name, f"holding the newest weights, version {version}", step)
+                self._kill("holder", name, f"holding the newest weights, version {version}", step)
                 task = asyncio.create_task(self._look_for_replicas(version, holder.pid))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 return
 
-    def _strike(self, victim: Victim, name: str, where: str, step: int) -> None:
+    def _kill(self, victim: Victim, name: str, where: str, step: int) -> None:
         worker = self._the_driver().worker(name)
         if worker is None:
             return
@@ -119,7 +119,7 @@ class Faults:
         self._log.emit("fault", what="kill", target=name, target_pid=worker.pid, step=step)
         now = time.monotonic()
         worker.kill()
-        self._tell(Struck(time=now, victim=victim, process=name, pid=worker.pid, where=where, step=step))
+        self._tell(WorkerKilled(time=now, victim=victim, process=name, pid=worker.pid, where=where, step=step))
 
     async def _look_for_replicas(self, version: int, killed: int) -> None:
         """Say when the newest version again has its replicas, none of them in the process that was `killed`."""
@@ -129,7 +129,9 @@ class Faults:
             holders = [holder for holder in self._store.holders("latest") if holder.pid != killed]
             alive = tuple(driver.named(holder.pid) or f"process {holder.pid}" for holder in holders)
             if len(alive) >= self._plan.crew.replicas:
-                self._tell(Restored(time=time.monotonic(), version=self._store.latest() or version, holders=alive))
+                self._tell(
+                    ReplicasRestored(time=time.monotonic(), version=self._store.latest() or version, holders=alive)
+                )
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -6,9 +6,9 @@ import shlex
 from datetime import datetime
 
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.demo.record import Blow, DemoRun, Life
+from holdfast.harness.demo.record import DemoFault, DemoRun, ProcessLife
 from holdfast.harness.demo.verdict import AVERAGED
-from holdfast.harness.report.model import Curve, Fault, Figure, Point, ProcessLane, Report, Span, StageTimes
+from holdfast.harness.report.model import Curve, Figure, Point, ProcessLane, ReportedFault, RunReport, Span, StageTimes
 
 _TITLES = {
     "trainer": "SIGKILL of a trainer",
@@ -18,9 +18,9 @@ _TITLES = {
 _ROLES = ("trainer", "generator", "holder")
 
 
-def report_of(run: DemoRun) -> Report:
+def report_of(run: DemoRun) -> RunReport:
     """The whole report."""
-    return Report(
+    return RunReport(
         title=f"GRPO post-training over {run.backend}",
         good=run.outcome.passed,
         summary=_summary(run),
@@ -122,7 +122,7 @@ def _lanes(run: DemoRun) -> tuple[ProcessLane, ...]:
     return tuple(_lane(life, killed, run.seconds) for life in known)
 
 
-def _lane(life: Life, killed: dict[str, float], seconds: float) -> ProcessLane:
+def _lane(life: ProcessLife, killed: dict[str, float], seconds: float) -> ProcessLane:
     lost = life.ended is not None and life.how != ""
     return ProcessLane(
         name=life.name,
@@ -135,8 +135,8 @@ def _lane(life: Life, killed: dict[str, float], seconds: float) -> ProcessLane:
     )
 
 
-def _fault(blow: Blow) -> Fault:
-    return Fault(
+def _fault(blow: DemoFault) -> ReportedFault:
+    return ReportedFault(
         time=blow.time,
         title=_TITLES[blow.victim],
         target=blow.process,

@@ -32,7 +32,7 @@ def check_backend(name: str) -> None:
         raise BackendUnavailable(name, "it cannot connect processes", "use shm, gloo or ucx")
 
 
-class Strike(msgspec.Struct, frozen=True):
+class PlannedKill(msgspec.Struct, frozen=True):
     """One fault: whom to kill, and in which step."""
 
     victim: Victim
@@ -45,7 +45,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Recipe
     backend: str
     crew: Crew = Crew()
-    strikes: tuple[Strike, ...] = ()
+    strikes: tuple[PlannedKill, ...] = ()
     timeout: float = TIMEOUT
 
     def with_faults(self) -> Self:
@@ -54,15 +54,15 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             strikes=(
-                Strike("trainer", round(0.25 * last)),
-                Strike("generator", round(0.5 * last)),
-                Strike("holder", round(0.75 * last)),
+                PlannedKill("trainer", round(0.25 * last)),
+                PlannedKill("generator", round(0.5 * last)),
+                PlannedKill("holder", round(0.75 * last)),
             ),
         )
 
-    def strike(self, victim: Victim) -> Strike | None:
+    def kill(self, victim: Victim) -> PlannedKill | None:
         """The planned fault of this kind."""
-        return next((strike for strike in self.strikes if strike.victim == victim), None)
+        return next((kill for kill in self.strikes if kill.victim == victim), None)
 
     @property
     def points(self) -> tuple[Fault, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.harness.invariants import Finding
+from holdfast.harness.invariants import CheckResult
 from holdfast.rl.crew import Crew
 from holdfast.rl.learning.recipe import Recipe
 
@@ -38,7 +38,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     exact_match: float
 
 
-class Life(msgspec.Struct, frozen=True):
+class ProcessLife(msgspec.Struct, frozen=True):
     """A process, from its start to its end. `ended` is None if it lived to the end of the run; `how` says how it ended
     if it was lost. `replaces` names the dead process in whose place it was started.
     """
@@ -72,7 +72,7 @@ class Stage(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Blow(msgspec.Struct, frozen=True):
+class DemoFault(msgspec.Struct, frozen=True):
     """A fault that was struck: which process, where it was, at which step, and when. `stages` in order of time: for a
     trainer detected, rebuilt, next step committed; for the others detected, replaced, and then what was lost made good.
     """
@@ -86,7 +86,7 @@ class Blow(msgspec.Struct, frozen=True):
     stages: tuple[Stage, ...]
 
 
-class Note(msgspec.Struct, frozen=True):
+class LogLine(msgspec.Struct, frozen=True):
     """A line of the run's log, as it was shown."""
 
     time: float
@@ -129,11 +129,11 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     crew: Crew
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
-    lives: tuple[Life, ...]
+    lives: tuple[ProcessLife, ...]
     spans: tuple[Span, ...]
-    blows: tuple[Blow, ...]
-    notes: tuple[Note, ...]
-    findings: tuple[Finding, ...]
+    blows: tuple[DemoFault, ...]
+    notes: tuple[LogLine, ...]
+    findings: tuple[CheckResult, ...]
     """What each invariant's checker found in the event logs."""
     outcome: RunOutcome
 

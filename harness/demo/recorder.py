@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from holdfast.harness.demo.faults import Restored, Struck
-from holdfast.harness.demo.record import Evaluation, Life, Note, Step
+from holdfast.harness.demo.faults import ReplicasRestored, WorkerKilled
+from holdfast.harness.demo.record import Evaluation, LogLine, ProcessLife, Step
 from holdfast.rl.happenings import (
     Evaluated,
     Happening,
@@ -21,14 +21,14 @@ from holdfast.rl.happenings import (
 
 
 @dataclass(slots=True)
-class Recorder:
+class RunRecorder:
     """The run so far. `began` is on `time.monotonic()`; all other times count from it."""
 
     began: float = field(default_factory=time.monotonic)
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    lives: dict[str, Life] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
+    lives: dict[str, ProcessLife] = field(default_factory=dict)
+    notes: list[LogLine] = field(default_factory=list)
     happenings: list[Happening] = field(default_factory=list)
     untrained: float = 0.0
     version: int = -1
@@ -37,7 +37,7 @@ class Recorder:
 
     def note(self, at: float, process: str, text: str) -> None:
         """Add a line to the log; `at` is on `time.monotonic()`."""
-        self.notes.append(Note(at - self.began, process, text))
+        self.notes.append(LogLine(at - self.began, process, text))
 
     def hear(self, happening: Happening) -> None:
         """Take note of what happened."""
@@ -63,16 +63,16 @@ class Recorder:
                 text = f"supervised warm-up, before any reinforcement, is done: loss {happening.loss:.2f}"
                 self.note(happening.time, "driver", f"{text}; held-out exact match before it {happening.untrained:.1%}")
             case WorkerStarted():
-                self.lives[happening.name] = Life(
+                self.lives[happening.name] = ProcessLife(
                     happening.name, happening.role, happening.pid, at, replaces=happening.replaces
                 )
                 if happening.replaces:
                     self.note(happening.time, happening.name, f"started in place of {happening.replaces}")
             case WorkerLost():
                 self._lost(happening, at)
-            case Struck():
+            case WorkerKilled():
                 self.note(happening.time, happening.process, f"killed with SIGKILL, {happening.where}")
-            case Restored():
+            case ReplicasRestored():
                 who = ", ".join(happening.holders)
                 self.note(happening.time, "store", f"version {happening.version} is replicated again, by {who}")
             case TrainerFinished():
@@ -81,7 +81,7 @@ class Recorder:
 
     def _lost(self, lost: WorkerLost, at: float) -> None:
         life = self.lives[lost.name]
-        self.lives[lost.name] = Life(life.name, life.role, life.pid, life.started, at, lost.how, life.replaces)
+        self.lives[lost.name] = ProcessLife(life.name, life.role, life.pid, life.started, at, lost.how, life.replaces)
         text = f"is gone: {lost.how.splitlines()[0]}"
         if lost.requeued:
             text += f"; {len(lost.requeued)} unit back in the queue"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.harness.demo.faults import Restored, Struck
-from holdfast.harness.demo.record import Blow, Stage
+from holdfast.harness.demo.faults import ReplicasRestored, WorkerKilled
+from holdfast.harness.demo.record import DemoFault, Stage
 from holdfast.harness.invariants import Event
 from holdfast.rl.happenings import Happening, UnitDone, WorkerLost, WorkerStarted
 
@@ -17,57 +17,57 @@ RECOVERED = {
 """The stages of a recovery that is complete."""
 
 
-def blows(began: float, happenings: Sequence[Happening], events: Sequence[Event]) -> tuple[Blow, ...]:
+def injected_faults(began: float, happenings: Sequence[Happening], events: Sequence[Event]) -> tuple[DemoFault, ...]:
     """Every fault that was struck. `began` is on `time.monotonic()`."""
     return tuple(
-        Blow(
-            struck.victim,
-            struck.process,
-            struck.pid,
-            struck.where,
-            struck.step,
-            struck.time - began,
-            tuple(_stages(struck, happenings, events)),
+        DemoFault(
+            killed.victim,
+            killed.process,
+            killed.pid,
+            killed.where,
+            killed.step,
+            killed.time - began,
+            tuple(_stages(killed, happenings, events)),
         )
-        for struck in happenings
-        if isinstance(struck, Struck)
+        for killed in happenings
+        if isinstance(killed, WorkerKilled)
     )
 
 
-def complete(blow: Blow) -> bool:
+def complete(blow: DemoFault) -> bool:
     """Whether the recovery from `blow` reached its last stage."""
     return tuple(stage.name for stage in blow.stages) == RECOVERED[blow.victim]
 
 
-def _stages(struck: Struck, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[Stage]:
-    times = _of_trainer(struck, events) if struck.victim == "trainer" else _of_other(struck, happenings)
-    for name, at in zip(RECOVERED[struck.victim], times, strict=True):
+def _stages(killed: WorkerKilled, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[Stage]:
+    times = _of_trainer(killed, events) if killed.victim == "trainer" else _of_other(killed, happenings)
+    for name, at in zip(RECOVERED[killed.victim], times, strict=True):
         if at is None:
             return
-        yield Stage(name, at - struck.time)
+        yield Stage(name, at - killed.time)
 
 
-def _of_trainer(struck: Struck, events: Sequence[Event]) -> tuple[float | None, ...]:
-    after = [event for event in events if event.time > struck.time]
+def _of_trainer(killed: WorkerKilled, events: Sequence[Event]) -> tuple[float | None, ...]:
+    after = [event for event in events if event.time > killed.time]
     detected = next((event.time for event in after if event.kind == "detected"), None)
     rebuilt = [event for event in after if event.kind == "rebuilt"]
     first = rebuilt[0].integer("epoch") if rebuilt else 0
     all_rebuilt = max((event.time for event in rebuilt if event.integer("epoch") == first), default=None)
     committed = next(
-        (event.time for event in after if event.kind == "committed" and event.integer("step") >= struck.step), None
+        (event.time for event in after if event.kind == "committed" and event.integer("step") >= killed.step), None
     )
     return detected, all_rebuilt, committed
 
 
-def _of_other(struck: Struck, happenings: Sequence[Happening]) -> tuple[float | None, ...]:
-    after = [each for each in happenings if each.time >= struck.time]
-    lost = next((each for each in after if isinstance(each, WorkerLost) and each.name == struck.process), None)
+def _of_other(killed: WorkerKilled, happenings: Sequence[Happening]) -> tuple[float | None, ...]:
+    after = [each for each in happenings if each.time >= killed.time]
+    lost = next((each for each in after if isinstance(each, WorkerLost) and each.name == killed.process), None)
     replaced = next(
-        (each.time for each in after if isinstance(each, WorkerStarted) and each.replaces == struck.process), None
+        (each.time for each in after if isinstance(each, WorkerStarted) and each.replaces == killed.process), None
     )
     good: float | None = None
-    if struck.victim == "holder":
-        good = next((each.time for each in after if isinstance(each, Restored)), None)
+    if killed.victim == "holder":
+        good = next((each.time for each in after if isinstance(each, ReplicasRestored)), None)
     elif lost is not None:
         redone = [each for each in after if isinstance(each, UnitDone) and each.unit in lost.requeued]
         good = redone[-1].time if len(redone) == len(lost.requeued) > 0 else None

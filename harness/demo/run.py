@@ -18,8 +18,8 @@ from holdfast.harness.demo.engine import ZygoteEngine
 from holdfast.harness.demo.faults import Faults
 from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import DemoRun
-from holdfast.harness.demo.recorder import Recorder
-from holdfast.harness.demo.recovery import blows
+from holdfast.harness.demo.recorder import RunRecorder
+from holdfast.harness.demo.recovery import injected_faults
 from holdfast.harness.demo.spans import spans
 from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.demo.verdict import judge
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RunSetup:
     """The files and the engine of a run; `setup_seconds` is what it took to have them."""
 
     contract: LocalContract
@@ -42,7 +42,7 @@ class Stage:
     setup_seconds: float
 
     @staticmethod
-    def prepare(plan: DemoPlan, directory: Path, began: float) -> Stage:
+    def prepare(plan: DemoPlan, directory: Path, began: float) -> RunSetup:
         """Make everything in the empty, owner-only `directory`, and import what workers need. `began` is when the user
         began to wait, on `time.monotonic()`.
         """
@@ -51,30 +51,30 @@ class Stage:
         logs.mkdir(mode=0o700)
         engine = ZygoteEngine(logs, contract.environ())
         engine.warm_up()
-        return Stage(contract, engine, time.monotonic() - began)
+        return RunSetup(contract, engine, time.monotonic() - began)
 
 
-class Performance:
-    """A run of `plan` on `stage`, shown by `display`."""
+class DemoRunner:
+    """A run of `plan` on the files and engine of `setup`, shown by `display`."""
 
-    def __init__(self, plan: DemoPlan, stage: Stage, display: Display) -> None:
-        self._plan, self._stage, self._display = plan, stage, display
-        self._recorder = Recorder()
-        self._tail = LogTail(stage.contract.events_directory)
+    def __init__(self, plan: DemoPlan, setup: RunSetup, display: Display) -> None:
+        self._plan, self._setup, self._display = plan, setup, display
+        self._recorder = RunRecorder()
+        self._tail = LogTail(setup.contract.events_directory)
 
     def run(self) -> DemoRun:
         """The record of the run. Raises `RunFailed` and the like if it came to no end, `KeyboardInterrupt` also on
         SIGTERM; no process is left behind.
         """
         began = datetime.now().astimezone().isoformat(timespec="seconds")
-        contract = self._stage.contract
+        contract = self._setup.contract
         with (
             WeightStore(contract.register_url, hold=False) as store,
             closing(EventLog("demo", contract.events_directory)) as log,
         ):
             faults = Faults(self._plan, store, log, self._recorder.hear)
             try:
-                digest = asyncio.run(self._perform(faults))
+                digest = asyncio.run(self._drive(faults))
             finally:
                 self._look()
                 self._display.close(self._recorder)
@@ -82,26 +82,26 @@ class Performance:
         events = read_directory(contract.events_directory)
         found = tuple(examine(events))
         recorder = self._recorder
-        struck = blows(recorder.began, recorder.happenings, events)
+        kills = injected_faults(recorder.began, recorder.happenings, events)
         names = {life.pid: life.name for life in recorder.lives.values()}
         return DemoRun(
             backend=self._plan.backend,
             began=began,
             seconds=seconds,
-            setup_seconds=self._stage.setup_seconds,
+            setup_seconds=self._setup.setup_seconds,
             recipe=self._plan.recipe,
             crew=self._plan.crew,
             steps=tuple(recorder.steps),
             evaluations=tuple(recorder.evaluations),
             lives=tuple(recorder.lives.values()),
             spans=spans(recorder.began, events, names),
-            blows=struck,
+            blows=kills,
             notes=tuple(sorted(recorder.notes, key=lambda note: note.time)),
             findings=found,
-            outcome=judge(self._plan, recorder, events, found, struck, faults.pending, digest),
+            outcome=judge(self._plan, recorder, events, found, kills, faults.pending, digest),
         )
 
-    async def _perform(self, faults: Faults) -> str:
+    async def _drive(self, faults: Faults) -> str:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -110,7 +110,7 @@ class Performance:
             self._recorder.hear(happening)
             faults.hear(happening)
 
-        driver = Driver(self._plan.recipe, self._plan.crew, self._site(), self._stage.engine, audience, faults.pause)
+        driver = Driver(self._plan.recipe, self._plan.crew, self._site(), self._setup.engine, audience, faults.pause)
         faults.driver = driver
         watching = asyncio.create_task(self._watch())
         try:
@@ -122,7 +122,7 @@ class Performance:
             await faults.close()
 
     def _site(self) -> Site:
-        contract, plan = self._stage.contract, self._plan
+        contract, plan = self._setup.contract, self._plan
         return Site(
             address="",
             job=contract.name,

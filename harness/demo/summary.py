@@ -12,7 +12,7 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
 from holdfast.ft.console.units import counted
-from holdfast.harness.demo.record import Blow, DemoRun
+from holdfast.harness.demo.record import DemoFault, DemoRun
 
 TITLES = {"trainer": "trainer rank killed", "generator": "generator killed", "holder": "weight holder killed"}
 
@@ -100,7 +100,7 @@ def _recoveries(run: DemoRun) -> Table:
     return table
 
 
-def _stages(blow: Blow) -> list[str]:
+def _stages(blow: DemoFault) -> list[str]:
     cells = [f"{stage.seconds * 1e3:.1f} ms" for stage in blow.stages]
     if len(cells) == 3:
         cells[2] += f" ({blow.stages[2].name})"

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.demo.faults import Struck
+from holdfast.harness.demo.faults import WorkerKilled
 from holdfast.harness.demo.plan import DemoPlan
-from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, RunOutcome, Victim
-from holdfast.harness.demo.recorder import Recorder
+from holdfast.harness.demo.record import DemoFault, DemoRun, Evaluation, RunOutcome, Victim
+from holdfast.harness.demo.recorder import RunRecorder
 from holdfast.harness.demo.recovery import complete
-from holdfast.harness.invariants import Event, Finding
+from holdfast.harness.invariants import CheckResult, Event
 from holdfast.rl.happenings import WorkerLost
 
 AVERAGED = 3
@@ -35,7 +35,7 @@ def lost_steps(steps: int, events: Sequence[Event]) -> int:
     return steps - len(committed & set(range(steps)))
 
 
-def lost_versions(steps: int, recorder: Recorder, events: Sequence[Event], digest: str) -> int:
+def lost_versions(steps: int, recorder: RunRecorder, events: Sequence[Event], digest: str) -> int:
     """How many versions of the weights were never published, or lost later, or are not those of the trainers at the
     end, whose digest is `digest`.
     """
@@ -45,10 +45,10 @@ def lost_versions(steps: int, recorder: Recorder, events: Sequence[Event], diges
 
 def judge(
     plan: DemoPlan,
-    recorder: Recorder,
+    recorder: RunRecorder,
     events: Sequence[Event],
-    found: Sequence[Finding],
-    struck: Sequence[Blow],
+    found: Sequence[CheckResult],
+    faults: Sequence[DemoFault],
     pending: Collection[Victim],
     digest: str,
 ) -> RunOutcome:
@@ -65,14 +65,14 @@ def judge(
         failures.append(f"lost: {counted(versions, 'version')} of the weights")
     failures += [f"the {victim} was not struck" for victim in sorted(pending)]
     failures += [
-        f"the recovery from the death of {blow.process} is not complete" for blow in struck if not complete(blow)
+        f"the recovery from the death of {blow.process} is not complete" for blow in faults if not complete(blow)
     ]
     failures += [
         f"{violation.invariant}: {violation.process}: {violation.message}"
         for finding in found
         for violation in finding.violations
     ]
-    victims = {each.process for each in recorder.happenings if isinstance(each, Struck)}
+    victims = {each.process for each in recorder.happenings if isinstance(each, WorkerKilled)}
     failures += [
         f"{each.name} was lost though nobody struck it: {each.how}"
         for each in recorder.happenings

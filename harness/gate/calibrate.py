@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.gate.decide import Rule
+from holdfast.harness.gate.decide import DecisionRule
 from holdfast.harness.gate.gate import Comparison, Course, Progress, chosen, compare
 from holdfast.harness.gate.pairs import Nursery
 from holdfast.harness.gate.sides import Side
@@ -45,7 +45,7 @@ class Calibration(msgspec.Struct, frozen=True):
     alarms: int
     found: int
     rates: tuple[Rate, ...]
-    rule: Rule
+    rule: DecisionRule
     seconds: float
     others: float
 
@@ -79,7 +79,7 @@ def _rate(name: str, injected: float, courses: list[Course]) -> Rate:
 
 def calibrate(
     sides: tuple[Side, Side],
-    rule: Rule,
+    rule: DecisionRule,
     trials: int,
     names: Sequence[str] = (),
     injected: float = 0.05,

@@ -49,12 +49,12 @@ def gate(
     from holdfast.ft.console.outputs import check_file, writing
     from holdfast.harness.gate import show
     from holdfast.harness.gate.calibrate import calibrate as calibrate_gate
-    from holdfast.harness.gate.decide import Rule
+    from holdfast.harness.gate.decide import DecisionRule
     from holdfast.harness.gate.gate import run
     from holdfast.harness.gate.pairs import SideFailed
 
     check_file(markdown, "--markdown")
-    rule = Rule(effect=effect, most=most)
+    rule = DecisionRule(effect=effect, most=most)
     notes, out = console(stderr=True), console()
     try:
         with (

@@ -20,7 +20,7 @@ Verdict = Literal["slower", "faster", "same", "unsure"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DecisionRule:
     """When is it slower? `alarm` is the chance, over all workloads together, to call equal code slower; `miss` that to
     call code the same that is slower by `effect`. A slowdown within `margin` is never an alarm.
 
@@ -79,7 +79,7 @@ def t_quantile(probability: float, degrees: int) -> float:
     return high
 
 
-def decide(ratios: Sequence[float], rule: Rule, workloads: int) -> tuple[Verdict, Estimate]:
+def decide(ratios: Sequence[float], rule: DecisionRule, workloads: int) -> tuple[Verdict, Estimate]:
     """What the log ratios of the clusters so far allow to say, if `workloads` are looked at.
 
     "slower": the interval at level `alarm / workloads` lies above the margin. "same": the one-sided interval at level

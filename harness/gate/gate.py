@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.gate.decide import Estimate, Rule, Verdict, decide, paired_ratio
-from holdfast.harness.gate.pairs import CannotRun, Nursery, Turn, slices
+from holdfast.harness.gate.decide import DecisionRule, Estimate, Verdict, decide, paired_ratio
+from holdfast.harness.gate.pairs import CannotRun, GateTurn, Nursery, slices
 from holdfast.harness.gate.sides import Side, differing_pins
 from holdfast.harness.gate.workloads import WORKLOADS, Workload
 
@@ -22,7 +22,7 @@ GROUPS = 12
 Progress = Callable[[str], None]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class WorkloadResult(msgspec.Struct, frozen=True):
     """One workload: microseconds of CPU an op on either side (medians), by what share HEAD is slower, and the verdict.
 
     `low` and `high` bound the slowdown at the gate's level. `why` says why a workload could not be compared.
@@ -46,23 +46,23 @@ class GateReport(msgspec.Struct, frozen=True):
 
     base: str
     head: str
-    findings: tuple[Finding, ...]
-    rule: Rule
+    findings: tuple[WorkloadResult, ...]
+    rule: DecisionRule
     seconds: float
     others: float
     pins: tuple[str, ...] = ()
 
     @property
-    def slower(self) -> tuple[Finding, ...]:
+    def slower(self) -> tuple[WorkloadResult, ...]:
         return tuple(finding for finding in self.findings if finding.verdict == "slower")
 
     @property
-    def broken(self) -> tuple[Finding, ...]:
+    def broken(self) -> tuple[WorkloadResult, ...]:
         """What BASE runs, and HEAD does not."""
         return tuple(finding for finding in self.findings if finding.verdict == "does not run")
 
     @property
-    def undecided(self) -> tuple[Finding, ...]:
+    def undecided(self) -> tuple[WorkloadResult, ...]:
         return tuple(finding for finding in self.findings if finding.verdict == "unsure")
 
     @property
@@ -97,13 +97,13 @@ class Course:
         self.base += [1e6 * each / self.workload.ops for pair in base for each in pair]
         self.head += [1e6 * each / self.workload.ops for pair in head for each in pair]
 
-    def judge(self, rule: Rule, workloads: int) -> None:
+    def judge(self, rule: DecisionRule, workloads: int) -> None:
         self.verdict, self.estimate = decide(self.ratios, rule, workloads)
 
-    def finding(self) -> Finding:
+    def finding(self) -> WorkloadResult:
         base, head = (statistics.median(times) if times else math.nan for times in (self.base, self.head))
         given = self.estimate
-        return Finding(
+        return WorkloadResult(
             self.workload.name, self.workload.what, base, head, given.slowdown, given.low, given.high, given.clusters,
             "does not run" if self.broken else "not compared" if self.why else self.verdict, self.why,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: S
     with nursery.pair([sides[index] for index in order]) as started:
         base, head = (started[order.index(index)] for index in (0, 1))
         for comparison in comparisons:
-            turns = {"base": Turn(base), "head": Turn(head, comparison.extra)}
+            turns = {"base": GateTurn(base), "head": GateTurn(head, comparison.extra)}
             if order[0] == 1:
                 turns = dict(reversed(turns.items()))
             for course in comparison.courses:
@@ -154,7 +154,7 @@ def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: S
 def compare(
     nursery: Nursery,
     sides: tuple[Side, Side],
-    rule: Rule,
+    rule: DecisionRule,
     comparisons: Sequence[Comparison],
     progress: Progress = lambda text: None,
 ) -> None:
@@ -171,7 +171,7 @@ def compare(
 
 
 def run(
-    sides: tuple[Side, Side], rule: Rule, names: Sequence[str] = (), progress: Progress = lambda text: None
+    sides: tuple[Side, Side], rule: DecisionRule, names: Sequence[str] = (), progress: Progress = lambda text: None
 ) -> GateReport:
     """Compare the two sides. Raises `SideFailed` if one does not run at all, ValueError for unknown names."""
     began, noise = time.monotonic(), Noise()

@@ -90,7 +90,7 @@ class SideProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GateTurn:
     """One side's part of a group of turns: which process, and how much more work than its share it is given."""
 
     process: SideProcess
@@ -188,7 +188,7 @@ class Nursery:
         self._folder.close()
 
 
-def slices(turns: Mapping[str, Turn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:
+def slices(turns: Mapping[str, GateTurn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:
     """For each name in `turns`, what its two turns took: A B B A, then B A A B, and so on, `groups` times at most.
 
     A turn with `extra` 0.05 does 5% more ops, and is timed as if it had done its share: a slowdown of 5%, of the very

@@ -9,8 +9,8 @@ from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.gate.calibrate import Calibration
-from holdfast.harness.gate.decide import Rule
-from holdfast.harness.gate.gate import Finding, GateReport
+from holdfast.harness.gate.decide import DecisionRule
+from holdfast.harness.gate.gate import GateReport, WorkloadResult
 
 _MARK = {
     "does not run": "❌ does not run",
@@ -22,14 +22,14 @@ _MARK = {
 _STYLE = {"does not run": "bold red", "slower": "bold red", "faster": "green", "same": "default", "unsure": "yellow"}
 
 
-def _change(finding: Finding) -> str:
+def _change(finding: WorkloadResult) -> str:
     """Its slowdown and interval, as percent."""
     if not finding.clusters:
         return ""
     return f"{finding.slowdown:+.1%} ({finding.low:+.1%} to {finding.high:+.1%})"
 
 
-def promise(rule: Rule) -> str:
+def promise(rule: DecisionRule) -> str:
     """What the rule states, in words."""
     return (
         f"a slowdown is called one if the whole interval lies above {rule.margin:.0%}; all workloads together call "

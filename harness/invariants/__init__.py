@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 from holdfast.ft.telemetry.event import Event, event_of
 from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
-from holdfast.harness.invariants.checker import Bounds, Checker, Finding, Violation
+from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
 from holdfast.harness.invariants.commits import Commits
 from holdfast.harness.invariants.completion import Completion
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.epochs_forward import EpochsForward
 from holdfast.harness.invariants.equal_bits import EqualBits
-from holdfast.harness.invariants.evicted import Evicted
+from holdfast.harness.invariants.evicted import NoEvictedCommits
 from holdfast.harness.invariants.evictions import EvictionsJustified
 from holdfast.harness.invariants.one_membership import OneMembership
-from holdfast.harness.invariants.progress import Progress
+from holdfast.harness.invariants.progress import ProgressResumes
 from holdfast.harness.invariants.rank_order import RankOrder
 from holdfast.harness.invariants.revoked_effects import RevokedEffects
 from holdfast.harness.invariants.store_versions import StoreVersions
@@ -31,9 +31,9 @@ CHECKERS: tuple[type[Checker], ...] = (
     RevokedEffects,
     Deadlines,
     EqualBits,
-    Evicted,
+    NoEvictedCommits,
     Commits,
-    Progress,
+    ProgressResumes,
     StoreVersions,
     RankOrder,
     EvictionsJustified,
@@ -44,9 +44,9 @@ CHECKERS: tuple[type[Checker], ...] = (
 __all__ = [
     "CHECKERS",
     "Bounds",
+    "CheckResult",
     "Checker",
     "Event",
-    "Finding",
     "Violation",
     "check",
     "event_of",
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 
-def examine(events: Iterable[Event], bounds: Bounds | None = None) -> list[Finding]:
+def examine(events: Iterable[Event], bounds: Bounds | None = None) -> list[CheckResult]:
     """What every checker finds in `events`, which are in the order of time; those that need a simulation are left out
     for the logs of real processes.
     """

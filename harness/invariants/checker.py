@@ -37,7 +37,7 @@ class Violation(msgspec.Struct, frozen=True):
     message: str
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """What a checker found.
 
     `looked` counts the events that it had something to say about: 0 proves nothing.
@@ -74,5 +74,5 @@ class Checker(ABC):
     def violated(self, event: Event, message: str) -> None:
         self.violations.append(Violation(self.name, event.process, event.time, message))
 
-    def finding(self) -> Finding:
-        return Finding(self.name, self.meaning, self.looked, tuple(self.violations))
+    def finding(self) -> CheckResult:
+        return CheckResult(self.name, self.meaning, self.looked, tuple(self.violations))

@@ -12,7 +12,7 @@ from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
-class Evicted(Checker):
+class NoEvictedCommits(Checker):
     name: ClassVar[str] = "no evicted rank commits"
     meaning: ClassVar[str] = (
         "From the moment a view without a process is installed by any other, it commits no step but one that the "

@@ -8,7 +8,7 @@ from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
-class Progress(Checker):
+class ProgressResumes(Checker):
     name: ClassVar[str] = "progress resumes"
     meaning: ClassVar[str] = "After the last of any faults a step is committed, or the job ends, within the bound."
 

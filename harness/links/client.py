@@ -12,11 +12,11 @@ from pathlib import Path
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.paths import connect_unix
 from holdfast.harness.links import seccomp
-from holdfast.harness.links.messages import Answer, Ask, SetRules
-from holdfast.harness.links.policy import Rule, Traffic
+from holdfast.harness.links.messages import Answer, SetRules, TrafficQuery
+from holdfast.harness.links.policy import LinkRule, LinkTraffic
 from holdfast.harness.links.supervisor import Address, supervise
 from holdfast.harness.processes.channel import ChannelClosed
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 _SECONDS = 30.0
 
@@ -33,11 +33,11 @@ class Links:
         seccomp.machine()
         self._directory = tempfile.TemporaryDirectory(prefix="holdfast-links-")
         self._path = Path(self._directory.name) / "door"
-        self._rules: dict[int, Rule] = {}
+        self._rules: dict[int, LinkRule] = {}
         self._numbers = itertools.count()
         self._control: frozenset[Address] = frozenset()
         output = Path(self._directory.name) / "output"
-        self._process: Process = zygote().spawn(supervise(self._path, seed), name="links", output=output)
+        self._process: ForkedProcess = zygote().spawn(supervise(self._path, seed), name="links", output=output)
         try:
             self._answer()
         except BaseException:
@@ -48,7 +48,7 @@ class Links:
         """What a process must call before it opens any socket, so that its links lead through the proxy."""
         return Joiner(self._path, self._process.pid)
 
-    def add(self, rules: Iterable[Rule]) -> tuple[int, ...]:
+    def add(self, rules: Iterable[LinkRule]) -> tuple[int, ...]:
         """Let rules hold from now on, on top of those that do; their numbers, for `remove`."""
         new = dict(zip(self._numbers, rules, strict=False))
         self._rules.update(new)
@@ -69,9 +69,9 @@ class Links:
             self._control = found
             self._tell()
 
-    def traffic(self) -> tuple[Traffic, ...]:
+    def traffic(self) -> tuple[LinkTraffic, ...]:
         """What has gone from whom to whom so far."""
-        self._process.channel.send(Ask())
+        self._process.channel.send(TrafficQuery())
         return self._answer()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Links:
         self._process.channel.send(SetRules(tuple(self._rules.values()), self._control))
         self._answer()
 
-    def _answer(self) -> tuple[Traffic, ...]:
+    def _answer(self) -> tuple[LinkTraffic, ...]:
         try:
             answer = self._process.channel.recv(_SECONDS)
         except ChannelClosed:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.harness.links.policy import Rule, Traffic
+from holdfast.harness.links.policy import LinkRule, LinkTraffic
 
 
 @dataclass(frozen=True, slots=True)
 class SetRules:
     """From now on exactly these rules hold, and these addresses are control endpoints."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[LinkRule, ...]
     control: frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TrafficQuery:
     """What has gone over the links?"""
 
 
@@ -24,11 +24,11 @@ class Ask:
 class Answer:
     """What has gone over the links so far; to `SetRules` too, once they hold."""
 
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[LinkTraffic, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class SupervisorFailed:
     """The supervisor cannot go on."""
 
     reason: str

@@ -62,7 +62,7 @@ CLEAR = Policy()
 """Bytes pass as they come."""
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
     """A policy for the bytes from any of `sources` to any of `targets` (process ids; empty: from or to any)."""
 
     policy: Policy
@@ -77,7 +77,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         return (not self.sources or source in self.sources) and (not self.targets or target in self.targets)
 
 
-def combined(rules: Iterable[Rule], source: int, target: int, control: bool) -> Policy:
+def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool) -> Policy:
     """All that applies to bytes from `source` to `target`."""
     policy = CLEAR
     for rule in rules:
@@ -86,7 +86,7 @@ def combined(rules: Iterable[Rule], source: int, target: int, control: bool) -> 
     return policy
 
 
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """What went from one process to another so far. `lost` and `corrupted` count pieces, `reset` connections."""
 
     source: int

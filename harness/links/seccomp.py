@@ -30,7 +30,7 @@ _PIDFD_GETFD = 438
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SyscallNumbers:
     """Numbers that depend on the processor."""
 
     audit: int
@@ -41,8 +41,8 @@ class Machine:
 
 
 _MACHINES = {
-    "x86_64": Machine(audit=0xC000003E, seccomp=317, connect=42, listen=50, getpeername=52),
-    "aarch64": Machine(audit=0xC00000B7, seccomp=277, connect=203, listen=201, getpeername=205),
+    "x86_64": SyscallNumbers(audit=0xC000003E, seccomp=317, connect=42, listen=50, getpeername=52),
+    "aarch64": SyscallNumbers(audit=0xC00000B7, seccomp=277, connect=203, listen=201, getpeername=205),
 }
 
 
@@ -51,7 +51,7 @@ class _Program(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Syscall:
     """A system call of thread `thread` that waits for an answer: one of the three, and its arguments."""
 
     id: int
@@ -60,7 +60,7 @@ class Call:
     arguments: tuple[int, ...]
 
 
-def machine() -> Machine:
+def machine() -> SyscallNumbers:
     """The numbers of this processor. Raises `Unsupported` for one that they are not known of."""
     found = _MACHINES.get(platform.machine())
     if found is None:
@@ -72,7 +72,7 @@ def _instruction(code: int, value: int, equal: int = 0, other: int = 0) -> bytes
     return struct.pack("HBBI", code, equal, other, value)
 
 
-def _filter(numbers: Machine) -> bytes:
+def _filter(numbers: SyscallNumbers) -> bytes:
     trapped = (numbers.connect, numbers.listen, numbers.getpeername)
     parts = [
         _instruction(_LOAD, 4),
@@ -111,7 +111,7 @@ def install(supervisor: int) -> int:
     )
 
 
-def receive(listener: int) -> Call | None:
+def receive(listener: int) -> Syscall | None:
     """The next call that waits; None if its thread has gone meanwhile."""
     notice = bytearray(80)
     try:
@@ -122,15 +122,15 @@ def receive(listener: int) -> Call | None:
         raise
     call, thread, _ = struct.unpack_from("=QII", notice)
     number, _, _, *arguments = struct.unpack_from("=iIQ6Q", notice, 16)
-    return Call(call, thread, number, tuple(arguments))
+    return Syscall(call, thread, number, tuple(arguments))
 
 
-def let_pass(listener: int, call: Call) -> None:
+def let_pass(listener: int, call: Syscall) -> None:
     """The kernel does the call."""
     _answer(listener, struct.pack("=QqiI", call.id, 0, 0, _CONTINUE))
 
 
-def done(listener: int, call: Call, error: int = 0) -> None:
+def done(listener: int, call: Syscall, error: int = 0) -> None:
     """The call returns 0, or fails with `error`."""
     _answer(listener, struct.pack("=QqiI", call.id, 0, -error, 0))
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from holdfast.comms.system.paths import bind_unix
 from holdfast.harness.links import seccomp
-from holdfast.harness.links.messages import Answer, Ask, Failed, SetRules
-from holdfast.harness.links.policy import Policy, Rule, Traffic, combined
+from holdfast.harness.links.messages import Answer, SetRules, SupervisorFailed, TrafficQuery
+from holdfast.harness.links.policy import LinkRule, LinkTraffic, Policy, combined
 from holdfast.harness.links.proxy import Direction, Relay
-from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
 
 Address = tuple[str, int]
 
@@ -45,17 +45,17 @@ class Supervised:
 class Supervisor:
     """Made and used in one event loop."""
 
-    def __init__(self, channel: Channel, seed: int) -> None:
+    def __init__(self, channel: ProcessChannel, seed: int) -> None:
         self._channel, self._dice = channel, random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, Supervised] = {}
         self._listening: dict[Address, int] = {}
         self._wanted: dict[int, bytes] = {}
         self._coming: dict[Address, tuple[int, int, Address]] = {}
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[LinkRule, ...] = ()
         self._control: frozenset[Address] = frozenset()
         self._relays: dict[asyncio.Task[None], Relay] = {}
-        self._finished: dict[tuple[int, int, bool], Traffic] = {}
+        self._finished: dict[tuple[int, int, bool], LinkTraffic] = {}
         self._over = asyncio.Event()
 
     async def serve(self, path: Path) -> None:
@@ -97,11 +97,11 @@ class Supervisor:
             for relay in self._relays.values():  # connections may be older than what is known of their endpoints
                 relay.there.control = relay.back.control = relay.address in self._control
                 relay.look_again()
-        elif not isinstance(message, Ask):
+        elif not isinstance(message, TrafficQuery):
             raise TypeError(f"the harness sends {message!r}")
         self._channel.send(Answer(self._traffic()))
 
-    def _traffic(self) -> tuple[Traffic, ...]:
+    def _traffic(self) -> tuple[LinkTraffic, ...]:
         found = dict(self._finished)
         for relay in self._relays.values():
             _add(found, relay)
@@ -150,12 +150,12 @@ class Supervisor:
         else:
             seccomp.done(process.listener, call, error)
 
-    def _listen(self, process: Supervised, call: seccomp.Call) -> None:
+    def _listen(self, process: Supervised, call: seccomp.Syscall) -> None:
         with _borrowed(process, call) as sock:
             if sock.family in _KINDS:
                 self._listening[_plain(sock.getsockname())] = process.pid
 
-    def _connect(self, process: Supervised, call: seccomp.Call) -> int | None:
+    def _connect(self, process: Supervised, call: seccomp.Syscall) -> int | None:
         """The errno of the connection to the proxy, 0 for none; None if this is not a link between two processes."""
         raw = _read(call, call.arguments[1], min(call.arguments[2], 128))
         address = _address_of(raw)
@@ -173,7 +173,7 @@ class Supervisor:
             self._wanted[os.fstat(sock.fileno()).st_ino] = raw
             return error
 
-    def _getpeername(self, process: Supervised, call: seccomp.Call) -> int | None:
+    def _getpeername(self, process: Supervised, call: seccomp.Syscall) -> int | None:
         with _borrowed(process, call) as sock:
             wanted = self._wanted.get(os.fstat(sock.fileno()).st_ino)
             if wanted is None or not _is_led_here(sock, self._doors):
@@ -211,17 +211,17 @@ class Supervisor:
     def _finish(self, task: asyncio.Task[None]) -> None:
         _add(self._finished, self._relays.pop(task))
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._channel.send(Failed(f"{type(error).__name__}: {error}"))
+            self._channel.send(SupervisorFailed(f"{type(error).__name__}: {error}"))
 
     def _policy(self, direction: Direction) -> Policy:
         return combined(self._rules, direction.source, direction.target, direction.control)
 
 
-def _add(found: dict[tuple[int, int, bool], Traffic], relay: Relay) -> None:
+def _add(found: dict[tuple[int, int, bool], LinkTraffic], relay: Relay) -> None:
     for direction in (relay.there, relay.back):
         key = (direction.source, direction.target, direction.control)
-        before = found.get(key) or Traffic(source=key[0], target=key[1], control=key[2], connections=0, bytes=0)
-        found[key] = Traffic(
+        before = found.get(key) or LinkTraffic(source=key[0], target=key[1], control=key[2], connections=0, bytes=0)
+        found[key] = LinkTraffic(
             source=key[0],
             target=key[1],
             control=key[2],
@@ -234,7 +234,7 @@ def _add(found: dict[tuple[int, int, bool], Traffic], relay: Relay) -> None:
 
 
 @contextlib.contextmanager
-def _borrowed(process: Supervised, call: seccomp.Call) -> Iterator[socket.socket]:
+def _borrowed(process: Supervised, call: seccomp.Syscall) -> Iterator[socket.socket]:
     """The socket that a call is about, as a duplicate."""
     sock = socket.socket(fileno=seccomp.borrow(process.pidfd, int(call.arguments[0])))
     try:
@@ -243,13 +243,13 @@ def _borrowed(process: Supervised, call: seccomp.Call) -> Iterator[socket.socket
         sock.close()
 
 
-def _read(call: seccomp.Call, at: int, size: int) -> bytes:
+def _read(call: seccomp.Syscall, at: int, size: int) -> bytes:
     with Path(f"/proc/{call.thread}/mem").open("rb", buffering=0) as memory:
         memory.seek(at)
         return memory.read(size)
 
 
-def _write(call: seccomp.Call, at: int, data: bytes) -> None:
+def _write(call: seccomp.Syscall, at: int, data: bytes) -> None:
     with Path(f"/proc/{call.thread}/mem").open("r+b", buffering=0) as memory:
         memory.seek(at)
         memory.write(data)
@@ -278,10 +278,10 @@ def _is_led_here(sock: socket.socket, doors: dict[int, socket.socket]) -> bool:
         return False
 
 
-def supervise(path: Path, seed: int) -> Callable[[Channel], None]:
+def supervise(path: Path, seed: int) -> Callable[[ProcessChannel], None]:
     """What the supervisor's process runs."""
 
-    def target(channel: Channel) -> None:
+    def target(channel: ProcessChannel) -> None:
         async def serve() -> None:
             await Supervisor(channel, seed).serve(path)
 

@@ -22,7 +22,7 @@ class ChannelClosed(EOFError):
     """The other end is closed, most often because its process is gone."""
 
 
-class Channel:
+class ProcessChannel:
     """One end of the socket. Any thread may `send`; one thread at a time may `recv`."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -31,10 +31,10 @@ class Channel:
         self._sending = threading.Lock()
 
     @staticmethod
-    def pair() -> tuple[Channel, socket.socket]:
+    def pair() -> tuple[ProcessChannel, socket.socket]:
         """A channel for this process, and the plain socket to hand to the child."""
         ours, theirs = socket.socketpair()
-        return Channel(ours), theirs
+        return ProcessChannel(ours), theirs
 
     def fileno(self) -> int:
         """The descriptor, readable when there is something to `recv`; -1 once closed."""

@@ -31,7 +31,7 @@ import cloudpickle
 import msgspec
 import torch
 
-from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.harness.processes.parent_death import die_with_parent
 from holdfast.harness.processes.zygote_messages import (
     PACKET,
@@ -39,7 +39,7 @@ from holdfast.harness.processes.zygote_messages import (
     Exited,
     Preload,
     Ready,
-    Refused,
+    RequestRefused,
     Spawn,
 )
 
@@ -76,10 +76,10 @@ class Zygote:
             for module in modules:
                 importlib.import_module(module)
         except Exception:
-            self._report(Refused(f"importing {', '.join(modules)}:\n{traceback.format_exc()[-8000:]}"))
+            self._report(RequestRefused(f"importing {', '.join(modules)}:\n{traceback.format_exc()[-8000:]}"))
             return
         if (count := sum(1 for _ in Path("/proc/self/task").iterdir())) > 1:
-            self._report(Refused(f"importing {', '.join(modules)} started {count - 1} threads"))
+            self._report(RequestRefused(f"importing {', '.join(modules)} started {count - 1} threads"))
             return
         gc.collect()
         gc.freeze()
@@ -115,7 +115,7 @@ class Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            self._report(Refused(f"cannot fork: {error}"))
+            self._report(RequestRefused(f"cannot fork: {error}"))
             return
         if pid == 0:
             self._become(request, channel, output, zygote)
@@ -139,7 +139,7 @@ class Zygote:
             os.close(output)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             faulthandler.enable(all_threads=False)
-            _live(Channel(socket.socket(fileno=channel)), request.threads)
+            _live(ProcessChannel(socket.socket(fileno=channel)), request.threads)
             status = 0
         except ChannelClosed:
             pass
@@ -163,7 +163,7 @@ class Zygote:
         os.close(pidfd)
         return Exited(pid, status)
 
-    def _report(self, report: Ready | Refused | Exited, *fds: int) -> None:
+    def _report(self, report: Ready | RequestRefused | Exited, *fds: int) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._control.sendmsg([msgspec.msgpack.encode(report)], rights)
@@ -171,7 +171,7 @@ class Zygote:
             pass
 
 
-def _live(channel: Channel, threads: int) -> None:
+def _live(channel: ProcessChannel, threads: int) -> None:
     """Be what the first message says."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     boot: Boot = channel.recv(_BOOT_TIMEOUT)

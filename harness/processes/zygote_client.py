@@ -34,14 +34,14 @@ from holdfast.ft.console.output import tail
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.harness.processes.channel import Channel
+from holdfast.harness.processes.channel import ProcessChannel
 from holdfast.harness.processes.zygote_messages import (
     PACKET,
     Boot,
     Exited,
     Preload,
     Ready,
-    Refused,
+    RequestRefused,
     Spawn,
 )
 
@@ -68,10 +68,12 @@ class Exit:
         return how_it_ended(-signal.SIGKILL if self.status is None else os.waitstatus_to_exitcode(self.status))
 
 
-class Process:
+class ForkedProcess:
     """A process that the zygote forked. Safe to use from several threads, but for its `channel`."""
 
-    def __init__(self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: Channel, output: Path) -> None:
+    def __init__(
+        self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: ProcessChannel, output: Path
+    ) -> None:
         self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, pidfd, channel, output
         self._zygote = zygote
         self._exit: Exit | None = None
@@ -152,7 +154,7 @@ class ZygoteClient:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._running: dict[int, Process] = {}
+        self._running: dict[int, ForkedProcess] = {}
         self._preloaded: set[str] = set()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,13 +197,13 @@ class ZygoteClient:
 
     def spawn(
         self,
-        target: Callable[[Channel], None],
+        target: Callable[[ProcessChannel], None],
         *,
         name: str,
         output: Path,
         threads: int = 1,
         environ: Mapping[str, str] | None = None,
-    ) -> Process:
+    ) -> ForkedProcess:
         """Fork a process that runs `target(channel)`.
 
         It has this process's directory, `sys.path` and environment (plus `environ`), `threads` torch threads, and
@@ -209,12 +211,12 @@ class ZygoteClient:
         """
         environment = {**os.environ, **(environ or {})}
         boot = Boot(environment, list(sys.path), list(sys.argv), str(Path.cwd()), cloudpickle.dumps(target))
-        channel, theirs = Channel.pair()
+        channel, theirs = ProcessChannel.pair()
         try:
             with theirs, private_file(output, "ab") as log, self._lock:
                 self._send(Spawn(threads), theirs.fileno(), log.fileno())
                 answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
-                process = Process(self, name, answer.pid, pidfd, channel, output)
+                process = ForkedProcess(self, name, answer.pid, pidfd, channel, output)
                 self._running[answer.pid] = process
         except BaseException:
             channel.close()
@@ -227,7 +229,7 @@ class ZygoteClient:
             raise failure from error
         return process
 
-    def hear_of(self, process: Process, deadline: float) -> None:
+    def hear_of(self, process: ForkedProcess, deadline: float) -> None:
         """Take in reports until that of the end of `process`, which has ended. Raises `TimeoutError`."""
         with self._lock:
             while self._running.get(process.pid) is process:
@@ -265,12 +267,12 @@ class ZygoteClient:
             except TimeoutError:
                 self._process.kill()
                 raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
-            if isinstance(report, Refused):
+            if isinstance(report, RequestRefused):
                 raise StartFailed(f"the zygote (pid {self.pid}) refused: {report.reason}")
             if isinstance(report, Ready):
                 return report, fds
 
-    def _receive(self, deadline: float) -> tuple[Ready | Refused | Exited, list[int]]:
+    def _receive(self, deadline: float) -> tuple[Ready | RequestRefused | Exited, list[int]]:
         self._control.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             data, fds, _, _ = socket.recv_fds(self._control, PACKET, 1)
@@ -280,7 +282,7 @@ class ZygoteClient:
             data = b""
         if not data:
             raise self._lost()
-        report: Ready | Refused | Exited = msgspec.msgpack.decode(data, type=Ready | Refused | Exited)
+        report: Ready | RequestRefused | Exited = msgspec.msgpack.decode(data, type=Ready | RequestRefused | Exited)
         if isinstance(report, Exited):
             self._running.pop(report.pid).ended(Exit(report.status))
         return report, fds

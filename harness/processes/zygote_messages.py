@@ -31,7 +31,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     """The request before could not be done."""
 
     reason: str

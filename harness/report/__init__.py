@@ -4,7 +4,18 @@ from holdfast.harness.report import Report, write
 write(report, Path("report.html"))
 """
 
-from holdfast.harness.report.model import Curve, Fault, Figure, Point, ProcessLane, Report, Span, StageTimes
+from holdfast.harness.report.model import Curve, Figure, Point, ProcessLane, ReportedFault, RunReport, Span, StageTimes
 from holdfast.harness.report.render import render, write
 
-__all__ = ["Curve", "Fault", "Figure", "Point", "ProcessLane", "Report", "Span", "StageTimes", "render", "write"]
+__all__ = [
+    "Curve",
+    "Figure",
+    "Point",
+    "ProcessLane",
+    "ReportedFault",
+    "RunReport",
+    "Span",
+    "StageTimes",
+    "render",
+    "write",
+]

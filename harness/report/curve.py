@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.report.model import Curve, Fault, Point
-from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
+from holdfast.harness.report.model import Curve, Point, ReportedFault
+from holdfast.harness.report.svg import AxisScale, badge, drawing, element, line, polyline, text, title
 
 WIDTH, HEIGHT = 1000.0, 380.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 24.0, 44.0, 48.0
@@ -24,7 +24,7 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     return out
 
 
-def _axes(x: Scale, y: Scale) -> list[str]:
+def _axes(x: AxisScale, y: AxisScale) -> list[str]:
     parts = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(line(x.start, y(share), x.end, y(share), "grid"))
@@ -35,7 +35,7 @@ def _axes(x: Scale, y: Scale) -> list[str]:
     return parts
 
 
-def _evaluations(evaluations: Sequence[Point], x: Scale, y: Scale) -> list[str]:
+def _evaluations(evaluations: Sequence[Point], x: AxisScale, y: AxisScale) -> list[str]:
     points = [(x(point.steps), y(point.value)) for point in evaluations]
     parts = [polyline(points, "held-out")]
     for point, (across, up) in zip(evaluations, points, strict=True):
@@ -50,10 +50,10 @@ def _evaluations(evaluations: Sequence[Point], x: Scale, y: Scale) -> list[str]:
     return parts
 
 
-def draw_curve(curve: Curve, faults: Sequence[Fault]) -> str:
+def draw_curve(curve: Curve, faults: Sequence[ReportedFault]) -> str:
     """The SVG. An empty curve has axes only."""
     last = max([point.steps for point in (*curve.rewards, *curve.evaluations)], default=1)
-    x, y = Scale(0, max(1, last), LEFT, WIDTH - RIGHT), Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    x, y = AxisScale(0, max(1, last), LEFT, WIDTH - RIGHT), AxisScale(0, 1, HEIGHT - BOTTOM, TOP)
     parts = _axes(x, y)
     rewards = sorted(curve.rewards, key=lambda point: point.steps)
     for points, cls in ((rewards, "reward-raw"), (smoothed(rewards, max(1, len(rewards) // 40)), "reward")):

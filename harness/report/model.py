@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.harness.invariants import Finding
+from holdfast.harness.invariants import CheckResult
 
 Tone = Literal["plain", "good", "bad"]
 Fate = Literal["finished", "killed", "lost"]
@@ -71,7 +71,7 @@ class StageTimes(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Fault(msgspec.Struct, frozen=True):
+class ReportedFault(msgspec.Struct, frozen=True):
     """Something that was broken on purpose: what, which process, after how many committed steps. Stages by time."""
 
     time: float
@@ -82,7 +82,7 @@ class Fault(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run. `summary` is one or two sentences; `when` a date in words; `failures` why it is not `good`."""
 
     title: str
@@ -94,8 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     curve: Curve
     lanes: tuple[ProcessLane, ...]
     spans: tuple[Span, ...]
-    faults: tuple[Fault, ...]
-    findings: tuple[Finding, ...]
+    faults: tuple[ReportedFault, ...]
+    findings: tuple[CheckResult, ...]
     configuration: tuple[tuple[str, str], ...]
     repeat: tuple[str, ...]
     failures: tuple[str, ...] = ()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from holdfast.harness.report.model import Fault
-from holdfast.harness.report.svg import Scale, badge, drawing, element, line, polyline, text, title
+from holdfast.harness.report.model import ReportedFault
+from holdfast.harness.report.svg import AxisScale, badge, drawing, element, line, polyline, text, title
 
 WIDTH, HEIGHT = 1000.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 44.0, 46.0
@@ -20,11 +20,11 @@ USUAL = 8.0
 
 
 def draw_progress(
-    points: Sequence[tuple[float, int]], faults: Sequence[Fault], seconds: float, rate: float | None
+    points: Sequence[tuple[float, int]], faults: Sequence[ReportedFault], seconds: float, rate: float | None
 ) -> str:
     """The SVG. `points` are (seconds, steps committed by then); `rate` is in steps a second without faults."""
     most = max((steps for _, steps in points), default=1)
-    x, y = Scale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT), Scale(0, max(1, most), HEIGHT - BOTTOM, TOP)
+    x, y = AxisScale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT), AxisScale(0, max(1, most), HEIGHT - BOTTOM, TOP)
     parts = []
     for steps in (tick for tick in y.ticks(5) if tick == int(tick)):
         parts.append(line(LEFT, y(steps), WIDTH - RIGHT, y(steps), "grid"))

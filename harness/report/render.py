@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.curve import draw_curve
-from holdfast.harness.report.model import Report
+from holdfast.harness.report.model import RunReport
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.timeline import draw_timeline
 
@@ -34,7 +34,7 @@ def environment() -> Environment:
     return made
 
 
-def render(report: Report) -> str:
+def render(report: RunReport) -> str:
     """The page as text. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
     template = environment().get_template(TEMPLATE)
     from markupsafe import Markup
@@ -55,6 +55,6 @@ def render(report: Report) -> str:
     return page + "\n"
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: RunReport, path: Path) -> None:
     """Write the page to `path`, whose folder exists."""
     path.write_text(render(report), encoding="utf-8")

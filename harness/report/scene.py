@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import Fault, ProcessLane, Span
-from holdfast.harness.report.svg import Scale, badge, cross, drawing, element, line, text, title
+from holdfast.harness.report.model import ProcessLane, ReportedFault, Span
+from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
 TOP, BAR = 66.0, 20.0
@@ -23,7 +23,7 @@ LONGEST = 3.0
 """Seconds after the fault at which a picture ends: of a stage that takes longer, only the start is seen."""
 
 
-def window(fault: Fault) -> tuple[float, float]:
+def window(fault: ReportedFault) -> tuple[float, float]:
     """From when to when a scene is shown."""
     recovery = min(LONGEST, max([stage.seconds for stage in fault.stages], default=0.0))
     return fault.time - max(LEAST, BEFORE * recovery), fault.time + recovery + max(LEAST, AFTER * recovery)
@@ -33,14 +33,14 @@ def _in_scene(spans: Sequence[Span], low: float, high: float) -> list[Span]:
     return [span for span in spans if span.end > low and span.start < high]
 
 
-def draw_scene(fault: Fault, number: int, lanes: Sequence[ProcessLane], spans: Sequence[Span]) -> str:
+def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessLane], spans: Sequence[Span]) -> str:
     """The SVG: those of `lanes` that lived at the time."""
     low, high = window(fault)
-    x = Scale(low, high, LEFT, WIDTH - RIGHT)
+    x = AxisScale(low, high, LEFT, WIDTH - RIGHT)
     alive = [lane for lane in lanes if lane.born < high and lane.ended > low]
     bottom = TOP + LANE * len(alive)
     parts = []
-    for moment in Scale(1e3 * (low - fault.time), 1e3 * (high - fault.time), 0, 1).ticks(8):
+    for moment in AxisScale(1e3 * (low - fault.time), 1e3 * (high - fault.time), 0, 1).ticks(8):
         across = x(fault.time + moment / 1e3)
         parts.append(line(across, TOP - 4, across, bottom, "grid"))
         parts.append(text(across, bottom + 16, _after(moment / 1e3), "axis", "middle"))
@@ -54,7 +54,7 @@ def draw_scene(fault: Fault, number: int, lanes: Sequence[ProcessLane], spans: S
     return drawing(WIDTH, bottom + 26, parts, f"What each process did around: {fault.title}")
 
 
-def activities(fault: Fault, spans: Sequence[Span]) -> list[str]:
+def activities(fault: ReportedFault, spans: Sequence[Span]) -> list[str]:
     """Those that a scene shows, in alphabetical order."""
     return sorted({span.activity for span in _in_scene(spans, *window(fault))})
 
@@ -63,7 +63,7 @@ def _after(seconds: float) -> str:
     return "0" if seconds == 0 else ("−" if seconds < 0 else "") + coarse_seconds(abs(seconds))
 
 
-def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
+def _lane(lane: ProcessLane, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
     begin, end = max(lane.born, x.low), min(lane.ended, x.high)
     parts = [
         element("rect", title(words(lane)), x=x(begin), y=top, width=max(1.0, x(end) - x(begin)), height=BAR, rx=3.0,
@@ -88,7 +88,7 @@ def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> lis
     return parts
 
 
-def _stages(fault: Fault, x: Scale, bottom: float) -> list[str]:
+def _stages(fault: ReportedFault, x: AxisScale, bottom: float) -> list[str]:
     """Upright lines with what was reached there, on two rows of words where they are close."""
     parts: list[str] = []
     rows = {TOP - 16: x(fault.time) + 14, TOP - 32: 0.0, TOP - 48: 0.0}

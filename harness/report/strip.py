@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.svg import Scale, drawing, element, line, text, title
+from holdfast.harness.report.svg import AxisScale, drawing, element, line, text, title
 
 WIDTH, ROW = 1000.0, 42.0
 LEFT, RIGHT, TOP, BOTTOM = 128.0, 110.0, 14.0, 30.0
@@ -17,7 +17,7 @@ def draw_strip(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
     values = [seconds for row in rows.values() for seconds, _ in row if seconds > 0]
     low, high = math.floor(math.log10(min(values, default=1e-3))), math.ceil(math.log10(max(values, default=1.0)))
     high = max(high, low + 1)
-    x = Scale(low, high, LEFT, WIDTH - RIGHT)
+    x = AxisScale(low, high, LEFT, WIDTH - RIGHT)
     bottom = TOP + ROW * len(rows)
     parts = []
     for power in range(low, high + 1):

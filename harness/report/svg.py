@@ -67,7 +67,7 @@ def drawing(width: float, height: float, parts: Sequence[str], label: str) -> st
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class AxisScale:
     """Maps values from `low` to `high` to places from `start` to `end`."""
 
     low: float

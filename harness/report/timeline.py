@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import Fault, ProcessLane, Span
-from holdfast.harness.report.svg import Scale, badge, cross, drawing, element, line, text, title
+from holdfast.harness.report.model import ProcessLane, ReportedFault, Span
+from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 
 WIDTH = 1000.0
 LEFT, RIGHT, TOP = 128.0, 24.0, 44.0
@@ -38,7 +38,7 @@ def busy(spans: Iterable[Span], low: float, high: float, buckets: int) -> list[f
     return [min(1.0, share) for share in shares]
 
 
-def _filling(spans: Sequence[Span], x: Scale, bottom: float) -> str:
+def _filling(spans: Sequence[Span], x: AxisScale, bottom: float) -> str:
     """The area that says how busy a lane was, as one element."""
     buckets = int((x.end - x.start) / BUCKET)
     shares = busy(spans, x.low, x.high, buckets)
@@ -63,7 +63,7 @@ def words(lane: ProcessLane) -> str:
     return f"{lane.name} (pid {lane.pid}), {lane.role}: {life}" + (f"; {lane.note}" if lane.note else "")
 
 
-def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> list[str]:
+def _lane(lane: ProcessLane, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
     life = element(
         "rect",
         title(words(lane)),
@@ -85,9 +85,11 @@ def _lane(lane: ProcessLane, spans: Sequence[Span], x: Scale, top: float) -> lis
     return [name, group, cross(x(lane.ended), top + BAR / 2, words(lane)) if lane.fate != "finished" else ""]
 
 
-def draw_timeline(lanes: Sequence[ProcessLane], spans: Sequence[Span], faults: Sequence[Fault], seconds: float) -> str:
+def draw_timeline(
+    lanes: Sequence[ProcessLane], spans: Sequence[Span], faults: Sequence[ReportedFault], seconds: float
+) -> str:
     """The SVG: lanes in the given order, roles set apart."""
-    x = Scale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT)
+    x = AxisScale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT)
     tops, top, before = [], TOP, ""
     for lane in lanes:
         top += GAP if before not in ("", lane.role) else 0

@@ -20,12 +20,12 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal runs, bit for bit.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="With swarm: try so many seeds, from --seed on.")] = 1,
     schedule: Annotated[Path | None, typer.Option(help="Replay a schedule from a TOML or JSON file instead.")] = None,
-    bug: Annotated[str | None, typer.Option(help="Put a bug of the museum into the code first.")] = None,
+    bug: Annotated[str | None, typer.Option(help="Put a known bug into the code first.")] = None,
     shrink: Annotated[bool, typer.Option("--shrink", help="Make a failing schedule as small as it gets.")] = False,
     out: Annotated[Path, typer.Option(help="Where --shrink writes the schedule; the story is put beside it.")] = Path(
         "failing.json"
     ),
-    museum: Annotated[bool, typer.Option("--museum", help="Look for each bug of the museum.")] = False,
+    museum: Annotated[bool, typer.Option("--museum", help="Look for each known bug.")] = False,
     figures: Annotated[
         Path | None, typer.Option(help="Measure growth and false alarms; plots go to this folder.")
     ] = None,
@@ -73,9 +73,9 @@ def simulate(
             else:
                 write = None
             if bug is not None:
-                stack.enter_context(show.exhibit_called(bug).inject())
+                stack.enter_context(show.known_bug_called(bug).inject())
             if museum:
-                status = show.tour(seeds if seeds > 1 else 3000, seed, json)
+                status = show.run_known_bugs(seeds if seeds > 1 else 3000, seed, json)
             elif figures is not None:
                 status = show.figures(figures, seed, json)
             elif schedule is not None:

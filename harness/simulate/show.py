@@ -21,7 +21,7 @@ from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting
 from holdfast.harness.simulate.known_bugs.run_all import run_all
 from holdfast.harness.simulate.scale import growth
-from holdfast.harness.simulate.scale.scale import Scale, measure
+from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import SimulationResult, simulate
 from holdfast.harness.simulate.search.scenarios import SCENARIOS
@@ -35,7 +35,7 @@ LINE_SECONDS = 5.0
 """Between two lines on how far a command is, where there is no terminal."""
 
 SEED_SECONDS = 0.02
-MUSEUM_SECONDS = 150.0
+KNOWN_BUGS_SECONDS = 150.0
 """Of one core, for a whole reproduce."""
 
 
@@ -43,12 +43,12 @@ def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
     return working(console(stderr=True), text, every=LINE_SECONDS)
 
 
-def exhibit_called(name: str) -> KnownBug:
+def known_bug_called(name: str) -> KnownBug:
     """The bug of that name. Raises ValueError, with the names that there are."""
-    for exhibit in KNOWN_BUGS:
-        if exhibit.name == name:
-            return exhibit
-    raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(exhibit.name for exhibit in KNOWN_BUGS)}")
+    for bug in KNOWN_BUGS:
+        if bug.name == name:
+            return bug
+    raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(bug.name for bug in KNOWN_BUGS)}")
 
 
 # One schedule, or many --------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | 
     return 0 if result.violation is None else 1
 
 
-def _show_scales(name: str, scales: Iterable[Scale]) -> None:
+def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
     out = console()
     table = FoldingTable(title=f"{name}: {SCENARIOS[name][0]}", caption="protocol results in simulated time")
     for column in ("ranks", "lost", "epochs", "first evidence", "agreed", "all installed", "hops", "messages a rank"):
@@ -187,13 +187,13 @@ def figures(directory: Path, seed: int, json: bool) -> int:
     return 0
 
 
-# The museum -------------------------------------------------------------------------------------------------------
+# Known bugs --------------------------------------------------------------------------------------------------------
 
 
-def tour(seeds: int, first: int, json: bool) -> int:
-    """Look for every bug of the museum."""
+def run_known_bugs(seeds: int, first: int, json: bool) -> int:
+    """Look for every known bug."""
     notes, cores = console(stderr=True), len(os.sched_getaffinity(0))
-    begin = f"{counted(len(KNOWN_BUGS), 'bug')} on {counted(cores, 'core')}: about {MUSEUM_SECONDS / cores:.0f} s"
+    begin = f"{counted(len(KNOWN_BUGS), 'bug')} on {counted(cores, 'core')}: about {KNOWN_BUGS_SECONDS / cores:.0f} s"
     looked = 0
     with working(notes, begin) as say:
 

@@ -20,7 +20,7 @@ State = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RegisterOperation:
     """What a user did between two times (seconds), and was told.
 
     A read saw `version` and `value`. A write of `value` over `version` was done, was refused, or (None) got no answer:
@@ -47,7 +47,7 @@ class Operation:
             yield state
 
 
-def unexplained(history: Sequence[Operation], start: State = (0, b"")) -> Operation | None:
+def unexplained(history: Sequence[RegisterOperation], start: State = (0, b"")) -> RegisterOperation | None:
     """The first operation that no order of all operations explains; None if the history is linearizable.
 
     "First" means: the earliest that no search got past. Takes time in proportion to the length of the history and,
@@ -80,11 +80,11 @@ def unexplained(history: Sequence[Operation], start: State = (0, b"")) -> Operat
     return ops[furthest]
 
 
-class Recorder:
+class OperationRecorder:
     """Uses a cell and keeps what it did and saw, as `history`. For one thread."""
 
     def __init__(self, cell: Cell) -> None:
-        self.history: list[Operation] = []
+        self.history: list[RegisterOperation] = []
         self._cell = cell
 
     def read(self) -> int | None:
@@ -94,7 +94,7 @@ class Recorder:
             version, value = self._cell.read()
         except RegisterAway:
             return None
-        self.history.append(Operation("read", version, value, began, time.monotonic()))
+        self.history.append(RegisterOperation("read", version, value, began, time.monotonic()))
         return version
 
     def write(self, expected: int, value: bytes) -> bool | None:
@@ -105,7 +105,7 @@ class Recorder:
             done = self._cell.compare_and_set(expected, value)
         except RegisterAway:
             pass
-        self.history.append(Operation("write", expected, value, began, time.monotonic(), done))
+        self.history.append(RegisterOperation("write", expected, value, began, time.monotonic(), done))
         return done
 
     def work(self, name: str, seconds: float, most: int = 300) -> None:

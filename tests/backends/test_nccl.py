@@ -41,7 +41,7 @@ from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.in_threads import in_threads
+from holdfast.harness.cluster.run_in_threads import run_in_threads
 from support.like_nccl import OnTheHost
 
 Tensor = torch.Tensor
@@ -172,7 +172,7 @@ def test_averages_of_unsigned_numbers_are_right() -> None:
 
 def on_ranks(size: int, body: Callable[[OnTheHost], None]) -> None:
     store = dist.HashStore()
-    in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
+    run_in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
 
 
 def soon() -> float:

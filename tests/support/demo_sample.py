@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 import random
 
-from holdfast.harness.demo.record import Blow, DemoRun, Evaluation, Life, Note, RunOutcome, Span, Stage, Step
+from holdfast.harness.demo.record import (
+    DemoFault,
+    DemoRun,
+    Evaluation,
+    LogLine,
+    ProcessLife,
+    RunOutcome,
+    Span,
+    Stage,
+    Step,
+)
 from holdfast.harness.invariants import Event, examine
 from holdfast.rl.crew import Crew
 from holdfast.rl.learning.recipe import Recipe
@@ -71,16 +81,16 @@ def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> D
     blow_step = {name: sum(begin < when for begin in begins) - 1 for name, when in struck.items()}
     ended = {name: when + 0.001 for name, when in struck.items()}
     lives = [
-        Life(f"{role}-{number}", role, 4100 + index * 10 + number, 0.1, ended.get(f"{role}-{number}"),
+        ProcessLife(f"{role}-{number}", role, 4100 + index * 10 + number, 0.1, ended.get(f"{role}-{number}"),
              "killed by SIGKILL" if f"{role}-{number}" in struck else "")
         for index, (role, count) in enumerate((("trainer", 3), ("generator", 2), ("holder", 2)))
         for number in range(count)
     ]  # fmt: skip
     if faults:
         lives += [
-            Life("trainer-3", "trainer", 4203, 14.21, replaces="trainer-1"),
-            Life("generator-2", "generator", 4212, 26.81, replaces="generator-0"),
-            Life("holder-2", "holder", 4222, 40.11, replaces="holder-1"),
+            ProcessLife("trainer-3", "trainer", 4203, 14.21, replaces="trainer-1"),
+            ProcessLife("generator-2", "generator", 4212, 26.81, replaces="generator-0"),
+            ProcessLife("holder-2", "holder", 4222, 40.11, replaces="holder-1"),
         ]
     spans = _trainer_spans("trainer-0", begins, SECONDS)
     spans += _trainer_spans("trainer-1", begins, struck.get("trainer-1", SECONDS))
@@ -93,11 +103,13 @@ def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> D
     spans += _generator_spans("generator-0", 2.4, struck.get("generator-0", SECONDS), noise)
     spans += _generator_spans("generator-1", 2.4, SECONDS, noise)
     blows = (
-        Blow("trainer", "trainer-1", 4101, "rank 1 inside the all_reduce", blow_step.get("trainer-1", 0), 14.2,
+        DemoFault("trainer", "trainer-1", 4101, "rank 1 inside the all_reduce", blow_step.get("trainer-1", 0), 14.2,
              (Stage("detected", 0.0009), Stage("rebuilt", 0.0071), Stage("next step committed", 0.0486))),
-        Blow("generator", "generator-0", 4110, "between two tokens of a unit", blow_step.get("generator-0", 0), 26.8,
+        DemoFault("generator", "generator-0", 4110, "between two tokens of a unit",
+             blow_step.get("generator-0", 0), 26.8,
              (Stage("detected", 0.0012), Stage("replaced", 0.0094), Stage("its unit redone", 0.0614))),
-        Blow("holder", "holder-1", 4121, "holding the newest weights, version 631", blow_step.get("holder-1", 0), 40.1,
+        DemoFault("holder", "holder-1", 4121, "holding the newest weights, version 631",
+             blow_step.get("holder-1", 0), 40.1,
              (Stage("detected", 0.0011), Stage("replaced", 0.0087), Stage("replicated again", 0.372))),
     )  # fmt: skip
     return DemoRun(
@@ -118,7 +130,7 @@ def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> D
         lives=tuple(lives),
         spans=tuple(spans),
         blows=blows if faults else (),
-        notes=(Note(14.2, "trainer-1", "killed with SIGKILL"),) if faults else (),
+        notes=(LogLine(14.2, "trainer-1", "killed with SIGKILL"),) if faults else (),
         findings=tuple(examine(_findings(broken=not passed))),
         outcome=RunOutcome(
             untrained=0.0,

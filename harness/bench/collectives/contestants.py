@@ -21,7 +21,15 @@ from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.collectives.startline import StartLine
-from holdfast.harness.bench.collectives.wire import Failed, Hello, Line, Measure, Measured, Message, Stop
+from holdfast.harness.bench.collectives.wire import (
+    BenchConnection,
+    Measure,
+    Measurement,
+    MeasurementFailed,
+    Message,
+    StopWorker,
+    WorkerReady,
+)
 from holdfast.harness.bench.drivers import mpi_programs, perftest
 from holdfast.harness.bench.drivers.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
@@ -83,26 +91,26 @@ class Party(Protocol):
     @property
     def detail(self) -> str: ...
 
-    def measure(self, order: Measure, timeout: float) -> list[Measured]: ...
+    def measure(self, order: Measure, timeout: float) -> list[Measurement]: ...
 
     def close(self, gently: bool = True) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    line: Line
-    hello: Hello
+class _Worker:
+    line: BenchConnection
+    hello: WorkerReady
     process: int
     """A pidfd: kills this process and no other, however long ago it ended."""
 
 
-class Group:
+class WorkerGroup:
     """The running ranks of one contestant. Between orders all of them are asleep."""
 
     def __init__(self, contestant: str, ranks: int, process: subprocess.Popen[bytes], errors: Path) -> None:
         self.contestant, self.ranks = contestant, ranks
         self._process, self._errors = process, errors
-        self._members: list[_Rank] = []
+        self._members: list[_Worker] = []
 
     @property
     def detail(self) -> str:
@@ -124,18 +132,18 @@ class Group:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            line = Line(connection)
+            line = BenchConnection(connection)
             try:
                 hello = line.receive(5.0)
-                if isinstance(hello, Hello) and hello.key == key:
-                    self._members.append(_Rank(line, hello, os.pidfd_open(hello.pid)))
+                if isinstance(hello, WorkerReady) and hello.key == key:
+                    self._members.append(_Worker(line, hello, os.pidfd_open(hello.pid)))
                     continue
             except (EOFError, OSError):
                 pass  # it died as soon as it had come: the next round says how
             line.close()
         self._members.sort(key=lambda member: member.hello.rank)
 
-    def measure(self, order: Measure, timeout: float) -> list[Measured]:
+    def measure(self, order: Measure, timeout: float) -> list[Measurement]:
         """Give the order to all ranks; their answers by rank.
 
         Raises NotImplementedError with the library's words if every rank refused the op alike,
@@ -147,12 +155,12 @@ class Group:
             answers = self._answers(time.monotonic() + timeout)
         except (EOFError, TimeoutError, OSError) as error:
             raise ContestantFailed(f"{self.contestant} in {order.op}: {error}: {self._last_words()}") from error
-        failures = [answer.text for answer in answers if isinstance(answer, Failed)]
+        failures = [answer.text for answer in answers if isinstance(answer, MeasurementFailed)]
         if len(failures) == self.ranks:
             raise NotImplementedError(failures[0])
         if failures:
             raise ContestantFailed(f"{self.contestant} in {order.op}: {failures[0]}")
-        return [answer for answer in answers if isinstance(answer, Measured)]
+        return [answer for answer in answers if isinstance(answer, Measurement)]
 
     def _answers(self, deadline: float) -> list[Message]:
         """The next message of every rank, by rank; raises as soon as one of them is gone."""
@@ -173,7 +181,7 @@ class Group:
         """End all ranks: by asking first, if `gently`, and by SIGKILL if that does not help."""
         for member in self._members if gently else ():
             with contextlib.suppress(OSError):
-                member.line.send(Stop())
+                member.line.send(StopWorker())
         try:
             self._process.wait(10.0 if gently else 0.0)
         except subprocess.TimeoutExpired:
@@ -217,7 +225,7 @@ class Arena:
             return self._groups[-1]
         return self.start_group(contestant, ranks, timeout)
 
-    def start_group(self, contestant: str, ranks: int, timeout: float = 90.0) -> Group:
+    def start_group(self, contestant: str, ranks: int, timeout: float = 90.0) -> WorkerGroup:
         """The same for those whose ranks take our orders."""
         self._started += 1
         key = f"{self._started}"
@@ -233,7 +241,7 @@ class Arena:
                 stderr=stream,
                 start_new_session=True,
             )
-        group = Group(contestant, ranks, process, errors)
+        group = WorkerGroup(contestant, ranks, process, errors)
         self._groups.append(group)
         try:
             group.gather(self._listener, key, time.monotonic() + timeout)

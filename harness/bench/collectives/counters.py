@@ -21,7 +21,7 @@ _USER_ONLY = 1 << 5 | 1 << 6
 _SIZE = 136
 
 
-class Unavailable(RuntimeError):
+class CountersUnavailable(RuntimeError):
     """This machine, or its kernel, does not let us count."""
 
 
@@ -47,16 +47,16 @@ def bytecodes(op: Op) -> int:
 
 
 def instructions(op: Op) -> int:
-    """Instructions in user mode that one `op` takes in this thread, the mean of many. Raises `Unavailable`."""
+    """Instructions in user mode that one `op` takes in this thread, the mean of many. Raises `CountersUnavailable`."""
     number = _PERF_EVENT_OPEN.get(platform.machine())
     if number is None or sys.platform != "linux":
-        raise Unavailable(f"no counter for {platform.machine()} on {sys.platform}")
+        raise CountersUnavailable(f"no counter for {platform.machine()} on {sys.platform}")
     attributes = bytearray(_SIZE)
     struct.pack_into("IIQQQQQ", attributes, 0, _HARDWARE, _SIZE, _INSTRUCTIONS, 0, 0, 0, _USER_ONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     counter = libc.syscall(number, (ctypes.c_char * _SIZE).from_buffer(attributes), 0, -1, -1, 0)
     if counter < 0:
-        raise Unavailable(f"the machine does not count instructions: {os.strerror(ctypes.get_errno())}")
+        raise CountersUnavailable(f"the machine does not count instructions: {os.strerror(ctypes.get_errno())}")
     try:
         for _ in range(WARM_UP):
             op()

@@ -17,7 +17,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
-from holdfast.harness.cluster.in_threads import in_threads
+from holdfast.harness.cluster.run_in_threads import run_in_threads
 
 Tensor = torch.Tensor
 Address = tuple[int, int, int]
@@ -28,7 +28,7 @@ LINK = cost.Link(latency=2e-6, bandwidth=5e9)
 SECONDS = 60.0
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class SentTraffic(msgspec.Struct, frozen=True):
     """What one rank sent in one op."""
 
     messages: int
@@ -95,11 +95,11 @@ def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None
             raise ValueError(f"{op} is not counted")
 
 
-def count_traffic(op: str, ranks: int, nbytes: int) -> list[Traffic]:
+def count_traffic(op: str, ranks: int, nbytes: int) -> list[SentTraffic]:
     """What each rank sends in one `op` whose size is `nbytes`, as the bench counts sizes. Raises the first error."""
     mail, store = Mail(), dist.HashStore()
 
-    def counted(rank: int) -> Traffic:
+    def counted(rank: int) -> SentTraffic:
         context = Context(
             rank=rank,
             size=ranks,
@@ -112,6 +112,6 @@ def count_traffic(op: str, ranks: int, nbytes: int) -> list[Traffic]:
         )
         transport = CountingTransport(context, mail)
         _run(transport, op, nbytes, ranks)
-        return Traffic(transport.messages, transport.nbytes)
+        return SentTraffic(transport.messages, transport.nbytes)
 
-    return in_threads(ranks, counted, 2 * SECONDS)
+    return run_in_threads(ranks, counted, 2 * SECONDS)

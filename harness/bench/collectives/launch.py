@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.comms.system.paths import url_of
 from holdfast.harness.bench.collectives.worker import serve
-from holdfast.harness.bench.drivers.driver import TIMEOUT, CopyDriver, Driver
+from holdfast.harness.bench.drivers.driver import TIMEOUT, CopyDriver, LibraryDriver
 
 HOLDFAST = "holdfast:"
 """What the names of our own contestants start with; the backend follows."""
@@ -31,7 +31,7 @@ def launcher_of(contestant: str) -> str:
     return registry().backend(contestant.removeprefix(HOLDFAST)).info.capabilities.launcher
 
 
-def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -> Driver:
+def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -> LibraryDriver:
     meeting = directory / f"{key}.store"
     if contestant == "memcpy":
         return CopyDriver(rank, ranks)

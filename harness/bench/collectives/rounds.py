@@ -20,9 +20,9 @@ from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.contestants import MEMCPY, Arena, Party, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SIZELESS, SMALL, Operation
 from holdfast.harness.bench.collectives.failure import ContestantFailed
-from holdfast.harness.bench.collectives.wire import Measure, Measured
+from holdfast.harness.bench.collectives.wire import Measure, Measurement
 from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.output.results import Bench, Failure, Machine, Row, Timing, ratios
+from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFailure, Timing, ratios
 
 Progress = Callable[[str], None]
 
@@ -58,7 +58,7 @@ class BenchPlan:
 
 
 @dataclass(slots=True)
-class Entry:
+class TimedLibrary:
     """A library at one op and size: how it is timed there, and what came of it."""
 
     group: Party
@@ -71,7 +71,7 @@ class Entry:
     wrong: int | None = 0
 
 
-def _slowest(answers: Sequence[Measured], blocks: bool) -> list[float]:
+def _slowest(answers: Sequence[Measurement], blocks: bool) -> list[float]:
     """For each timing the seconds of the rank that took longest."""
     taken = np.array([answer.blocks if blocks else answer.singles for answer in answers], dtype=np.int64)
     if taken.size == 0:
@@ -80,7 +80,7 @@ def _slowest(answers: Sequence[Measured], blocks: bool) -> list[float]:
     return longest
 
 
-def _early(answers: Sequence[Measured]) -> int:
+def _early(answers: Sequence[Measurement]) -> int:
     """How many barriers some rank left before the last had entered."""
     taken = np.array([answer.singles for answer in answers], dtype=np.int64)
     return int((taken[:, :, 1].min(axis=0) < taken[:, :, 0].max(axis=0)).sum())
@@ -97,7 +97,7 @@ class Contest:
         self.nbytes = operation.nbytes(self.c, itemsize, ranks)
         self._seed = 0
 
-    def turn(self, entry: Entry) -> tuple[list[float], list[float]]:
+    def turn(self, entry: TimedLibrary) -> tuple[list[float], list[float]]:
         """One turn of a library: seconds of its ops one by one, and of its blocks."""
         self._seed += 2
         name, c = self.operation.name, self.c
@@ -109,7 +109,7 @@ class Contest:
             entry.wrong = None if entry.wrong is None or wrong is None else entry.wrong + wrong
         return _slowest(answers, blocks=False), _slowest(answers, blocks=True)
 
-    def calibrate(self, entry: Entry) -> None:
+    def calibrate(self, entry: TimedLibrary) -> None:
         """Find out how many ops fill a library's turn, with an untimed turn that also warms it up."""
         entry.singles = 5
         estimate = max(statistics.median(self.turn(entry)[0]), 1e-6)
@@ -121,11 +121,11 @@ class Contest:
         else:
             entry.singles = self.plan.iterations or min(1000, max(3, int(turn / estimate)))
 
-    def row(self, entry: Entry) -> Row:
+    def row(self, entry: TimedLibrary) -> BenchRow:
         single = Timing.of(entry.single_seconds, 1)
         timing = Timing.of(entry.block_seconds, entry.block) if entry.block_seconds else single
         algbw = self.nbytes / timing.p50 / 1e3
-        return Row(
+        return BenchRow(
             op=self.operation.name,
             ranks=self.ranks,
             contestant=entry.group.contestant,
@@ -140,27 +140,27 @@ class Contest:
         )
 
 
-def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[Row], list[Failure]]:
+def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[BenchRow], list[OpFailure]]:
     """All rounds of one op at one size.
 
     A library that fails is left out; one that is broken leaves `groups`.
     """
-    failures: list[Failure] = []
-    entries = [Entry(group) for group in groups]
+    failures: list[OpFailure] = []
+    entries = [TimedLibrary(group) for group in groups]
 
-    def attempt(entry: Entry, body: Callable[[Entry], object]) -> None:
+    def attempt(entry: TimedLibrary, body: Callable[[TimedLibrary], object]) -> None:
         try:
             body(entry)
         except (NotImplementedError, ContestantFailed) as error:
             failures.append(
-                Failure(contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error))
+                OpFailure(contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error))
             )
             entries.remove(entry)
             if isinstance(error, ContestantFailed):
                 groups.remove(entry.group)
                 arena.drop(entry.group)
 
-    def timed(entry: Entry) -> None:
+    def timed(entry: TimedLibrary) -> None:
         singles, blocks = contest.turn(entry)
         entry.single_seconds += singles
         entry.block_seconds += blocks
@@ -223,8 +223,8 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
     noise = Noise()
     skipped = {name: reason for name in plan.contestants if (reason := missing(name)) is not None}
     taking_part: dict[str, str] = {}
-    rows: list[Row] = []
-    failures: list[Failure] = []
+    rows: list[BenchRow] = []
+    failures: list[OpFailure] = []
     with Arena() as arena:
         for ranks in plan.ranks:
             names = [name for name in plan.contestants if name not in skipped]

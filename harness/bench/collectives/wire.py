@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("<I")
 _LIMIT = 64 << 20
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready.
 
     `cpus` are those it may run on; `detail` names the library's version and transport.
@@ -46,7 +46,7 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
     fresh: bool = False
 
 
-class Measured(msgspec.Struct, frozen=True, tag=True):
+class Measurement(msgspec.Struct, frozen=True, tag=True):
     """Entry and exit of each timing on CLOCK_MONOTONIC in ns, and how many elements came out wrong (None: unknown)."""
 
     singles: list[tuple[int, int]]
@@ -54,21 +54,21 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     wrong: int | None
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class MeasurementFailed(msgspec.Struct, frozen=True, tag=True):
     """The op raised."""
 
     text: str
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
     """Close and exit."""
 
 
-Message = Hello | Measure | Measured | Failed | Stop
+Message = WorkerReady | Measure | Measurement | MeasurementFailed | StopWorker
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Line:
+class BenchConnection:
     """One end of a connection.
 
     `receive` raises EOFError when the other side is gone, TimeoutError when it is silent.
@@ -78,11 +78,11 @@ class Line:
         self._socket = connection
 
     @staticmethod
-    def dial(address: str) -> Line:
+    def dial(address: str) -> BenchConnection:
         """Connect to the bench listening at the Unix socket `address`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connect_unix(connection, address)
-        return Line(connection)
+        return BenchConnection(connection)
 
     def send(self, message: Message) -> None:
         data = msgspec.msgpack.encode(message)
@@ -112,7 +112,7 @@ class Line:
         with contextlib.suppress(OSError):
             self._socket.close()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> BenchConnection:
         return self
 
     def __exit__(

@@ -17,8 +17,15 @@ import numpy as np
 from holdfast.harness.bench.collectives.data import allocate, count_wrong, fill
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, Operation
 from holdfast.harness.bench.collectives.startline import StartLine
-from holdfast.harness.bench.collectives.wire import Failed, Hello, Line, Measure, Measured, Stop
-from holdfast.harness.bench.drivers.driver import Driver
+from holdfast.harness.bench.collectives.wire import (
+    BenchConnection,
+    Measure,
+    Measurement,
+    MeasurementFailed,
+    StopWorker,
+    WorkerReady,
+)
+from holdfast.harness.bench.drivers.driver import LibraryDriver
 from holdfast.harness.bench.drivers.mpi import MpiDriver
 
 WARM_UP = 2
@@ -28,7 +35,7 @@ WARM_UP = 2
 class Bound:
     """An op bound to buffers of one size."""
 
-    def __init__(self, driver: Driver, operation: Operation, c: int, dtype: str) -> None:
+    def __init__(self, driver: LibraryDriver, operation: Operation, c: int, dtype: str) -> None:
         self.operation, self.c, self.dtype = operation, c, dtype
         lengths = operation.lengths(c, driver.ranks)
         self.source = allocate(lengths[0], dtype)
@@ -80,7 +87,7 @@ def time_ops(
     return timings
 
 
-def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
+def _measure(bound: Bound, line: StartLine, order: Measure) -> Measurement:
     bound.fill(order.seed)
     run = bound.fresh() if order.fresh else bound.call.run
     bound.make_ready(WARM_UP, order.seed)
@@ -95,21 +102,21 @@ def _measure(bound: Bound, line: StartLine, order: Measure) -> Measured:
     line.wait()
     bound.call.run()
     line.wait()
-    return Measured(singles, blocks, wrong + bound.wrong(order.seed + 1))
+    return Measurement(singles, blocks, wrong + bound.wrong(order.seed + 1))
 
 
-def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], object] = os.sched_yield) -> None:
+def serve(key: str, directory: Path, driver: LibraryDriver, give_way: Callable[[], object] = os.sched_yield) -> None:
     """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is gone."""
     line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
     bound: Bound | None = None
-    with Line.dial(str(directory / "socket")) as bench:
-        bench.send(Hello(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail))
+    with BenchConnection.dial(str(directory / "socket")) as bench:
+        bench.send(WorkerReady(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail))
         while True:
             try:
                 order = bench.receive()
             except EOFError:
                 break
-            if isinstance(order, Stop):
+            if isinstance(order, StopWorker):
                 break
             if not isinstance(order, Measure):
                 raise TypeError(f"a worker cannot do {order}")
@@ -122,7 +129,7 @@ def serve(key: str, directory: Path, driver: Driver, give_way: Callable[[], obje
                     bound = Bound(driver, *wanted)
                 bench.send(_measure(bound, line, order))
             except Exception as error:
-                bench.send(Failed("".join(traceback.format_exception_only(error)).strip()))
+                bench.send(MeasurementFailed("".join(traceback.format_exception_only(error)).strip()))
     if bound is not None:
         bound.call.close()
     driver.close()

@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BoundOp:
     """An op bound to buffers. `run` is what is timed; it returns when the op is done here.
 
     `prepare` is called once the buffers are filled, before any timing; `settle` brings the result of the last `run`
@@ -38,7 +38,7 @@ class Call:
     close: Callable[[], None] = _nothing
 
 
-class Driver(ABC):
+class LibraryDriver(ABC):
     """One rank of one library."""
 
     rank: int
@@ -46,7 +46,7 @@ class Driver(ABC):
     detail: str
 
     @abstractmethod
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         """A call that runs `operation` from `source` to `target`. Called by all ranks, for the same op.
 
         Raises NotImplementedError if the library has no such op.
@@ -76,7 +76,7 @@ class Driver(ABC):
         target: Array,
         broadcast: Callable[[bytes | None, int], Any],
         all_gather: Callable[[bytes], list[Any]],
-    ) -> Call:
+    ) -> BoundOp:
         """A call of the library's `broadcast(object, root)` or `all_gather(object)`; the object is `source`'s bytes."""
         mine, got, root = [b""], [b""], self.rank == 0
 
@@ -92,22 +92,22 @@ class Driver(ABC):
         def run_all_gather() -> None:
             got[:] = all_gather(mine[0])
 
-        return Call(run_broadcast if operation.name == "broadcast_object" else run_all_gather, prepare, settle)
+        return BoundOp(run_broadcast if operation.name == "broadcast_object" else run_all_gather, prepare, settle)
 
-    def refuse(self, operation: Operation) -> Call:
+    def refuse(self, operation: Operation) -> BoundOp:
         raise NotImplementedError(f"{operation.name} is not measured on {self.detail}")
 
 
-class CopyDriver(Driver):
+class CopyDriver(LibraryDriver):
     """No library: each rank copies memory on its own. What the machine itself can do."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.detail = rank, ranks, f"numpy {np.__version__} copyto"
 
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         if operation.name != "copy":
             return self.refuse(operation)
-        return Call(lambda: np.copyto(target, source))
+        return BoundOp(lambda: np.copyto(target, source))
 
     def close(self) -> None:
         pass

@@ -9,10 +9,10 @@ from typing import Any
 
 from holdfast.harness.bench.collectives.data import Array
 from holdfast.harness.bench.collectives.definitions import SIZELESS, Operation
-from holdfast.harness.bench.drivers.driver import TIMEOUT, Call, Driver
+from holdfast.harness.bench.drivers.driver import TIMEOUT, BoundOp, LibraryDriver
 
 
-class GlooDriver(Driver):
+class GlooDriver(LibraryDriver):
     """torch's ProcessGroupGloo, called directly. Its ranks meet at the file `meeting`."""
 
     def __init__(self, meeting: Path, rank: int, ranks: int) -> None:
@@ -23,13 +23,13 @@ class GlooDriver(Driver):
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=TIMEOUT))
         self.rank, self.ranks, self.detail = rank, ranks, f"torch {torch.__version__} ProcessGroupGloo"
 
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         import torch
         import torch.distributed as dist
 
         group = self._group
         if operation.name == "barrier":
-            return Call(lambda: group.barrier().wait())
+            return BoundOp(lambda: group.barrier().wait())
         if operation.layout in SIZELESS or operation.kind not in ("collective", "point to point"):
             return self.refuse(operation)
         given, out = torch.from_numpy(source), torch.from_numpy(target)
@@ -37,33 +37,33 @@ class GlooDriver(Driver):
         match operation.name:
             case "all_reduce" | "all_reduce_async":
                 tensors, sum_options = [given], dist.AllreduceOptions()
-                return Call(lambda: group.allreduce(tensors, sum_options).wait())
+                return BoundOp(lambda: group.allreduce(tensors, sum_options).wait())
             case "reduce":
                 to_root = dist.ReduceOptions()
                 to_root.rootRank = 0
-                return Call(lambda: group.reduce([given], to_root).wait())
+                return BoundOp(lambda: group.reduce([given], to_root).wait())
             case "reduce_scatter":
-                return Call(lambda: group._reduce_scatter_base(out, given).wait())
+                return BoundOp(lambda: group._reduce_scatter_base(out, given).wait())
             case "all_gather":
-                return Call(lambda: group._allgather_base(out, given).wait())
+                return BoundOp(lambda: group._allgather_base(out, given).wait())
             case "broadcast":
-                return Call(lambda: group.broadcast(given, 0).wait())
+                return BoundOp(lambda: group.broadcast(given, 0).wait())
             case "all_to_all":
-                return Call(lambda: group.alltoall_base(out, given, [], []).wait())
+                return BoundOp(lambda: group.alltoall_base(out, given, [], []).wait())
             case "gather":
                 gathered = [list(out.chunk(self.ranks))] if root else []
                 gather_options = dist.GatherOptions()
                 gather_options.rootRank = 0
-                return Call(lambda: group.gather(gathered, [given], gather_options).wait())
+                return BoundOp(lambda: group.gather(gathered, [given], gather_options).wait())
             case "scatter":
                 scattered = [list(given.chunk(self.ranks))] if root else []
                 scatter_options = dist.ScatterOptions()
                 scatter_options.rootRank = 0
-                return Call(lambda: group.scatter([out], scattered, scatter_options).wait())
+                return BoundOp(lambda: group.scatter([out], scattered, scatter_options).wait())
             case "send_recv":
-                return Call(self._shift([given], [out]))
+                return BoundOp(self._shift([given], [out]))
             case "ping_pong":
-                return Call(self._ping_pong([given], [out]))
+                return BoundOp(self._ping_pong([given], [out]))
             case _:
                 return self.refuse(operation)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.harness.bench.collectives.data import START, Array
 from holdfast.harness.bench.collectives.definitions import Operation
-from holdfast.harness.bench.drivers.driver import Call, Driver
+from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 
 if TYPE_CHECKING:
     import torch
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
 
 
-class HoldfastDriver(Driver):
+class HoldfastDriver(LibraryDriver):
     """A holdfast communicator, on whatever backend it has."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.rank, self.ranks, self.detail = comm.rank, comm.size, f"holdfast {comm.backend}"
 
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         import torch
 
         if operation.layout == "none":
@@ -42,15 +42,15 @@ class HoldfastDriver(Driver):
             case _:
                 return self.refuse(operation)
 
-    def _without_data(self, operation: Operation) -> Call:
+    def _without_data(self, operation: Operation) -> BoundOp:
         import torch
 
         comm, everyone = self._comm, range(self.ranks)
         match operation.name:
             case "barrier":
-                return Call(comm.barrier)
+                return BoundOp(comm.barrier)
             case "split":
-                return Call(lambda: comm.split(everyone).close())
+                return BoundOp(lambda: comm.split(everyone).close())
             case "signal":
                 window, to, back = comm.window(torch.zeros(1)), self.next, self.before
 
@@ -58,47 +58,47 @@ class HoldfastDriver(Driver):
                     window.signal(to)
                     window.wait_signal(back)
 
-                return Call(pass_on, close=window.close)
+                return BoundOp(pass_on, close=window.close)
             case _:
                 return self.refuse(operation)
 
-    def _collective(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> Call:
+    def _collective(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> BoundOp:
         comm, root = self._comm, self.rank == 0
         match operation.name:
             case "all_reduce":
-                return Call(lambda: comm.all_reduce(given))
+                return BoundOp(lambda: comm.all_reduce(given))
             case "all_reduce_async":
-                return Call(lambda: comm.all_reduce(given, async_op=True).wait())
+                return BoundOp(lambda: comm.all_reduce(given, async_op=True).wait())
             case "all_reduce_reproducible":
-                return Call(lambda: comm.all_reduce(given, reproducible=True))
+                return BoundOp(lambda: comm.all_reduce(given, reproducible=True))
             case "reduce":
-                return Call(lambda: comm.reduce(given, 0))
+                return BoundOp(lambda: comm.reduce(given, 0))
             case "reduce_scatter":
-                return Call(lambda: comm.reduce_scatter_single(out, given))
+                return BoundOp(lambda: comm.reduce_scatter_single(out, given))
             case "all_gather":
-                return Call(lambda: comm.all_gather_single(out, given))
+                return BoundOp(lambda: comm.all_gather_single(out, given))
             case "broadcast":
-                return Call(lambda: comm.broadcast(given, 0))
+                return BoundOp(lambda: comm.broadcast(given, 0))
             case "all_to_all":
-                return Call(lambda: comm.all_to_all_single(out, given))
+                return BoundOp(lambda: comm.all_to_all_single(out, given))
             case "gather":
                 gathered = list(out.chunk(self.ranks)) if root else None
-                return Call(lambda: comm.gather(given, gathered, 0))
+                return BoundOp(lambda: comm.gather(given, gathered, 0))
             case "scatter":
                 scattered = list(given.chunk(self.ranks)) if root else None
-                return Call(lambda: comm.scatter(out, scattered, 0))
+                return BoundOp(lambda: comm.scatter(out, scattered, 0))
             case _:
                 return self.refuse(operation)
 
-    def _point_to_point(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> Call:
+    def _point_to_point(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> BoundOp:
         from holdfast.comms import Recv, Send
 
         comm, partner = self._comm, self.partner
         if operation.name == "send_recv":
             pair: list[Send | Recv] = [Send(given, self.next), Recv(out, self.before)]
-            return Call(lambda: comm.batch_send_recv(pair))
+            return BoundOp(lambda: comm.batch_send_recv(pair))
         if partner is None:
-            return Call(lambda: None)
+            return BoundOp(lambda: None)
 
         def serve() -> None:
             comm.send(given, partner)
@@ -108,9 +108,9 @@ class HoldfastDriver(Driver):
             comm.recv(out, partner)
             comm.send(out, partner)
 
-        return Call(serve if self.rank < partner else give_back)
+        return BoundOp(serve if self.rank < partner else give_back)
 
-    def _window(self, operation: Operation, given: torch.Tensor, target: Array) -> Call:
+    def _window(self, operation: Operation, given: torch.Tensor, target: Array) -> BoundOp:
         import torch
 
         to, back = self.next, self.before
@@ -118,7 +118,7 @@ class HoldfastDriver(Driver):
         if operation.name == "get":
             shared = given.clone()
             window = self._comm.window(shared)
-            return Call(lambda: window.get(out, back), lambda: shared.copy_(given), close=window.close)
+            return BoundOp(lambda: window.get(out, back), lambda: shared.copy_(given), close=window.close)
         shared = out.clone()
         window = self._comm.window(shared)
 
@@ -131,9 +131,9 @@ class HoldfastDriver(Driver):
             "fetch_add": lambda: window.fetch_add(to, 0, 1),
             "compare_swap": lambda: window.compare_swap(to, 0, START, START + 1),
         }[operation.name]
-        return Call(run, lambda: shared.copy_(out), lambda: out.copy_(shared), window.close)
+        return BoundOp(run, lambda: shared.copy_(out), lambda: out.copy_(shared), window.close)
 
-    def _memory(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> Call:
+    def _memory(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> BoundOp:
         from holdfast import comms
 
         plane = comms.memory(self._comm.backend)
@@ -142,9 +142,9 @@ class HoldfastDriver(Driver):
         handles = [comms.Handle.decode(data) for data in self._comm.all_gather_object(region.handle.encode())]
         if operation.name == "memory_read":
             handle = handles[self.before]
-            return Call(lambda: plane.read(handle, out).wait(), lambda: exposed.copy_(given), close=plane.close)
+            return BoundOp(lambda: plane.read(handle, out).wait(), lambda: exposed.copy_(given), close=plane.close)
         handle = handles[self.next]
-        return Call(
+        return BoundOp(
             lambda: plane.write(handle, given).wait(),
             lambda: exposed.copy_(out),
             lambda: out.copy_(exposed),

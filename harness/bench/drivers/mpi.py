@@ -9,10 +9,10 @@ import numpy as np
 
 from holdfast.harness.bench.collectives.data import START, Array
 from holdfast.harness.bench.collectives.definitions import Operation
-from holdfast.harness.bench.drivers.driver import Call, Driver
+from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 
 
-class MpiDriver(Driver):
+class MpiDriver(LibraryDriver):
     """The world communicator of the MPI that mpirun started us under.
 
     Windows are `Win.Allocate`d, which both MPIs map between the processes of a host, and locked for all ranks once.
@@ -27,19 +27,19 @@ class MpiDriver(Driver):
         library = MPI.Get_library_version().split(",")[0].split("\n")[0]
         self.detail = f"mpi4py {mpi4py.__version__}, {' '.join(library.split()).strip(chr(0))}"
 
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         comm = self._comm
         if operation.name == "barrier":
-            return Call(comm.Barrier)
+            return BoundOp(comm.Barrier)
         if operation.name == "split":
-            return Call(lambda: comm.Split(0, self.rank).Free())
+            return BoundOp(lambda: comm.Split(0, self.rank).Free())
         if operation.layout == "none":
             return self.refuse(operation)
         if operation.kind == "window":
             return self._window(operation, source, target)
         if operation.kind == "object":
             return self.on_objects(operation, source, target, comm.bcast, comm.allgather)
-        return Call(self._call(operation, source, target))
+        return BoundOp(self._call(operation, source, target))
 
     def _call(self, operation: Operation, source: Array, target: Array) -> Callable[[], Any]:
         comm, in_place, root = self._comm, self._mpi.IN_PLACE, self.rank == 0
@@ -90,7 +90,7 @@ class MpiDriver(Driver):
 
         return serve if self.rank < partner else give_back
 
-    def _window(self, operation: Operation, source: Array, target: Array) -> Call:
+    def _window(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         kind, to, back = self._mpi._typedict[source.dtype.char], self.next, self.before
         window = self._mpi.Win.Allocate(target.nbytes, target.itemsize, comm=self._comm)
         shared: Array = np.asarray(window.tomemory()).view(target.dtype)
@@ -129,7 +129,7 @@ class MpiDriver(Driver):
             window.Free()
 
         runs = {"put": put, "get": get, "fetch_add": fetch_add, "compare_swap": compare_swap}
-        return Call(runs[operation.name], prepare, settle, close)
+        return BoundOp(runs[operation.name], prepare, settle, close)
 
     def close(self) -> None:
         self._mpi.Finalize()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.harness.bench.collectives.definitions import SMALL
 from holdfast.harness.bench.collectives.failure import ContestantFailed
-from holdfast.harness.bench.collectives.wire import Measure, Measured
+from holdfast.harness.bench.collectives.wire import Measure, Measurement
 
 UCX_PERFTEST = "ucx_perftest"
 INSTALL = "pip install 'holdfast[ucx]'"
@@ -74,7 +74,7 @@ class Perftest:
         """The library, and its transports."""
         return f"ucx_perftest over {self._environment['UCX_TLS']}; averages of a turn; bytes not checked"
 
-    def measure(self, order: Measure, timeout: float) -> list[Measured]:
+    def measure(self, order: Measure, timeout: float) -> list[Measurement]:
         """One turn. Raises NotImplementedError for an op that it does not have, `ContestantFailed`."""
         nbytes = order.c * (8 if order.dtype.endswith("64") else 4)
         if order.op in _ROUND_TRIP:
@@ -85,7 +85,7 @@ class Perftest:
             raise NotImplementedError(f"{order.op} is not measured by ucx_perftest")
         ops = max(10, order.singles, order.blocks * order.block)
         microseconds = self._run(test, nbytes, ops, timeout) * ways
-        return [Measured([(0, round(1e3 * microseconds))], [], None)] * self.ranks
+        return [Measurement([(0, round(1e3 * microseconds))], [], None)] * self.ranks
 
     def _run(self, test: str, nbytes: int, ops: int, timeout: float) -> float:
         """Microseconds of one op, on average."""

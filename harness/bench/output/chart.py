@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.harness.report.svg import Scale, drawing, element, line, polyline, text, title
+from holdfast.harness.report.svg import AxisScale, drawing, element, line, polyline, text, title
 
 WIDTH, HEIGHT = 1000.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 190.0, 44.0, 50.0
@@ -70,8 +70,8 @@ def draw_lines(
     if not points:
         raise ValueError("there is nothing to draw")
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
-    across = Scale(math.log2(xs[0]), math.log2(xs[-1]), LEFT, WIDTH - RIGHT)
-    up = Scale(*_whole_decades(min(ys), max(ys)), HEIGHT - BOTTOM, TOP)
+    across = AxisScale(math.log2(xs[0]), math.log2(xs[-1]), LEFT, WIDTH - RIGHT)
+    up = AxisScale(*_whole_decades(min(ys), max(ys)), HEIGHT - BOTTOM, TOP)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return across(math.log2(x)), up(math.log10(y))
@@ -100,8 +100,8 @@ def _whole_decades(low: float, high: float) -> tuple[float, float]:
 def _axes(
     heading: str,
     xs: Sequence[float],
-    across: Scale,
-    up: Scale,
+    across: AxisScale,
+    up: AxisScale,
     show_x: Callable[[float], str],
     show_y: Callable[[float], str],
     y_name: str,
@@ -136,7 +136,7 @@ def _labels(series: Sequence[Series], heights: Sequence[float]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class PercentileBar:
     """One of several in a row: median, p90 and p99 of something, in the unit of the axis."""
 
     name: str
@@ -146,10 +146,12 @@ class Bar:
     colour: int
 
 
-def draw_bars(heading: str, bars: Sequence[Bar], show: Callable[[float], str], standalone: bool = False) -> str:
+def draw_bars(
+    heading: str, bars: Sequence[PercentileBar], show: Callable[[float], str], standalone: bool = False
+) -> str:
     """Horizontal bars on a linear axis from 0: solid to the median, paler to p90, palest to p99."""
     height, left = TOP + 46.0 * len(bars) + 34, 250.0
-    along = Scale(0, max(bar.p99 for bar in bars), left, WIDTH - 90)
+    along = AxisScale(0, max(bar.p99 for bar in bars), left, WIDTH - 90)
     parts = [text(LEFT - 40, 20, heading, "heading")]
     for tick in along.ticks(6):
         parts.append(line(along(tick), TOP - 8, along(tick), height - 30, "grid"))

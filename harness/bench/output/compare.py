@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.harness.bench.output.results import Bench, Row
+from holdfast.harness.bench.output.results import Bench, BenchRow
 
 Change = Literal["faster", "slower", "as before"]
 
@@ -48,11 +48,11 @@ def compare(now: Bench, then: Bench) -> tuple[Compared, ...]:
     return tuple(_compared(before[_key(row)], row) for row in now.rows if _key(row) in before)
 
 
-def _key(row: Row) -> tuple[str, int, str, int, str]:
+def _key(row: BenchRow) -> tuple[str, int, str, int, str]:
     return row.op, row.ranks, row.contestant, row.nbytes, row.dtype
 
 
-def _compared(then: Row, now: Row) -> Compared:
+def _compared(then: BenchRow, now: BenchRow) -> Compared:
     change: Change = "as before"
     if max(now.turns) < min(then.turns):
         change = "faster"

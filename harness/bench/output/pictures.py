@@ -8,7 +8,7 @@ from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.launch import HOLDFAST
 from holdfast.harness.bench.output.chart import Series, draw_lines
-from holdfast.harness.bench.output.results import Bench, Row
+from holdfast.harness.bench.output.results import Bench, BenchRow
 from holdfast.harness.bench.output.show import show_time
 
 ROOF = "copy in memory"
@@ -34,7 +34,7 @@ def _order(bench: Bench) -> dict[str, int]:
     return {name: index for index, name in enumerate(sorted(names, key=lambda name: not name.startswith(HOLDFAST)))}
 
 
-def _series(rows: list[Row], colours: dict[str, int], over_ranks: bool, bandwidth: bool) -> list[Series]:
+def _series(rows: list[BenchRow], colours: dict[str, int], over_ranks: bool, bandwidth: bool) -> list[Series]:
     found = []
     for name in sorted({row.contestant for row in rows}, key=colours.__getitem__):
         mine = sorted((row for row in rows if row.contestant == name), key=lambda row: (row.ranks, row.nbytes))

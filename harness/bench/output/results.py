@@ -33,7 +33,7 @@ class Timing(msgspec.Struct, frozen=True):
         )
 
 
-class Row(msgspec.Struct, frozen=True):
+class BenchRow(msgspec.Struct, frozen=True):
     """One op at one size on one library.
 
     `timing` is what the table shows: ops in blocks up to 64 KiB, ops one by one above. `single` is ops one
@@ -68,7 +68,7 @@ class Ratio(msgspec.Struct, frozen=True):
     most: float
 
 
-class Failure(msgspec.Struct, frozen=True):
+class OpFailure(msgspec.Struct, frozen=True):
     """An op that a library refused or failed in, at one size and number of ranks."""
 
     op: str
@@ -98,9 +98,9 @@ class Bench(msgspec.Struct, frozen=True):
     machine: Machine
     contestants: dict[str, str]
     skipped: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     ratios: tuple[Ratio, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[OpFailure, ...]
     fresh: bool = False
 
     @property
@@ -113,7 +113,7 @@ class Bench(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
 
-def ratios(rows: Sequence[Row], ours: Sequence[str]) -> tuple[Ratio, ...]:
+def ratios(rows: Sequence[BenchRow], ours: Sequence[str]) -> tuple[Ratio, ...]:
     """Every one of `ours` against every other library at the same op, size and ranks, round by round."""
     found = []
     for row in rows:

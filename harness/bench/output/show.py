@@ -15,7 +15,7 @@ from holdfast.ft.console.units import counted, format_bytes, format_seconds
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.launch import HOLDFAST
-from holdfast.harness.bench.output.results import Bench, Ratio, Row
+from holdfast.harness.bench.output.results import Bench, BenchRow, Ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def _wrong(count: int | None) -> Text:
     return styled(count, "bold red" if count else "")
 
 
-def _table(op: str, ranks: int, rows: list[Row], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
+def _table(op: str, ranks: int, rows: list[BenchRow], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     table = FoldingTable(
@@ -167,7 +167,7 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
         )
 
 
-def _panel(axes: Axes, rows: list[Row], bandwidth: bool) -> None:
+def _panel(axes: Axes, rows: list[BenchRow], bandwidth: bool) -> None:
     for name in dict.fromkeys(row.contestant for row in rows):
         mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
         sizes = [row.nbytes for row in mine]

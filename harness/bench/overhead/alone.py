@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from holdfast.harness.cluster import in_threads as threads
+from holdfast.harness.cluster import run_in_threads as threads
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -25,7 +25,7 @@ def one_rank() -> Iterator[Communicator]:
         yield comm
 
 
-def in_threads(ranks: int, body: Callable[[Communicator], object]) -> None:
+def run_connected_ranks(ranks: int, body: Callable[[Communicator], object]) -> None:
     """`body(communicator)` on every rank, each a thread. Raises the first error."""
     import torch.distributed as dist
 
@@ -37,4 +37,4 @@ def in_threads(ranks: int, body: Callable[[Communicator], object]) -> None:
         with comms.connect("inproc", rank=rank, size=ranks, rendezvous=store, timeout=SECONDS) as comm:
             body(comm)
 
-    threads.in_threads(ranks, connected, 2 * SECONDS)
+    threads.run_in_threads(ranks, connected, 2 * SECONDS)

@@ -48,7 +48,7 @@ def kill_one(ranks: int, victim: int, wait: float) -> float:
     return float(done.stdout)
 
 
-class _Rank:
+class _BoundProcess:
     """One process of the job, over `words`, which all of them share."""
 
     def __init__(self, rank: int, words: memoryview, register: Path) -> None:
@@ -133,7 +133,7 @@ def _fork(rank: int, words: memoryview, register: Path) -> int:
     if pid == 0:
         try:
             die_with_parent(parent)
-            _Rank(rank, words, register).live()
+            _BoundProcess(rank, words, register).live()
         finally:
             os._exit(1)
     return pid

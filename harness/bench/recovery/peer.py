@@ -50,20 +50,20 @@ class PeerRecovery(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _PeerProcess:
     number: int
     pid: int
     library: str
     stream: TextIO
 
     @staticmethod
-    def accept(listener: socket.socket) -> _Rank:
+    def accept(listener: socket.socket) -> _PeerProcess:
         connection, _ = listener.accept()
         connection.settimeout(HANGS_SECONDS)
         stream = connection.makefile("r")
         connection.close()
         number, pid, library = stream.readline().rstrip("\n").split(" ", 2)
-        return _Rank(int(number), int(pid), library, stream)
+        return _PeerProcess(int(number), int(pid), library, stream)
 
     def end(self) -> None:
         self.stream.close()
@@ -102,7 +102,7 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
             try:
                 team = {}
                 for _ in range(ranks):
-                    rank = _Rank.accept(listener)
+                    rank = _PeerProcess.accept(listener)
                     left.callback(rank.end)
                     team[rank.number] = rank
                 time.sleep(wait)

@@ -43,7 +43,7 @@ class NotRecovered(HoldfastError):
     """A job did not come back after a kill."""
 
 
-class Recovery(msgspec.Struct, frozen=True):
+class RecoveryTiming(msgspec.Struct, frozen=True):
     """One kill, of one rank or several at once, of which `rank` is the first.
 
     All in milliseconds since just before the signal was sent, each when the last survivor got there.
@@ -89,7 +89,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     spares: int
     nbytes: int
     others: float
-    kills: tuple[Recovery, ...]
+    kills: tuple[RecoveryTiming, ...]
     total: Spread
     gone: Spread
     detect: Spread
@@ -111,7 +111,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
         proposer: bool,
         stopped: bool,
         others: float,
-        kills: tuple[Recovery, ...],
+        kills: tuple[RecoveryTiming, ...],
         bound: Sequence[float] = (),
     ) -> RecoveryBench:
         return RecoveryBench(
@@ -174,7 +174,7 @@ def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
 
 def analyse(
     events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int], gone: float = 0.0
-) -> Recovery:
+) -> RecoveryTiming:
     """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids); it ended at `gone`."""
 
     def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
@@ -187,7 +187,7 @@ def analyse(
             raise NotRecovered(f"no survivor logged {kind!r} after the kill of rank {rank} in epoch {epoch}")
         return 1e3 * (choose(times.values()) - killed)
 
-    return Recovery(
+    return RecoveryTiming(
         rank=rank,
         gone=1e3 * (gone - killed),
         detect=since("detected", min),
@@ -197,7 +197,7 @@ def analyse(
     )
 
 
-def _strike(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Recovery:
+def _inject(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> RecoveryTiming:
     """Send these ranks signal `number` at once; with `proposer` rank 0 will end itself."""
     view = job.view()
     members = [member.peer.pid for member in view.members]
@@ -251,7 +251,7 @@ def run(
     if proposer and spares:
         raise ValueError("a job whose proposer dies is used once: ask for no spares")
     choose = random.Random(seed)
-    done: list[Recovery] = []
+    done: list[RecoveryTiming] = []
     least: list[float] = []
     noise = Noise(zygote_pid)
     options = {"min_size": ranks - lost}
@@ -265,7 +265,7 @@ def run(
                 for _ in range(min(max(1, spares // together), kills - len(done))):
                     time.sleep(SETTLE + choose.random() * SETTLE)
                     victims = choose.sample(range(1 if proposer else 0, ranks), together)
-                    done.append(_strike(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
+                    done.append(_inject(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
             if bound:
                 least.append(_least(ranks, choose))
@@ -281,5 +281,5 @@ def _least(ranks: int, choose: random.Random) -> float:
         raise NotRecovered(str(error)) from error
 
 
-def _median(done: list[Recovery]) -> float:
+def _median(done: list[RecoveryTiming]) -> float:
     return statistics.median(kill.total for kill in done)

@@ -16,7 +16,7 @@ from holdfast.ft.diagnosis.evidence import Evidence, Life
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.telemetry.flight import read
-from holdfast.harness.blame.score.model import NEVER, Call, World
+from holdfast.harness.blame.score.model import NEVER, ModelCall, ModelWorld
 
 KINDS = ("crash", "hang", "slow", "cut", "mismatch")
 
@@ -62,33 +62,33 @@ def generated(kind: str, seed: int) -> Judged:
 # Jobs -----------------------------------------------------------------------------------------------------------------
 
 
-def _program(rng: random.Random, size: int) -> list[Call]:
+def _program(rng: random.Random, size: int) -> list[ModelCall]:
     """The ops of a step."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
 
-    def call() -> Call:
+    def call() -> ModelCall:
         shape = [rng.choice([1, 2, 64, 1000]) for _ in range(rng.randint(1, 2))]
         tensor = torch.empty(shape, dtype=rng.choice(dtypes), device="meta")
         op = rng.choice(
             ["all_reduce", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "reduce"]
         )
         if op in ("broadcast", "reduce"):
-            return Call(op, tensor, "sum" * (op == "reduce"), rng.randrange(size))
-        return Call(op, tensor, "" if op == "all_gather_single" else "sum")
+            return ModelCall(op, tensor, "sum" * (op == "reduce"), rng.randrange(size))
+        return ModelCall(op, tensor, "" if op == "all_gather_single" else "sum")
 
-    return [*(call() for _ in range(rng.randint(1, 5))), Call("barrier", None)]
+    return [*(call() for _ in range(rng.randint(1, 5))), ModelCall("barrier", None)]
 
 
 @dataclass(slots=True)
-class _Job:
+class _SampleJob:
     rng: random.Random
-    world: World
-    program: list[Call]
+    world: ModelWorld
+    program: list[ModelCall]
     steps: int
     base: float
     slow: dict[int, float]
 
-    def run(self, change: Callable[[int, int, list[Call]], list[Call]] | None = None) -> None:
+    def run(self, change: Callable[[int, int, list[ModelCall]], list[ModelCall]] | None = None) -> None:
         """All steps, or until somebody is blocked. `change(step, place, calls)` may change what ranks call."""
         for step in range(self.steps):
             spread = [
@@ -106,14 +106,14 @@ class _Job:
                 self.world.compute(small)
 
 
-def _job(rng: random.Random, fewest: int = 2) -> _Job:
+def _job(rng: random.Random, fewest: int = 2) -> _SampleJob:
     size = rng.choice([n for n in (2, 3, 4, 5, 8, 16) if n >= fewest])
     base = rng.choice([2e-3, 20e-3, 200e-3])
-    world = World(size, rng, latency=rng.choice([5e-6, 50e-6, 500e-6]))
-    return _Job(rng, world, _program(rng, size), rng.randint(4, 30), base, {})
+    world = ModelWorld(size, rng, latency=rng.choice([5e-6, 50e-6, 500e-6]))
+    return _SampleJob(rng, world, _program(rng, size), rng.randint(4, 30), base, {})
 
 
-def _evidence(job: _Job, folder: Path, lives: Sequence[Life], now: float, waits: bool) -> Evidence:
+def _evidence(job: _SampleJob, folder: Path, lives: Sequence[Life], now: float, waits: bool) -> Evidence:
     """The recordings of the job, from one to three hosts whose clocks differ."""
     rng, size = job.rng, job.world.size
     hosts = rng.choice([1, 1, 2, 3])
@@ -125,7 +125,7 @@ def _evidence(job: _Job, folder: Path, lives: Sequence[Life], now: float, waits:
     return assemble(recordings, {r.identity: life for r, life in zip(recordings, lives, strict=True)}, [], now + 5000.0)
 
 
-def _end_time(job: _Job) -> float:
+def _end_time(job: _SampleJob) -> float:
     return max(life.entered for lives in job.world.lived for life in lives)
 
 
@@ -139,7 +139,7 @@ def _lives(rng: random.Random, size: int, rank: int, as_seen: Life) -> list[Life
     return [as_seen if each == rank else Life.RUNNING for each in range(size)]
 
 
-def _fail(job: _Job, error: Callable[[int, tuple[int, ...]], Exception | None], after: float) -> float:
+def _fail(job: _SampleJob, error: Callable[[int, tuple[int, ...]], Exception | None], after: float) -> float:
     """Those who are blocked leave their op `after` seconds later, by `error(rank, waited for)`; when the last does."""
     end = 0.0
     for rank, lives in enumerate(job.world.lived):
@@ -155,7 +155,7 @@ def _fail(job: _Job, error: Callable[[int, tuple[int, ...]], Exception | None], 
 # Faults ---------------------------------------------------------------------------------------------------------------
 
 
-def _stop(rng: random.Random, job: _Job) -> int:
+def _stop(rng: random.Random, job: _SampleJob) -> int:
     """Choose a rank and the place where it stops; the rank."""
     rank = rng.randrange(job.world.size)
     op = rng.randrange(len(job.program), job.steps * len(job.program))
@@ -163,7 +163,7 @@ def _stop(rng: random.Random, job: _Job) -> int:
     return rank
 
 
-def _stopped_job(rng: random.Random) -> tuple[_Job, int]:
+def _stopped_job(rng: random.Random) -> tuple[_SampleJob, int]:
     """A job that a rank stopped for sure: one that stops in a round that its op does not have stops before the next."""
     while True:
         job = _job(rng)
@@ -220,7 +220,9 @@ def _cut(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
         sender, receiver = rng.sample(range(job.world.size), 2)
         at = rng.randrange(len(job.program), job.steps * len(job.program))
 
-        def change(step: int, place: int, calls: list[Call], job: _Job = job, at: int = at) -> list[Call]:
+        def change(
+            step: int, place: int, calls: list[ModelCall], job: _SampleJob = job, at: int = at
+        ) -> list[ModelCall]:
             if step * len(job.program) + place >= at:
                 job.world.cut = (sender, receiver)  # noqa: B023  (used in this turn alone)
             return calls
@@ -243,7 +245,7 @@ def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
     while _same(wrong, right):
         wrong = _other_call(rng, right, job.program[(place_of + 1) % len(job.program)])
 
-    def change(step: int, place: int, calls: list[Call]) -> list[Call]:
+    def change(step: int, place: int, calls: list[ModelCall]) -> list[ModelCall]:
         if (step, place) != (step_of, place_of):
             return calls
         job.world.dead_after.update(dict.fromkeys(range(job.world.size), (job.world.count, 0)))
@@ -256,21 +258,21 @@ def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
     return Truth("mismatch", rank), _evidence(job, folder, lives, now, waits=rng.random() < 0.5)
 
 
-def _same(a: Call, b: Call) -> bool:
+def _same(a: ModelCall, b: ModelCall) -> bool:
     alike = [None if c.tensor is None else (c.tensor.dtype, c.tensor.shape) for c in (a, b)]
     return (a.op, a.detail, a.peer, alike[0]) == (b.op, b.detail, b.peer, alike[1])
 
 
-def _other_call(rng: random.Random, right: Call, following: Call) -> Call:
+def _other_call(rng: random.Random, right: ModelCall, following: ModelCall) -> ModelCall:
     """Another shape, dtype, reduction or root, another op, or the op that comes next (one was left out)."""
     if right.tensor is None or (rng.random() < 0.3 and following is not right):
-        return following if following is not right else Call("all_reduce", torch.empty(3, device="meta"), "sum")
+        return following if following is not right else ModelCall("all_reduce", torch.empty(3, device="meta"), "sum")
     kind = rng.choice(["shape", "dtype", "op"])
     if kind == "shape":
-        return Call(right.op, torch.empty([7, *right.tensor.shape], device="meta"), right.detail, right.peer)
+        return ModelCall(right.op, torch.empty([7, *right.tensor.shape], device="meta"), right.detail, right.peer)
     if kind == "dtype":
-        return Call(right.op, right.tensor.to(torch.float64), right.detail, right.peer)
-    return Call("all_to_all_single", right.tensor, "float32")
+        return ModelCall(right.op, right.tensor.to(torch.float64), right.detail, right.peer)
+    return ModelCall("all_to_all_single", right.tensor, "float32")
 
 
 _MAKE: dict[str, Callable[[random.Random, Path], tuple[Truth, Evidence]]] = {

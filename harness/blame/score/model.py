@@ -22,7 +22,7 @@ NEVER = math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ModelCall:
     """One collective as a rank calls it."""
 
     op: str
@@ -35,7 +35,7 @@ class Call:
 class Lived:
     """What one rank did in one op: `left` is NEVER while it is inside, waiting for `takes` in round `rounds`."""
 
-    call: Call
+    call: ModelCall
     step: int
     entered: float
     left: float = NEVER
@@ -45,7 +45,7 @@ class Lived:
 
 
 @dataclass(slots=True)
-class World:
+class ModelWorld:
     """`size` ranks, their virtual time, and what they lived through. A `cut` is (sender, receiver)."""
 
     size: int
@@ -67,7 +67,7 @@ class World:
         """Each rank computes for its own time."""
         self.times = [at + spent for at, spent in zip(self.times, seconds, strict=True)]
 
-    def run(self, calls: Sequence[Call], step: int) -> bool:
+    def run(self, calls: Sequence[ModelCall], step: int) -> bool:
         """One collective, as each rank calls it; False once somebody is blocked for ever."""
         number = self.count
         self.count += 1
@@ -154,7 +154,7 @@ class World:
         """The recordings of all ranks; with `waits`, as of a transport that says for whom it waits."""
         paths = []
         for rank, lives in enumerate(self.lived):
-            clock = _Clock(clocks[rank])
+            clock = _HostClock(clocks[rank])
             path = folder / f"p{rank}.flight"
             recorder = FlightRecorder(
                 path, f"p{rank}", "job", capacity=capacity, now=clock, process=(hosts[rank], 100 + rank, 1)
@@ -181,7 +181,7 @@ def _parent(place: int) -> int:
     return place - (1 << (place.bit_length() - 1))
 
 
-class _Clock:
+class _HostClock:
     """A host's clock."""
 
     def __init__(self, offset: float) -> None:

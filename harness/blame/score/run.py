@@ -13,7 +13,7 @@ from holdfast.harness.blame.score.injected import all_injected
 GOAL = 0.99
 
 
-class Kind(msgspec.Struct, frozen=True):
+class KindScore(msgspec.Struct, frozen=True):
     """The cases of one kind: how many, how many right, and what went wrong in the others."""
 
     where: str
@@ -23,10 +23,10 @@ class Kind(msgspec.Struct, frozen=True):
     wrong: tuple[str, ...]
 
 
-class Score(msgspec.Struct, frozen=True):
+class BlameScore(msgspec.Struct, frozen=True):
     """All cases."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[KindScore, ...]
     cases: int
     right: int
     share: float
@@ -42,7 +42,7 @@ class Score(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-def run(each: int, injected_each: int, progress: Callable[[str], None]) -> Score:
+def run(each: int, injected_each: int, progress: Callable[[str], None]) -> BlameScore:
     """`each` generated cases of every kind, and `injected_each` of every fault on real processes."""
     kinds = []
     for kind in KINDS:
@@ -52,15 +52,15 @@ def run(each: int, injected_each: int, progress: Callable[[str], None]) -> Score
     if injected_each:
         kinds += _kinds("injected", all_injected(injected_each, progress))
     cases, right = sum(kind.cases for kind in kinds), sum(kind.right for kind in kinds)
-    return Score(tuple(kinds), cases, right, right / cases if cases else 0.0)
+    return BlameScore(tuple(kinds), cases, right, right / cases if cases else 0.0)
 
 
-def _kinds(where: str, judged: Iterable[Judged]) -> list[Kind]:
+def _kinds(where: str, judged: Iterable[Judged]) -> list[KindScore]:
     by_kind: dict[str, list[Judged]] = defaultdict(list)
     for case in judged:
         by_kind[case.truth.kind].append(case)
     return [
-        Kind(
+        KindScore(
             where,
             kind,
             len(cases),

@@ -28,11 +28,11 @@ class LinkCut(Aimed, frozen=True, kw_only=True):
         if scenario.workload.family != "session" or scenario.job.hosts != "namespaces":
             raise ValueError('link-cut needs job.hosts = "namespaces" (as root)')
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = self.victims(stage)
-        network = stage.hosts().network
-        numbers = [stage.hosts().of(victim.process.pid) for victim in victims]
-        stage.note("link-cut", victims, how=self.how)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = self.victims(context)
+        network = context.hosts().network
+        numbers = [context.hosts().of(victim.process.pid) for victim in victims]
+        context.note("link-cut", victims, how=self.how)
         for number in numbers:
             match self.how:
                 case "pulled":

@@ -25,9 +25,9 @@ class DiskFull(FaultType, frozen=True, kw_only=True):
         if scenario.job.disk is None:
             raise ValueError("disk-full needs job.disk = megabytes: a file system of the job's own (as root)")
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        path = stage.directory / "filling"
-        stage.note("disk-full", [])
+    def inject(self, context: FaultContext) -> Undo | None:
+        path = context.directory / "filling"
+        context.note("disk-full", [])
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = _PIECE
         while size:

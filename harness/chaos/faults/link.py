@@ -13,7 +13,7 @@ from msgspec import Meta
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 from holdfast.harness.links.breakable import unbreakable
-from holdfast.harness.links.policy import Plane, Policy, Rule
+from holdfast.harness.links.policy import LinkRule, Plane, Policy
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -67,12 +67,12 @@ class _Directed(_Linked, frozen=True, kw_only=True):
         """What happens to the bytes."""
         raise NotImplementedError
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        sources, targets = (stage.pids(_listed(ranks)) for ranks in (self.source, self.target))
+    def inject(self, context: FaultContext) -> Undo | None:
+        sources, targets = (context.pids(_listed(ranks)) for ranks in (self.source, self.target))
         ways = [(sources, targets)] if self.one_way or sources == targets else [(sources, targets), (targets, sources)]
-        stage.note(type(self).__name__.lower(), stage.found(sources | targets), way=self.words())
-        return stage.rule(
-            Rule(policy=self.policy(), sources=source, targets=target, plane=self.plane) for source, target in ways
+        context.note(type(self).__name__.lower(), context.found(sources | targets), way=self.words())
+        return context.rule(
+            LinkRule(policy=self.policy(), sources=source, targets=target, plane=self.plane) for source, target in ways
         )
 
     def words(self) -> str:
@@ -156,13 +156,13 @@ class Partition(_Linked, frozen=True, kw_only=True):
     def named(self) -> tuple[int, ...]:
         return tuple(rank for group in self.groups for rank in group)
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        groups = [stage.pids(group) for group in self.groups]
-        rest = stage.everybody() - frozenset(pid for group in groups for pid in group)
+    def inject(self, context: FaultContext) -> Undo | None:
+        groups = [context.pids(group) for group in self.groups]
+        rest = context.everybody() - frozenset(pid for group in groups for pid in group)
         sides = [group for group in (*groups, rest) if group]
-        stage.note("partition", stage.found(frozenset().union(*groups)), way=self.words())
+        context.note("partition", context.found(frozenset().union(*groups)), way=self.words())
         cut = Policy(cut=True)
-        return stage.rule(Rule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
+        return context.rule(LinkRule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
 
     def words(self) -> str:
         return f"{self.summary}: {' | '.join(', '.join(map(str, group)) for group in self.groups)}"

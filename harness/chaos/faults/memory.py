@@ -22,9 +22,9 @@ class CorruptMemory(Aimed, frozen=True, kw_only=True):
         if scenario.workload.family != "store" or self.names not in ((), ("holder",)):
             raise ValueError('corrupt-memory is for the store, and for who = "holder"')
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = stage.find("keeper")
-        stage.note("corrupt-memory", victims)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = context.find("keeper")
+        context.note("corrupt-memory", victims)
         for victim in victims:
             victim.process.channel.send(Spoil())
         return None

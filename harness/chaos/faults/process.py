@@ -64,11 +64,11 @@ class Aimed(FaultType, frozen=True, kw_only=True):
             settled.append(name)
         return replace(self, who=tuple(settled) or None)
 
-    def victims(self, stage: FaultContext) -> list[Victim]:
+    def victims(self, context: FaultContext) -> list[Victim]:
         """The processes that are meant, now."""
         if not self.names:
-            return [stage.reacher()]
-        return [victim for name in self.names for victim in stage.find(name)]
+            return [context.reacher()]
+        return [victim for name in self.names for victim in context.find(name)]
 
     def words(self) -> str:
         who = " and ".join(f"rank {name}" if isinstance(name, int) else f"the {name}" for name in self.names)
@@ -84,9 +84,9 @@ class Kill(Aimed, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "SIGKILL"
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = self.victims(stage)
-        stage.note("kill", victims)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = self.victims(context)
+        context.note("kill", victims)
         for victim in victims:
             victim.process.kill()
         return None
@@ -97,9 +97,9 @@ class Pause(Aimed, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "SIGSTOP"
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = self.victims(stage)
-        stage.note("pause", victims)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = self.victims(context)
+        context.note("pause", victims)
         for victim in victims:
             victim.process.signal(signal.SIGSTOP)
 
@@ -117,9 +117,9 @@ class Slow(Aimed, frozen=True, kw_only=True):
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.3
     period: Annotated[float, Meta(gt=0)] = 0.05
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = self.victims(stage)
-        stage.note("slow", victims, share=self.share)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = self.victims(context)
+        context.note("slow", victims, share=self.share)
         return _blinking(victims, self.period * (1 - self.share), self.period * self.share)
 
 
@@ -132,9 +132,9 @@ class Flap(Aimed, frozen=True, kw_only=True):
     off: Annotated[float, Meta(gt=0)] = 0.2
     on: Annotated[float, Meta(gt=0)] = 0.3
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        victims = self.victims(stage)
-        stage.note("flap", victims)
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = self.victims(context)
+        context.note("flap", victims)
         return _blinking(victims, self.off, self.on)
 
 
@@ -148,10 +148,10 @@ class Join(FaultType, frozen=True, kw_only=True):
         if scenario.workload.family != "session":
             raise ValueError("only a job of sessions can be joined")
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        stage.note("join", [])
+    def inject(self, context: FaultContext) -> Undo | None:
+        context.note("join", [])
         for _ in range(self.count):
-            stage.join()
+            context.join()
         return None
 
 

@@ -36,13 +36,13 @@ class RegisterAway(FaultType, frozen=True, kw_only=True):
         if self.how == "leader-killed" and scenario.job.register_nodes < 3:
             raise ValueError('how = "leader-killed" needs nodes that elect another: job.register_nodes = 3')
 
-    def strike(self, stage: FaultContext) -> Undo | None:
+    def inject(self, context: FaultContext) -> Undo | None:
         if self.how in WAYS["sqlite"]:
-            path = stage.register_file()
-            stage.note("register-away", [], how=self.how)
+            path = context.register_file()
+            context.note("register-away", [], how=self.how)
             return _lock(path) if self.how == "locked" else _hide(path)
-        server = stage.register_server()
-        stage.note("register-away", [], how=self.how)
+        server = context.register_server()
+        context.note("register-away", [], how=self.how)
         if self.how == "leader-killed":
             return server.kill_leader()
         server.pause()

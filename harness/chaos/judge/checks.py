@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import ClassVar
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.invariants import Bounds, Checker, Event, Finding, Violation
+from holdfast.harness.invariants import Bounds, Checker, CheckResult, Event, Violation
 
 WEIGHTS = "same weights as without faults"
 LEAKS = "nothing leaks"
@@ -57,7 +57,7 @@ class EverySampleOnce(Checker):
                 self.violated(event, f"step {step} was committed with shards worked on twice: {sorted(worked)}")
 
 
-class OnlyTheStruckLeave(Checker):
+class OnlyFaultyMembersLeave(Checker):
     """Nobody is evicted whom no fault has struck: slowness, a bad network or a register that is away are no deaths."""
 
     name: ClassVar[str] = "only the struck leave"
@@ -119,7 +119,7 @@ class RightBytes(Checker):
             self.violated(event, f"fetched version {event.integer('version')} with other bytes than were published")
 
 
-def same_weights(digests: dict[str, str], reference: str) -> Finding:
+def same_weights(digests: dict[str, str], reference: str) -> CheckResult:
     """Whether all hold the same, and the same as without faults ("" if that is not known)."""
     violations = []
     for name, digest in digests.items():
@@ -133,14 +133,14 @@ def same_weights(digests: dict[str, str], reference: str) -> Finding:
                 violations.append(
                     Violation(WEIGHTS, name, 0.0, f"ends with {digest[:16]}, {first[0]} with {first[1][:16]}")
                 )
-    return Finding(WEIGHTS, _MEANING[WEIGHTS], len(digests), tuple(violations))
+    return CheckResult(WEIGHTS, _MEANING[WEIGHTS], len(digests), tuple(violations))
 
 
 SLACK = {"descriptors": 12, "threads": 4}
 """How much may come and go: connections of a rebuild that is under way, a thread that ends later."""
 
 
-def growth(events: list[Event], least_rebuilds: int = 3) -> Finding:
+def growth(events: list[Event], least_rebuilds: int = 3) -> CheckResult:
     """What grew in processes that lived through several rebuilds: the most in the first third of their time after the
     second of them, against the least in the last third. Members and spares that come and go are on both sides.
     """
@@ -163,16 +163,16 @@ def growth(events: list[Event], least_rebuilds: int = 3) -> Finding:
             if after > before + slack:
                 text = f"{name} grew from {before} to {after} over {counted(rebuilt[process], 'rebuild')}"
                 violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
-    return Finding(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
+    return CheckResult(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
 
 
-def examine(events: list[Event], bounds: Bounds) -> list[Finding]:
+def examine(events: list[Event], bounds: Bounds) -> list[CheckResult]:
     """What the checkers of this file find, as far as they looked at anything."""
     samples = EverySampleOnce(bounds)
     samples.torn = any(event.kind == "fault" and event.text("what") == "disk-full" for event in events)
     checkers: list[Checker] = [
         samples,
-        OnlyTheStruckLeave(bounds),
+        OnlyFaultyMembersLeave(bounds),
         RegisterAwayBreaksNothing(bounds),
         RightBytes(bounds),
     ]

@@ -18,7 +18,7 @@ TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedFigure:
     """A figure of both runs, in its own words; `judgement` is about the second."""
 
     name: str
@@ -40,7 +40,7 @@ def load_report(path: Path) -> ChaosReport:
     return report
 
 
-def compared(before: ChaosRun, after: ChaosRun) -> list[Row]:
+def compared(before: ChaosRun, after: ChaosRun) -> list[ComparedFigure]:
     """Every figure that both runs have."""
     rows = [
         _words("verdict", _verdict(before), _verdict(after), better=after.passed and not before.passed,
@@ -67,16 +67,18 @@ def _verdict(run: ChaosRun) -> str:
     return "as expected" if run.passed else "not as expected"
 
 
-def _words(name: str, before: str, after: str, *, better: bool = False, worse: bool = False) -> Row:
-    return Row(
+def _words(name: str, before: str, after: str, *, better: bool = False, worse: bool = False) -> ComparedFigure:
+    return ComparedFigure(
         name, before, after, "", "better" if better else "worse" if worse else "equal" if before == after else ""
     )
 
 
-def _number(name: str, before: float, after: float, say: Callable[[float], str], *, higher: bool) -> Row:
+def _number(name: str, before: float, after: float, say: Callable[[float], str], *, higher: bool) -> ComparedFigure:
     if before <= 0:
-        return Row(name, say(before), say(after), "", "")
+        return ComparedFigure(name, say(before), say(after), "", "")
     change = after / before - 1
     if abs(change) <= TOLERANCE:
-        return Row(name, say(before), say(after), f"{change:+.0%}", "equal")
-    return Row(name, say(before), say(after), f"{change:+.0%}", "better" if (change > 0) == higher else "worse")
+        return ComparedFigure(name, say(before), say(after), f"{change:+.0%}", "equal")
+    return ComparedFigure(
+        name, say(before), say(after), f"{change:+.0%}", "better" if (change > 0) == higher else "worse"
+    )

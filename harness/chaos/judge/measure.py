@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from holdfast.harness.chaos.judge.record import Percentiles, RecoveryStage, Span, Speed, Strike
-from holdfast.harness.chaos.run.scenario_run import Raw, Struck
+from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, RecoveryStage, Span, Speed
+from holdfast.harness.chaos.run.scenario_run import FaultOutcome, Raw
 from holdfast.harness.invariants import Event
 
 DETECTED = frozenset(["detected", "suspected", "fenced", "holders_died", "replica_condemned"])
@@ -35,38 +35,38 @@ def rebuilds(events: Iterable[Event]) -> int:
     return max(0, len({event.integer("epoch") for event in events if event.kind == "rebuilt"}) - 1)
 
 
-def strikes(raw: Raw) -> tuple[Strike, ...]:
+def injected_faults(raw: Raw) -> tuple[InjectedFault, ...]:
     """Every planned fault, in the order of the schedule, with the stages of its recovery."""
-    moments = sorted(struck.time for struck in raw.struck if struck.time is not None)
+    moments = sorted(fault.time for fault in raw.faults if fault.time is not None)
     found = []
-    for struck in raw.struck:
-        victims = tuple(str(victim) for noted in struck.noted for victim in noted.victims)
+    for fault in raw.faults:
+        victims = tuple(str(victim) for noted in fault.noted for victim in noted.victims)
         stages: tuple[RecoveryStage, ...] = ()
-        if struck.time is not None:
-            after = next((moment for moment in moments if moment > struck.time), math.inf)
-            stages = tuple(_stages(struck, raw.events, after))
-        planned = struck.planned
+        if fault.time is not None:
+            after = next((moment for moment in moments if moment > fault.time), math.inf)
+            stages = tuple(_stages(fault, raw.events, after))
+        planned = fault.planned
         found.append(
-            Strike(
+            InjectedFault(
                 number=planned.number,
                 type=planned.type,
                 words=planned.what.words(),
                 when=planned.when.words(),
-                time=None if struck.time is None else struck.time - raw.began,
-                healed=None if struck.healed is None else struck.healed - raw.began,
+                time=None if fault.time is None else fault.time - raw.began,
+                healed=None if fault.healed is None else fault.healed - raw.began,
                 victims=victims,
-                step=struck.step,
+                step=fault.step,
                 stages=stages,
-                refused=struck.refused,
+                refused=fault.refused,
             )
         )
     return tuple(found)
 
 
-def _stages(struck: Struck, events: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
+def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
     """What followed the fault before the next one, or, where two overlap, the recovery from both."""
-    assert struck.time is not None
-    at = struck.time
+    assert fault.time is not None
+    at = fault.time
     later = [event for event in events if event.time > at]
     last_commit = max((event.time for event in later if event.kind == "committed"), default=at)
     mine = [event for event in later if event.time < min(until, last_commit)]  # the end is full of farewells
@@ -96,12 +96,12 @@ def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> flo
     return max((event.time for event in rebuilt if event.integer("epoch") == rebuilt[0].integer("epoch")), default=None)
 
 
-def percentiles(found: Iterable[Strike]) -> dict[str, Percentiles]:
+def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:
     """Of every stage, over the faults that led to a recovery; "undisturbed": of others, to the next step."""
     seconds: dict[str, list[float]] = {}
-    for strike in found:
-        recovered = any(stage.name == "detected" for stage in strike.stages)
-        for stage in strike.stages:
+    for fault in found:
+        recovered = any(stage.name == "detected" for stage in fault.stages)
+        for stage in fault.stages:
             seconds.setdefault(stage.name if recovered else "undisturbed", []).append(stage.seconds)
     return {name: _percentiles(sorted(values)) for name, values in seconds.items()}
 
@@ -180,11 +180,11 @@ CLOSE_UPS = 12
 """Of so many faults what was done around them is kept call by call in long runs."""
 
 
-def thinned(found: tuple[Span, ...], struck: Sequence[Strike], seconds: float) -> tuple[Span, ...]:
+def thinned(found: tuple[Span, ...], faults: Sequence[InjectedFault], seconds: float) -> tuple[Span, ...]:
     """Spans for a picture of the whole run: in long runs, away from the first faults, neighbours become one."""
     if len(found) <= MOST_SPANS:
         return found
-    times = [strike.time for strike in struck if strike.time is not None][:CLOSE_UPS]
+    times = [fault.time for fault in faults if fault.time is not None][:CLOSE_UPS]
     close = [(time - 0.5, time + 3.5) for time in times]
     kept: list[Span] = []
     merged: dict[str, Span] = {}

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.chaos.judge.compare import Row, compared
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, Strike
-from holdfast.harness.report.model import Fault, Figure, ProcessLane, Span, StageTimes
+from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, InjectedFault
+from holdfast.harness.report.model import Figure, ProcessLane, ReportedFault, Span, StageTimes
 from holdfast.harness.report.progress import OUTAGE, draw_progress
 from holdfast.harness.report.render import environment
 from holdfast.harness.report.scene import activities, draw_scene
@@ -35,7 +35,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     stood_still: bool
     timeline: Any
     strip: Any
-    faults: tuple[Fault, ...]
+    faults: tuple[ReportedFault, ...]
     scenes: tuple[Any, ...]
     activities: tuple[list[str], ...]
     roles: tuple[str, ...]
@@ -62,7 +62,7 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
         for pair in both
         for longest in [max(run.seconds for run in pair)]
     ]
-    rows: list[tuple[ChaosRun, ChaosRun, list[Row]]] = [(a, b, compared(a, b)) for a, b in both]
+    rows: list[tuple[ChaosRun, ChaosRun, list[ComparedFigure]]] = [(a, b, compared(a, b)) for a, b in both]
     page = (
         environment()
         .get_template("chaos_compare.html.j2")
@@ -80,10 +80,10 @@ def _section(run: ChaosRun, markup: Any) -> Section:
     spans = [Span(each.process, each.activity, each.start, each.end, each.label) for each in run.spans]
     shown = [fault for fault in faults if fault.stages][:SCENES]
     rows: dict[str, list[tuple[float, str]]] = {}
-    for strike in run.strikes:
-        recovered = any(stage.name == "detected" for stage in strike.stages)
-        for stage in strike.stages:
-            rows.setdefault(stage.name if recovered else "next step", []).append((stage.seconds, strike.words))
+    for fault in run.strikes:
+        recovered = any(stage.name == "detected" for stage in fault.stages)
+        for stage in fault.stages:
+            rows.setdefault(stage.name if recovered else "next step", []).append((stage.seconds, fault.words))
     progress = draw_progress(run.progress, faults, run.seconds, _rate(run))
     return Section(
         run=run,
@@ -112,34 +112,34 @@ def _rate(run: ChaosRun) -> float | None:
     return run.reference.rate if run.reference is not None else None
 
 
-def _faults(run: ChaosRun) -> list[Fault]:
+def _faults(run: ChaosRun) -> list[ReportedFault]:
     return [
-        Fault(
-            time=strike.time,
-            title=strike.words,
-            target=", ".join(strike.victims),
-            steps=strike.step,
-            stages=tuple(StageTimes(stage.name, stage.seconds) for stage in strike.stages),
-            note=_note(strike),
+        ReportedFault(
+            time=fault.time,
+            title=fault.words,
+            target=", ".join(fault.victims),
+            steps=fault.step,
+            stages=tuple(StageTimes(stage.name, stage.seconds) for stage in fault.stages),
+            note=_note(fault),
         )
-        for strike in run.strikes
-        if strike.time is not None
+        for fault in run.strikes
+        if fault.time is not None
     ]
 
 
-def _note(strike: Strike) -> str:
+def _note(fault: InjectedFault) -> str:
     healed = ""
-    if strike.healed is not None and strike.time is not None:
-        healed = f"; it lasted {coarse_seconds(strike.healed - strike.time)}"
-    return f"Planned: {strike.when}{healed}."
+    if fault.healed is not None and fault.time is not None:
+        healed = f"; it lasted {coarse_seconds(fault.healed - fault.time)}"
+    return f"Planned: {fault.when}{healed}."
 
 
 def _figures(run: ChaosRun) -> tuple[Figure, ...]:
     found = [Figure("Steps committed", f"{run.speed.steps:,}", f"{run.speed.rate:,.1f} a second")]
     if run.goodput is not None:
         found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
-    struck = sum(strike.time is not None for strike in run.strikes)
-    found.append(Figure("Faults", f"{struck}", counted(run.rebuilds, "rebuild")))
+    injected = sum(fault.time is not None for fault in run.strikes)
+    found.append(Figure("Faults", f"{injected}", counted(run.rebuilds, "rebuild")))
     for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
         if name in run.percentiles:
             found.append(Figure(name.capitalize(), coarse_seconds(run.percentiles[name].p50), note))

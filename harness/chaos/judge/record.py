@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.harness.invariants import Finding
+from holdfast.harness.invariants import CheckResult
 
 SCHEMA = 1
 
@@ -21,7 +21,7 @@ class RecoveryStage(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Strike(msgspec.Struct, frozen=True, kw_only=True):
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault of the schedule, and what became of it. `time` is None if its moment never came."""
 
     number: int
@@ -36,7 +36,7 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A process. `fate` is how it ended: "killed" by a fault, "lost" on its own, or "finished"."""
 
     name: str
@@ -75,7 +75,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What went from one process to another through the proxy."""
 
     source: str
@@ -105,10 +105,10 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     passed: bool
     failures: tuple[str, ...]
     violated: tuple[str, ...]
-    strikes: tuple[Strike, ...]
-    lives: tuple[Life, ...]
+    strikes: tuple[InjectedFault, ...]
+    lives: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     percentiles: dict[str, Percentiles]
     speed: Speed
     reference: Speed | None
@@ -118,7 +118,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     progress: tuple[tuple[float, int], ...] = ()
     """How many steps were committed at which time."""
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkTotals, ...] = ()
     configuration: dict[str, str] = {}
     repeat: str = ""
     output: str = ""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.chaos.judge.checks import OnlyTheStruckLeave
-from holdfast.harness.chaos.judge.record import Speed, Strike
+from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
+from holdfast.harness.chaos.judge.record import InjectedFault, Speed
 from holdfast.harness.chaos.run.scenario_run import Raw
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.invariants import Finding
+from holdfast.harness.invariants import CheckResult
 
-LEFT = OnlyTheStruckLeave.name
+LEFT = OnlyFaultyMembersLeave.name
 SHOWN = 3
 """Violations of one invariant that are told."""
 
 
-def violated(findings: Sequence[Finding]) -> tuple[str, ...]:
+def violated(findings: Sequence[CheckResult]) -> tuple[str, ...]:
     """The names of the invariants that were broken."""
     return tuple(finding.invariant for finding in findings if finding.violations)
 
@@ -24,8 +24,8 @@ def violated(findings: Sequence[Finding]) -> tuple[str, ...]:
 def failures(
     scenario: Scenario,
     raw: Raw,
-    findings: Sequence[Finding],
-    struck: Sequence[Strike],
+    findings: Sequence[CheckResult],
+    faults: Sequence[InjectedFault],
     speed: Speed,
     reference: Speed | None,
     rebuilds: int,
@@ -33,11 +33,11 @@ def failures(
     """Everything in which the run is not what was expected."""
     expect = scenario.expect
     found = list(_of_invariants(scenario, findings))
-    found += [f"fault {each.number} ({each.words}) could not strike: {each.refused}" for each in struck if each.refused]
+    found += [f"fault {each.number} ({each.words}) could not strike: {each.refused}" for each in faults if each.refused]
     outlived = _outlived(raw)
     found += [
         f"fault {each.number} ({each.words}) never struck: its moment ({each.when}) did not come"
-        for each in struck
+        for each in faults
         if each.time is None and not each.refused and each.number not in outlived
     ]
     if raw.too_long:
@@ -73,22 +73,22 @@ def _outlived(raw: Raw) -> set[int]:
     """The faults whose moment a run that was faster than planned did not live to see: those that come again and again,
     if they came at all.
     """
-    recurring = [each for each in raw.struck if each.planned.again]
+    recurring = [each for each in raw.faults if each.planned.again]
     came = {each.planned.type for each in recurring if each.time is not None}
     return {each.planned.number for each in recurring if each.waits and each.planned.type in came}
 
 
 def _lost(raw: Raw) -> list[str]:
     """Who ended badly of itself. Where it is replaced the run may go on as if nothing had been."""
-    struck = {victim.process.pid for each in raw.struck for noted in each.noted for victim in noted.victims}
+    faults = {victim.process.pid for each in raw.faults for noted in each.noted for victim in noted.victims}
     return [
         f"{life.name} {life.how}, and nobody had struck it"
         for life in raw.lives
-        if life.ended and life.how != "exited with status 0" and life.pid not in struck
+        if life.ended and life.how != "exited with status 0" and life.pid not in faults
     ]
 
 
-def _of_invariants(scenario: Scenario, findings: Sequence[Finding]) -> list[str]:
+def _of_invariants(scenario: Scenario, findings: Sequence[CheckResult]) -> list[str]:
     broken, expected = violated(findings), set(scenario.expect.broken)
     found = [
         f"{violation.invariant}: {violation.process}: {violation.message}"

@@ -11,16 +11,14 @@ from typing import get_args
 from holdfast.harness.chaos.faults.process import Kill
 from holdfast.harness.chaos.judge.checks import same_weights
 from holdfast.harness.chaos.judge.measure import percentiles, thinned
-from holdfast.harness.chaos.judge.record import ChaosRun, Life, RecoveryStage, Span, Speed, Strike
+from holdfast.harness.chaos.judge.record import ChaosRun, InjectedFault, ProcessRecord, RecoveryStage, Span, Speed
 from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import Demo
-from holdfast.harness.demo.plan import DemoPlan
-from holdfast.harness.demo.plan import Strike as PlannedStrike
-from holdfast.harness.demo.record import Blow, DemoRun, Victim
-from holdfast.harness.demo.recorder import Recorder
-from holdfast.harness.demo.run import Performance
-from holdfast.harness.demo.run import Stage as DemoStage
+from holdfast.harness.demo.plan import DemoPlan, PlannedKill
+from holdfast.harness.demo.record import DemoFault, DemoRun, Victim
+from holdfast.harness.demo.recorder import RunRecorder
+from holdfast.harness.demo.run import DemoRunner, RunSetup
 from holdfast.rl.learning.recipe import Recipe
 
 STAGES = {
@@ -39,10 +37,10 @@ class Watching:
     def __init__(self, total: int, watch: Callable[[int, int], None]) -> None:
         self._total, self._watch = total, watch
 
-    def refresh(self, recorder: Recorder) -> None:
+    def refresh(self, recorder: RunRecorder) -> None:
         self._watch(len(recorder.steps), self._total)
 
-    def close(self, recorder: Recorder) -> None:
+    def close(self, recorder: RunRecorder) -> None:
         self.refresh(recorder)
 
 
@@ -50,26 +48,24 @@ def plan_of(scenario: Scenario, planned: Sequence[Planned]) -> DemoPlan:
     """The demo's plan. Raises ValueError for a fault that the demo cannot have."""
     workload = scenario.workload
     assert isinstance(workload, Demo)
-    strikes: dict[Victim, PlannedStrike] = {}
+    kills: dict[Victim, PlannedKill] = {}
     for each in planned:
         if not isinstance(each.what, Kill) or each.when.step is None:
             raise ValueError('the demo\'s faults are kills at a step: type = "kill", at.step or at.random')
         for name in each.what.names:
-            if name not in get_args(Victim) or name in strikes:
+            if name not in get_args(Victim) or name in kills:
                 raise ValueError(f"the demo has one kill each of {', '.join(get_args(Victim))}; this is {name!r}")
             victim: Victim = name  # type: ignore[assignment]
-            strikes[victim] = PlannedStrike(victim, each.when.step)
+            kills[victim] = PlannedKill(victim, each.when.step)
     recipe = Recipe(seed=workload.seed, steps=workload.steps)
-    return DemoPlan(
-        recipe=recipe, backend=scenario.job.backend, strikes=tuple(strikes.values()), timeout=scenario.limit
-    )
+    return DemoPlan(recipe=recipe, backend=scenario.job.backend, strikes=tuple(kills.values()), timeout=scenario.limit)
 
 
 def play(plan: DemoPlan, watch: Callable[[int, int], None]) -> DemoRun:
     """One run of the demo. Raises what it raises."""
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
-        stage = DemoStage.prepare(plan, Path(directory), time.monotonic())
-        return Performance(plan, stage, Watching(plan.recipe.steps, watch)).run()
+        setup = RunSetup.prepare(plan, Path(directory), time.monotonic())
+        return DemoRunner(plan, setup, Watching(plan.recipe.steps, watch)).run()
 
 
 def judged(
@@ -82,7 +78,7 @@ def judged(
     quiet: DemoRun | None,
 ) -> ChaosRun:
     """The record of a demo, and of the same one without faults, as a chaos run."""
-    struck = tuple(_strike(number, blow, planned) for number, blow in enumerate(run.blows, start=1))
+    faults = tuple(_injected(number, blow, planned) for number, blow in enumerate(run.blows, start=1))
     reference = "" if quiet is None else quiet.outcome.digest
     weights = same_weights({"trainers": run.outcome.digest}, reference)
     failures = [*run.outcome.failures]
@@ -102,11 +98,11 @@ def judged(
         passed=not failures,
         failures=tuple(failures),
         violated=tuple(finding.invariant for finding in (*run.findings, weights) if finding.violations),
-        strikes=struck,
+        strikes=faults,
         lives=_lives(run),
-        spans=thinned(spans, struck, run.seconds),
+        spans=thinned(spans, faults, run.seconds),
         findings=(*run.findings, weights),
-        percentiles=percentiles(struck),
+        percentiles=percentiles(faults),
         speed=_speed(run),
         reference=None if quiet is None else _speed(quiet),
         digest=run.outcome.digest,
@@ -120,10 +116,10 @@ def judged(
     )
 
 
-def _strike(number: int, blow: Blow, planned: Sequence[Planned]) -> Strike:
+def _injected(number: int, blow: DemoFault, planned: Sequence[Planned]) -> InjectedFault:
     stages = tuple(RecoveryStage(STAGES.get(stage.name, stage.name), stage.seconds) for stage in blow.stages)
     when = next((each.when.words() for each in planned if blow.victim in getattr(each.what, "names", ())), "")
-    return Strike(
+    return InjectedFault(
         number=number,
         type="kill",
         words=f"SIGKILL: the {blow.victim} ({blow.where})",
@@ -136,10 +132,10 @@ def _strike(number: int, blow: Blow, planned: Sequence[Planned]) -> Strike:
     )
 
 
-def _lives(run: DemoRun) -> tuple[Life, ...]:
+def _lives(run: DemoRun) -> tuple[ProcessRecord, ...]:
     killed = {blow.process: blow.time for blow in run.blows}
     return tuple(
-        Life(
+        ProcessRecord(
             name=life.name,
             role=life.role,
             pid=life.pid,

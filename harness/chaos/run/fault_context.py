@@ -14,8 +14,8 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.registers import RegisterServer
 from holdfast.harness.links.client import Links
-from holdfast.harness.links.policy import Rule
-from holdfast.harness.processes.zygote_client import Process
+from holdfast.harness.links.policy import LinkRule
+from holdfast.harness.processes.zygote_client import ForkedProcess
 
 
 class NobodyThere(HoldfastError):
@@ -27,7 +27,7 @@ class Victim:
     """A process, under the name that it has in the event logs; `rank` where it has one now."""
 
     name: str
-    process: Process
+    process: ForkedProcess
     rank: int | None = None
 
     def __str__(self) -> str:
@@ -79,16 +79,16 @@ class FaultContext:
 
     def __init__(
         self,
-        cast: ProcessSet,
+        processes: ProcessSet,
         links: Links | None,
         hosts: Hosts | None,
         log: EventLog,
         clock: Callable[[], float],
         register: RegisterServer | None = None,
     ) -> None:
-        self._cast, self._links, self._hosts, self._log, self._clock = cast, links, hosts, log, clock
+        self._processes, self._links, self._hosts, self._log, self._clock = processes, links, hosts, log, clock
         self._register = register
-        self.directory = cast.directory
+        self.directory = processes.directory
         self.number = 0
         self.reached: Victim | None = None
         self.noted: list[Noted] = []
@@ -97,7 +97,7 @@ class FaultContext:
 
     def find(self, name: int | str) -> list[Victim]:
         """The processes that hold a rank or a role now. Raises `NobodyThere`."""
-        return self._cast.find(name)
+        return self._processes.find(name)
 
     def reacher(self) -> Victim:
         """The process that has reached the point of the fault. Raises `NobodyThere` for a fault without a point."""
@@ -111,11 +111,11 @@ class FaultContext:
 
     def everybody(self) -> frozenset[int]:
         """The process ids of all."""
-        return frozenset(victim.process.pid for victim in self._cast.everybody())
+        return frozenset(victim.process.pid for victim in self._processes.everybody())
 
     def found(self, pids: Iterable[int]) -> list[Victim]:
         """The processes with these ids."""
-        return [victim for pid in sorted(pids) if (victim := self._cast.of_pid(pid)) is not None]
+        return [victim for pid in sorted(pids) if (victim := self._processes.of_pid(pid)) is not None]
 
     # -- what
 
@@ -128,7 +128,7 @@ class FaultContext:
             self._log.emit("fault", what=what, number=self.number, **target, **rank, **more)
         self.noted.append(Noted(self.number, what, tuple(victims), now))
 
-    def rule(self, rules: Iterable[Rule]) -> Callable[[], None]:
+    def rule(self, rules: Iterable[LinkRule]) -> Callable[[], None]:
         """Let rules hold on the links between the processes; returns what takes them back."""
         links = self._links
         if links is None:
@@ -144,7 +144,7 @@ class FaultContext:
 
     def register_file(self) -> Path:
         """The file of the job's register."""
-        url = self._cast.register_url
+        url = self._processes.register_url
         if not url.startswith("sqlite://"):
             raise HoldfastError(f"the register {url} is no file")
         return path_of(url)
@@ -152,9 +152,9 @@ class FaultContext:
     def register_server(self) -> RegisterServer:
         """What serves the job's register. Raises `HoldfastError` for a file."""
         if self._register is None:
-            raise HoldfastError(f"nobody serves the register {self._cast.register_url}: it is a file")
+            raise HoldfastError(f"nobody serves the register {self._processes.register_url}: it is a file")
         return self._register
 
     def join(self) -> None:
         """Start one more process."""
-        self._cast.join()
+        self._processes.join()

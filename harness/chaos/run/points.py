@@ -1,6 +1,6 @@
 """Points of the protocol as moments to strike at: a process that reaches one waits there until the harness has acted.
 
-In the process an `Agent` is armed (`holdfast.ft.faultpoints`); it asks the `Gate` of the harness over a Unix socket.
+In the process a `PointAgent` is armed (`holdfast.ft.faultpoints`); it asks the harness's `Gate` over a Unix socket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Arrival(msgspec.Struct, frozen=True):
         return when.point == self.point and all(want in (-1, have) for want, have in wanted)
 
 
-class Agent:
+class PointAgent:
     """In a process of the job: stops at the points of `triggers`. Called from any thread, one at a time each."""
 
     def __init__(self, path: Path, triggers: Sequence[Trigger]) -> None:
@@ -73,7 +73,7 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingProcess:
     """A process that waits at a point until `release`."""
 
     arrival: Arrival
@@ -101,7 +101,7 @@ class Gate:
         """Descriptors that become readable when there is something to `take`."""
         return [self._door.fileno(), *self._lines]
 
-    def take(self) -> list[Waiting]:
+    def take(self) -> list[WaitingProcess]:
         """Who waits at a point since the last time."""
         self._admit()
         found = []
@@ -115,7 +115,7 @@ class Gate:
             if not data:
                 self._lines.pop(number).close()
                 continue
-            found.append(Waiting(msgspec.json.decode(data, type=Arrival), line))
+            found.append(WaitingProcess(msgspec.json.decode(data, type=Arrival), line))
         return found
 
     def _admit(self) -> None:

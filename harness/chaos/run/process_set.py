@@ -20,14 +20,14 @@ from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.chaos.run.fault_context import NobodyThere, ProcessSet, Victim
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.points import Agent
+from holdfast.harness.chaos.run.points import PointAgent
 from holdfast.harness.chaos.scenario.planning import Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import Store
+from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import Stop
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed.small_disk import small_disk
 
 END_SECONDS = 10.0
@@ -39,7 +39,7 @@ class Begun:
 
     name: str
     role: str
-    process: Process
+    process: ForkedProcess
     born: float
     ended: float = 0.0
     how: str = ""
@@ -54,7 +54,7 @@ class Results:
     ranks: int = 0
 
 
-class RunningCast(ProcessSet):
+class DrivenProcessSet(ProcessSet):
     """A cast that the loop of a run drives."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Arm:
     def __call__(self) -> None:
         from holdfast.ft import faultpoints
 
-        faultpoints.arm(Agent(self.gate, self.triggers).reach)
+        faultpoints.arm(PointAgent(self.gate, self.triggers).reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class HostOfItsOwn:
         liveness.this_host.cache_clear()
 
 
-class SessionCast(RunningCast):
+class SessionProcesses(DrivenProcessSet):
     """A job of `LocalCluster`, each process of which runs `body(session, *args)`."""
 
     def __init__(
@@ -259,10 +259,10 @@ class SessionCast(RunningCast):
         return Victim(begun.name, begun.process)
 
 
-class StoreCast(RunningCast):
+class StoreProcesses(DrivenProcessSet):
     """A publisher, holders and readers around one store. Whoever dies is started anew."""
 
-    def __init__(self, scenario: Scenario, spec: Store, directory: Path, register: str | None = None) -> None:
+    def __init__(self, scenario: Scenario, spec: StoreWorkload, directory: Path, register: str | None = None) -> None:
         super().__init__()
         self._spec = spec
         self._contract = LocalContract.create("store", directory, scenario.job.backend, 1, register)

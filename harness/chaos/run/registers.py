@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.ft.registers import tcp
-from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.harness.processes.zygote_client import zygote
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def serve(job: JobSpec, folder: Path) -> RegisterServer | None:
     return None
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: ProcessChannel) -> None:
     """A process's whole life: serve until the other end of the channel is closed."""
     with tcp.serving() as url:
         channel.send(url)

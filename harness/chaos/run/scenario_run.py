@@ -14,18 +14,25 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, Noted
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.points import Gate, Waiting
-from holdfast.harness.chaos.run.process_set import Arm, Results, RunningCast, SessionCast, Step, StoreCast
+from holdfast.harness.chaos.run.points import Gate, WaitingProcess
+from holdfast.harness.chaos.run.process_set import (
+    Arm,
+    DrivenProcessSet,
+    Results,
+    SessionProcesses,
+    Step,
+    StoreProcesses,
+)
 from holdfast.harness.chaos.run.registers import serve
 from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import Ddp, Store
+from holdfast.harness.chaos.scenario.workload import Ddp, StoreWorkload
 from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.invariants import Event, merge, read_directory
 from holdfast.harness.links.client import Links
-from holdfast.harness.links.policy import Traffic
+from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.processes.zygote_client import zygote
 
 LOOK_SECONDS = 0.01
@@ -39,7 +46,7 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class Struck:
+class FaultOutcome:
     """What became of a planned fault, on `time.monotonic()`."""
 
     planned: Planned
@@ -57,7 +64,7 @@ class Struck:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ProcessLifetime:
     """A process, on `time.monotonic()`. `ended` is 0 if it lived to the end; `member` is its name in the logs."""
 
     name: str
@@ -76,10 +83,10 @@ class Raw:
     ended: float = 0.0
     started: float = 0.0
     events: list[Event] = field(default_factory=list)
-    struck: list[Struck] = field(default_factory=list)
-    lives: list[Life] = field(default_factory=list)
+    faults: list[FaultOutcome] = field(default_factory=list)
+    lives: list[ProcessLifetime] = field(default_factory=list)
     results: Results = field(default_factory=Results)
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[LinkTraffic, ...] = ()
     output: str = ""
     too_long: bool = False
 
@@ -103,12 +110,12 @@ class ScenarioRun:
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
         self._steps, self._seed, self._watch = steps or 0, seed, watch
-        self._raw = Raw(time.monotonic(), struck=[Struck(each) for each in planned])
+        self._raw = Raw(time.monotonic(), faults=[FaultOutcome(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
         self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
         self._standby: list[Event] = []
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingProcess] = []
 
     def run(self) -> Raw:
         """Everything, from the first process to the last. No process is left behind. Raises what starting raises."""
@@ -121,23 +128,24 @@ class ScenarioRun:
             server = serve(scenario.job, self._directory)
             register = undo.enter_context(server).url if server is not None else None
             raw.began = time.monotonic()
-            cast = self._cast(gate, links, hosts, register)
-            undo.callback(cast.close)
-            log = undo.enter_context(contextlib.closing(EventLog("chaos", cast.events_directory)))
-            self._links, self._stage = links, FaultContext(cast, links, hosts, log, time.monotonic, server)
-            self._log, self._tail = log, LogTail(cast.events_directory)
+            processes = self._process_set(gate, links, hosts, register)
+            undo.callback(processes.close)
+            log = undo.enter_context(contextlib.closing(EventLog("chaos", processes.events_directory)))
+            self._links, self._context = links, FaultContext(processes, links, hosts, log, time.monotonic, server)
+            self._log, self._tail = log, LogTail(processes.events_directory)
             try:
-                self._loop(cast, gate)
+                self._loop(processes, gate)
             finally:
                 self._mend(float("inf"))
             raw.ended = time.monotonic()
             raw.began = max(raw.began, raw.started - START_SECONDS)
-            raw.results = cast.results() if not raw.too_long else Results(errors=("it did not end in time",))
+            raw.results = processes.results() if not raw.too_long else Results(errors=("it did not end in time",))
             raw.traffic = links.traffic() if links is not None else ()
-            raw.events = merge([read_directory(cast.events_directory), _fates(raw.struck)])
-            raw.output = cast.outputs()
+            raw.events = merge([read_directory(processes.events_directory), _fates(raw.faults)])
+            raw.output = processes.outputs()
             raw.lives = [
-                Life(each.name, each.role, each.process.pid, each.born, each.ended, each.how) for each in cast.begun
+                ProcessLifetime(each.name, each.role, each.process.pid, each.born, each.ended, each.how)
+                for each in processes.begun
             ]
         return raw
 
@@ -145,21 +153,23 @@ class ScenarioRun:
         (self._directory / "hosts").mkdir(mode=0o700)
         return Hosts(self._scenario.job.ranks + self._scenario.job.spares, self._directory / "hosts")
 
-    def _cast(self, gate: Gate, links: Links | None, hosts: Hosts | None, register: str | None) -> RunningCast:
+    def _process_set(
+        self, gate: Gate, links: Links | None, hosts: Hosts | None, register: str | None
+    ) -> DrivenProcessSet:
         scenario = self._scenario
-        if isinstance(scenario.workload, Store):
+        if isinstance(scenario.workload, StoreWorkload):
             (self._directory / "store").mkdir(mode=0o700)
-            return StoreCast(scenario, scenario.workload, self._directory / "store", register)
+            return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
-        triggers = tuple(each.planned.when for each in self._raw.struck if each.planned.when.seconds is None)
+        triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
         prelude: list[Step] = [Arm(gate.path, triggers)] if triggers else []
         if links is not None:
             prelude.append(links.prepare())
-        return SessionCast(scenario, self._body, self._args, prelude, hosts, register)
+        return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register)
 
-    def _loop(self, cast: RunningCast, gate: Gate) -> None:
+    def _loop(self, processes: DrivenProcessSet, gate: Gate) -> None:
         deadline = time.monotonic() + self._scenario.limit
-        while not cast.over(0.0 if isinstance(cast, SessionCast) else LOOK_SECONDS):
+        while not processes.over(0.0 if isinstance(processes, SessionProcesses) else LOOK_SECONDS):
             now = time.monotonic()
             if now > deadline:
                 self._raw.too_long = True
@@ -169,8 +179,8 @@ class ScenarioRun:
             if self._ready():
                 waiting, self._waiting = self._waiting, []
                 for each in waiting:
-                    self._arrived(each, cast)
-                self._strike_due(now)
+                    self._arrived(each, processes)
+                self._inject_due(now)
             self._mend(now)
             poller = select.poll()
             for fd in gate.filenos():
@@ -200,65 +210,65 @@ class ScenarioRun:
             self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
         return self._complete
 
-    def _arrived(self, waiting: Waiting, cast: RunningCast) -> None:
+    def _arrived(self, waiting: WaitingProcess, processes: DrivenProcessSet) -> None:
         """A process is at a point: strike what waits for that, and what is late, and let it go on."""
         try:
-            for struck in self._raw.struck:
-                if not struck.waits or not waiting.arrival.fits(struck.planned.when):
+            for fault in self._raw.faults:
+                if not fault.waits or not waiting.arrival.fits(fault.planned.when):
                     continue
-                at_point = struck.planned.when.point is not None
-                self._stage.reached = cast.of_pid(waiting.arrival.pid) if at_point else None
-                self._strike(struck)
+                at_point = fault.planned.when.point is not None
+                self._context.reached = processes.of_pid(waiting.arrival.pid) if at_point else None
+                self._inject(fault)
                 if at_point:
                     break
         finally:
-            self._stage.reached = None
+            self._context.reached = None
             waiting.release()
 
-    def _strike_due(self, now: float) -> None:
-        for struck in self._raw.struck:
-            when = struck.planned.when
-            if not struck.waits:
+    def _inject_due(self, now: float) -> None:
+        for fault in self._raw.faults:
+            when = fault.planned.when
+            if not fault.waits:
                 continue
             due_step = when.step is not None and self._newest_step >= when.step
             due_time = when.seconds is not None and self._raw.started and now - self._raw.started >= when.seconds
             if due_step or due_time:
-                self._strike(struck)
+                self._inject(fault)
 
-    def _strike(self, struck: Struck) -> None:
-        self._stage.number, before = struck.planned.number, len(self._stage.noted)
-        struck.step = self._newest_step + 1
+    def _inject(self, fault: FaultOutcome) -> None:
+        self._context.number, before = fault.planned.number, len(self._context.noted)
+        fault.step = self._newest_step + 1
         try:
-            struck.undo = struck.planned.what.strike(self._stage)
+            fault.undo = fault.planned.what.inject(self._context)
         except HoldfastError as error:
-            struck.refused = str(error)
+            fault.refused = str(error)
             return
-        struck.noted = tuple(self._stage.noted[before:])
-        struck.time = struck.noted[0].time if struck.noted else time.monotonic()
+        fault.noted = tuple(self._context.noted[before:])
+        fault.time = fault.noted[0].time if fault.noted else time.monotonic()
 
     def _mend(self, now: float) -> None:
         """Undo what has lasted long enough; everything, if `now` is infinite."""
-        for struck in self._raw.struck:
-            lasts = struck.planned.lasts
-            if struck.undo is None or struck.time is None:
+        for fault in self._raw.faults:
+            lasts = fault.planned.lasts
+            if fault.undo is None or fault.time is None:
                 continue
-            if now == float("inf") or (lasts is not None and now - struck.time >= lasts):
-                undo, struck.undo = struck.undo, None
+            if now == float("inf") or (lasts is not None and now - fault.time >= lasts):
+                undo, fault.undo = fault.undo, None
                 with contextlib.suppress(HoldfastError):
                     undo()
                 if now != float("inf"):
-                    struck.healed = time.monotonic()
-                    self._log.emit("healed", number=struck.planned.number)
+                    fault.healed = time.monotonic()
+                    self._log.emit("healed", number=fault.planned.number)
 
 
 FOR_GOOD = 1e6
 """Seconds that a process stands still which nobody continues."""
 
 
-def _fates(struck: Sequence[Struck]) -> list[Event]:
+def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:
     """What the harness knows of those that it struck, as events of theirs: checkers ask who was gone."""
     found = []
-    for each in struck:
+    for each in faults:
         for noted in each.noted:
             for victim in noted.victims:
                 fields: dict[str, object]

@@ -15,11 +15,11 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.chaos.judge import checks, measure, verdict
-from holdfast.harness.chaos.judge.record import ChaosRun, Life, Link, Speed
+from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, ProcessRecord, Speed
 from holdfast.harness.chaos.run.scenario_run import Raw, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
-from holdfast.harness.chaos.scenario.workload import AllReduce, Python, Store
+from holdfast.harness.chaos.scenario.workload import AllReduce, Python, StoreWorkload
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
 from holdfast.harness.invariants import Bounds, examine
@@ -63,7 +63,7 @@ class ScenarioRunner:
         self._watch = watch
         self._references: dict[bytes, Reference] = {}
 
-    def perform(
+    def run(
         self,
         scenario: Scenario,
         seed: int,
@@ -140,15 +140,15 @@ class ScenarioRunner:
             body, args = BODIES[type(scenario.workload)], (scenario.workload, steps)
         watch: Watch = lambda done, total: self._watch(phase, done, total)  # noqa: E731
         with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
-            performance = ScenarioRun(
+            scenario_run = ScenarioRun(
                 scenario, planned, Path(directory), body=body, args=args, steps=steps, seed=seed, watch=watch
             )
-            return performance.run()
+            return scenario_run.run()
 
 
 def _with_steps(scenario: Scenario, steps: int, limit: float) -> Scenario:
     workload = scenario.workload
-    if isinstance(workload, Store | Python):
+    if isinstance(workload, StoreWorkload | Python):
         raise ValueError(f"minutes cannot be given to a workload of kind {type(workload).__struct_config__.tag!r}")
     new = msgspec.structs.replace(workload, steps=steps)
     return msgspec.structs.replace(scenario, workload=new, limit=max(limit, scenario.limit))
@@ -170,7 +170,7 @@ def _fast(scenario: Scenario) -> Scenario:
 
 def _digests(scenario: Scenario, raw: Raw) -> dict[str, str]:
     """What everybody ended with, as checksums."""
-    if isinstance(scenario.workload, Store):
+    if isinstance(scenario.workload, StoreWorkload):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
     return {name: digest_of(value) for name, value in raw.results.values.items()}
 
@@ -183,16 +183,16 @@ def _judged(
     digests = _digests(scenario, raw)
     wanted = ""
     if scenario.expect.weights == "identical":
-        if isinstance(scenario.workload, Store):
+        if isinstance(scenario.workload, StoreWorkload):
             wanted = digest_of(weights(scenario.workload, scenario.workload.versions))
         elif reference is not None:
             wanted = reference.digest
         findings.append(checks.same_weights(digests, wanted))
     if scenario.expect.leaks:
         findings.append(checks.growth(raw.events))
-    struck, speed, rebuilds = measure.strikes(raw), measure.speed(raw.events), measure.rebuilds(raw.events)
+    faults, speed, rebuilds = measure.injected_faults(raw), measure.speed(raw.events), measure.rebuilds(raw.events)
     compared = reference.speed if reference is not None else None
-    found = verdict.failures(scenario, raw, findings, struck, speed, compared, rebuilds)
+    found = verdict.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
     lives = _lives(raw)
     names = {life.pid: life.name for life in lives}
     run = ChaosRun(
@@ -209,12 +209,12 @@ def _judged(
         passed=not found,
         failures=tuple(found),
         violated=verdict.violated(findings),
-        strikes=struck,
+        strikes=faults,
         lives=lives,
-        spans=measure.thinned(measure.spans(raw, names), struck, raw.ended - raw.began),
+        spans=measure.thinned(measure.spans(raw, names), faults, raw.ended - raw.began),
         progress=measure.progress(raw),
         findings=tuple(findings),
-        percentiles=measure.percentiles(struck),
+        percentiles=measure.percentiles(faults),
         speed=speed,
         reference=compared,
         digest=next(iter(digests.values()), ""),
@@ -229,10 +229,10 @@ def _judged(
     return ScenarioOutcome(run, raw.results.values)
 
 
-def _lives(raw: Raw) -> tuple[Life, ...]:
-    struck = {
+def _lives(raw: Raw) -> tuple[ProcessRecord, ...]:
+    faults = {
         victim.process.pid: noted
-        for each in raw.struck
+        for each in raw.faults
         for noted in each.noted
         if noted.what in ("kill", "pause", "cut", "partition", "link-cut")
         for victim in noted.victims
@@ -242,17 +242,17 @@ def _lives(raw: Raw) -> tuple[Life, ...]:
     for life in raw.lives:
         well = not life.ended or life.how == "exited with status 0"
         ended = life.ended or raw.ended
-        if (blow := struck.get(life.pid)) is not None and blow.what == "kill":
-            ended = min(ended, blow.time)
+        if (fault := faults.get(life.pid)) is not None and fault.what == "kill":
+            ended = min(ended, fault.time)
         role = life.role if life.role != "rank" or life.pid in working else "spare"
         found.append(
-            Life(
+            ProcessRecord(
                 name=life.name,
                 role=role,
                 pid=life.pid,
                 born=max(0.0, life.born - raw.began),
                 ended=ended - raw.began,
-                fate="finished" if well else "killed" if life.pid in struck else "lost",
+                fate="finished" if well else "killed" if life.pid in faults else "lost",
                 note="" if well else life.how,
             )
         )
@@ -269,9 +269,9 @@ def _in_a_line(raw: Raw) -> str:
     return f"{why}; {printed[-1]}" if printed else why
 
 
-def _links(raw: Raw, names: Mapping[int, str]) -> tuple[Link, ...]:
+def _links(raw: Raw, names: Mapping[int, str]) -> tuple[LinkTotals, ...]:
     return tuple(
-        Link(
+        LinkTotals(
             source=names.get(each.source, str(each.source)),
             target=names.get(each.target, str(each.target)),
             plane="control" if each.control else "data",

@@ -7,9 +7,9 @@ class Freeze(FaultType):
     summary: ClassVar[str] = "a rank stops"
     rank: int = 0
 
-    def strike(self, stage):
-        victims = stage.ranks(self.rank)
-        stage.note("pause", victims)
+    def inject(self, context):
+        victims = context.ranks(self.rank)
+        context.note("pause", victims)
         ...
         return heal                     # called after `lasts` seconds, or at the end
 """
@@ -47,8 +47,8 @@ class FaultType(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """This fault with everything settled that is left to chance: all chance comes from `dice`."""
         return self
 
-    def strike(self, stage: FaultContext) -> Undo | None:
-        """Break it, having said so by `stage.note`. Returns what mends it, or None if that cannot be mended."""
+    def inject(self, context: FaultContext) -> Undo | None:
+        """Break it, having said so by `context.note`. Returns what mends it, or None if that cannot be mended."""
         raise NotImplementedError
 
     def words(self) -> str:

@@ -122,7 +122,7 @@ class At(_Strict, frozen=True, kw_only=True):
             raise ValueError("start belongs to `every`")
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class ScenarioFault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault: `what` is broken, `at` which moment, and for how long (`lasts` seconds; None: for good)."""
 
     type: str
@@ -173,7 +173,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     workload: Workload
     job: JobSpec = JobSpec()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ScenarioFault, ...] = ()
     expect: Expect = Expect()
     limit: float = 120.0
     minutes: float | None = None
@@ -259,7 +259,7 @@ def _floats(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
         yield from _floats(each, (*path, name))
 
 
-def check_fits(scenario: Scenario, fault: Fault) -> None:
+def check_fits(scenario: Scenario, fault: ScenarioFault) -> None:
     """Raise ValueError, saying why, for a fault that cannot strike in this scenario."""
     if fault.lasts is not None and fault.lasts <= 0:
         raise ValueError(f"lasts = {fault.lasts} must be positive seconds")
@@ -271,7 +271,7 @@ def check_fits(scenario: Scenario, fault: Fault) -> None:
     fault.what.check(scenario)
 
 
-def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Fault:
+def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> ScenarioFault:
     raw = dict(raw)
     known = fault_types()
     kind = raw.pop("type", None)
@@ -291,7 +291,7 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Fault:
         duration = msgspec.convert(lasts, float | None)
     except msgspec.ValidationError as error:
         raise _explained(error, text, source, raw, ("fault", number), known[kind]) from None
-    return Fault(type=kind, at=when, what=what, lasts=duration)
+    return ScenarioFault(type=kind, at=when, what=what, lasts=duration)
 
 
 _NAMED = re.compile(r"(\w+) ?= ?")

@@ -63,7 +63,7 @@ class Python(_Kind, frozen=True, kw_only=True, tag="python"):
         return msgspec.structs.replace(self, target=f"{path}:{name}")
 
 
-class Store(_Kind, frozen=True, kw_only=True, tag="store"):
+class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
     """A publisher brings `versions` versions of weights (`megabytes` each) into a store, `holders` keep them in
     `replicas` copies, and `readers` fetch the latest again and again and compare every byte with what it must be.
     """
@@ -90,4 +90,4 @@ class Demo(_Kind, frozen=True, kw_only=True, tag="demo"):
     seed: int = 0
 
 
-Workload = AllReduce | Ddp | Python | Store | Demo
+Workload = AllReduce | Ddp | Python | StoreWorkload | Demo

@@ -16,10 +16,10 @@ import torch
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.harness.chaos.scenario.workload import Store
+from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import Spoil, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
-from holdfast.harness.processes.channel import Channel, ChannelClosed
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.store import StoreTimeout, WeightStore
 
 TENSORS = 4
@@ -33,14 +33,14 @@ PATIENCE = 20.0
 """Seconds that one publish or get may take, whatever is broken."""
 
 
-def weights(spec: Store, version: int) -> dict[str, torch.Tensor]:
+def weights(spec: StoreWorkload, version: int) -> dict[str, torch.Tensor]:
     """All of a version."""
     elements = max(1, int(spec.megabytes * 1e6 / 4 / TENSORS))
     base = torch.arange(elements, dtype=torch.float32)
     return {f"layer.{number}": (base * (number + 1) + version).sin_() for number in range(TENSORS)}
 
 
-def _opened(spec: Store, log: EventLog, *, hold: bool) -> WeightStore:
+def _opened(spec: StoreWorkload, log: EventLog, *, hold: bool) -> WeightStore:
     def observe(kind: str, fields: dict[str, object]) -> None:
         log.emit(NAMES.get(kind, kind), **fields)
 
@@ -48,7 +48,7 @@ def _opened(spec: Store, log: EventLog, *, hold: bool) -> WeightStore:
     return WeightStore(url, replicas=spec.replicas, hold=hold, keep=KEEP, observe=observe, timeout=PATIENCE)
 
 
-def publish(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+def publish(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, Any]:
     """Publish what is not there yet, up to the last version."""
     log = EventLog(name)
     with _opened(spec, log, hold=False) as store:
@@ -64,7 +64,7 @@ def publish(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
     return {"role": "publisher", "digest": digest_of(weights(spec, spec.versions))}
 
 
-def hold(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+def hold(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, Any]:
     """Keep replicas until told to stop."""
     log = EventLog(name)
     with _opened(spec, log, hold=True) as store:
@@ -75,7 +75,7 @@ def hold(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
     return {"role": "holder"}
 
 
-def read(channel: Channel, spec: Store, name: str) -> dict[str, Any]:
+def read(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, Any]:
     """Fetch the newest version again and again, up to the last, and compare it with what it must be."""
     log = EventLog(name)
     reads, newest = 0, 0
@@ -119,14 +119,14 @@ def _spoil(store: WeightStore) -> int:
     return hit
 
 
-Body = Callable[[Channel, Store, str], dict[str, Any]]
+Body = Callable[[ProcessChannel, StoreWorkload, str], dict[str, Any]]
 BODIES: dict[str, Body] = {"publisher": publish, "holder": hold, "reader": read}
 
 
-def target_of(role: str, spec: Store, name: str) -> Callable[[Channel], None]:
+def target_of(role: str, spec: StoreWorkload, name: str) -> Callable[[ProcessChannel], None]:
     """What a process runs: its body, and at the end it sends what that returned, or in words why it failed."""
 
-    def target(channel: Channel) -> None:
+    def target(channel: ProcessChannel) -> None:
         torch.set_num_threads(1)
         try:
             channel.send(BODIES[role](channel, spec, name))

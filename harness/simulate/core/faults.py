@@ -22,7 +22,7 @@ from holdfast.harness.simulate.core.schedule import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.core.process import Process
+    from holdfast.harness.simulate.core.process import SimulatedProcess
     from holdfast.harness.simulate.core.world import World
 
 
@@ -44,7 +44,7 @@ def hosts_of(world: World, fault: Fault) -> list[int]:
     return []
 
 
-def strike(world: World, fault: Fault) -> None:
+def inject(world: World, fault: Fault) -> None:
     """Let the fault begin; it ends by itself."""
     _say(world, fault)
     match fault:
@@ -81,7 +81,7 @@ def strike(world: World, fault: Fault) -> None:
             raise ValueError("a fault at a point strikes when the point is reached")
 
 
-def strike_at_point(world: World, process: Process, fault: AtPoint) -> None:
+def inject_at_point(world: World, process: SimulatedProcess, fault: AtPoint) -> None:
     """The point of the fault is reached by `process`."""
     _say(world, fault, process.member.id)
     if fault.seconds:
@@ -90,7 +90,7 @@ def strike_at_point(world: World, process: Process, fault: AtPoint) -> None:
         world.kill(process, f"SIGKILL at {fault.point}")
 
 
-def pause(world: World, process: Process, seconds: float) -> None:
+def pause(world: World, process: SimulatedProcess, seconds: float) -> None:
     """Let a process stand still."""
     if not process.alive:
         return
@@ -122,7 +122,7 @@ def _kill_hosts(world: World, hosts: list[int]) -> None:
         world.say(process.member.id, process.number, "died", {"why": "its host is gone"})
 
 
-def _slow(process: Process, delay: float) -> None:
+def _slow(process: SimulatedProcess, delay: float) -> None:
     process.slow = max(0.0, process.slow + delay)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.ft.membership.view import View
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.core.process import Process
+    from holdfast.harness.simulate.core.process import SimulatedProcess
     from holdfast.harness.simulate.core.world import World
 
 RETRY_CUT = 0.05
@@ -21,13 +21,13 @@ Then = Callable[[Sequence[Any]], None]
 
 
 @dataclass(slots=True)
-class Meeting:
+class SimulatedOp:
     """An op of a communicator: who is to come, who has come with what, and whom to tell."""
 
     expected: tuple[str, ...]
     host: int
     values: dict[str, Any] = field(default_factory=dict)
-    waiting: list[tuple[Process, Then]] = field(default_factory=list)
+    waiting: list[tuple[SimulatedProcess, Then]] = field(default_factory=list)
     complete: bool = False
 
 
@@ -36,18 +36,20 @@ class Meetings:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._meetings: dict[str, Meeting] = {}
+        self._meetings: dict[str, SimulatedOp] = {}
 
-    def enter(self, process: Process, view: View, op: str, value: Any, who: Sequence[str] | None, then: Then) -> None:
+    def enter(
+        self, process: SimulatedProcess, view: View, op: str, value: Any, who: Sequence[str] | None, then: Then
+    ) -> None:
         """`process` enters an op of the communicator of `view`, of which all of `who` are to be part."""
         meeting = self._meetings.get(op)
         if meeting is None:
             expected = tuple(who) if who is not None else tuple(member.id for member in view.members)
-            meeting = self._meetings[op] = Meeting(expected, self._world.process_of(expected[0]).host)
+            meeting = self._meetings[op] = SimulatedOp(expected, self._world.process_of(expected[0]).host)
         meeting.waiting.append((process, then))
         self._arrive(process, meeting, value)
 
-    def _arrive(self, process: Process, meeting: Meeting, value: Any) -> None:
+    def _arrive(self, process: SimulatedProcess, meeting: SimulatedOp, value: Any) -> None:
         world = self._world
         if world.paths.is_cut(process.host, meeting.host):
             world.after(RETRY_CUT, self._arrive, process, meeting, value)
@@ -55,7 +57,7 @@ class Meetings:
         delay = world.paths.latency(process.host, meeting.host, ordered=True) + process.slow
         world.after(delay, self._arrived, process.member.id, meeting, value)
 
-    def _arrived(self, member_id: str, meeting: Meeting, value: Any) -> None:
+    def _arrived(self, member_id: str, meeting: SimulatedOp, value: Any) -> None:
         meeting.values[member_id] = value
         if not meeting.complete and all(who in meeting.values for who in meeting.expected):
             meeting.complete = True
@@ -64,7 +66,7 @@ class Meetings:
                 self._release(process, meeting, values, then)
             meeting.waiting.clear()
 
-    def _release(self, process: Process, meeting: Meeting, values: Sequence[Any], then: Then) -> None:
+    def _release(self, process: SimulatedProcess, meeting: SimulatedOp, values: Sequence[Any], then: Then) -> None:
         world = self._world
         if world.paths.is_cut(meeting.host, process.host):
             world.after(RETRY_CUT, self._release, process, meeting, values, then)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from holdfast.harness.simulate.core.schedule import Network
+from holdfast.harness.simulate.core.schedule import NetworkModel
 
 
 class Bursts:
@@ -29,7 +29,7 @@ class Bursts:
 class Paths:
     """All paths between hosts, numbered from 0. What faults do to them is switched here."""
 
-    def __init__(self, options: Network, rng: random.Random) -> None:
+    def __init__(self, options: NetworkModel, rng: random.Random) -> None:
         self.options = options
         self._rng = rng
         self._median = math.log(options.latency)

@@ -19,7 +19,7 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import between
 from holdfast.ft.runtime.epoch_guard import EpochGuard
-from holdfast.harness.simulate.core.worker import Worker
+from holdfast.harness.simulate.core.worker import SimulatedSession
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,7 +32,7 @@ ANNOUNCED_SECONDS, DEFER_SECONDS = (0.003, 0.05), (0.005, 0.05)
 """What the runtime does a moment later, it may come to do late: either happens."""
 
 
-class Process:
+class SimulatedProcess:
     """Process number `number`. `backlog` is what is waiting for it while it stands still. `hops` away from the proposer
     it was when it learnt of its newest view.
     """
@@ -92,7 +92,7 @@ class Process:
         self.loud = not world.quiet
         self.proposal = 0
         self.sent = self.received = self.bytes = self.hops = 0
-        self.worker: Worker | None = None
+        self.worker: SimulatedSession | None = None
 
     # Time -----------------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class Process:
         self.look()
         self.after(self.core.timeouts.heartbeat, self.beat)
 
-    def hear_beat(self, sender: Process, epoch: int) -> None:
+    def hear_beat(self, sender: SimulatedProcess, epoch: int) -> None:
         if self.silence is None or self.observing is None:
             return
         now = self.local()
@@ -407,7 +407,7 @@ class Process:
 class LocalClock:
     """All that a detector needs of an event loop: the time on its process's clock."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
 
     def time(self) -> float:

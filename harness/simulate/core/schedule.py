@@ -11,7 +11,7 @@ from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.timeouts import Timeouts
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The job. `ranks` processes sit on `hosts`, as evenly as can be, these in `racks`; `spares` further processes on
     the last hosts. `steps` of `compute` seconds are to be committed (0 steps: membership alone). With `form` the
     processes find each other first, one by one; without, they begin in a running view. The rest is `ft.Timeouts`, and
@@ -53,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return host * self.racks // self.hosts
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How messages between hosts fare. Times in seconds.
 
     `latency` is the median of a lognormal distribution, `spread` its sigma. A share `loss` of the time a path loses
@@ -210,8 +210,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     seed: int = 0
-    layout: Layout = msgspec.field(default_factory=Layout)
-    network: Network = msgspec.field(default_factory=Network)
+    layout: JobLayout = msgspec.field(default_factory=JobLayout)
+    network: NetworkModel = msgspec.field(default_factory=NetworkModel)
     faults: tuple[Fault, ...] = ()
     bound: float = 8.0
 
@@ -224,7 +224,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((fault.at + float(getattr(fault, "seconds", 0.0)) for fault in self.faults), default=0.0)
 
 
-def _check(fault: Fault, layout: Layout) -> None:
+def _check(fault: Fault, layout: JobLayout) -> None:
     if fault.at < 0 or getattr(fault, "seconds", 0.0) < 0:
         raise ValueError(f"{fault}: times are not negative")
     limits = {"process": layout.ranks + layout.spares, "host": layout.hosts, "rack": layout.racks}

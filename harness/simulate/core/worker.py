@@ -16,7 +16,7 @@ from holdfast.ft.membership.events import LocalFinished
 from holdfast.ft.membership.view import View
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.core.process import Process
+    from holdfast.harness.simulate.core.process import SimulatedProcess
 
 Stage = Literal["waiting", "busy", "op", "over"]
 THREAD_SECONDS = 0.00005
@@ -24,12 +24,12 @@ THREAD_SECONDS = 0.00005
 FNV, PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
 
 
-class Worker:
+class SimulatedSession:
     """The session of one process. `digest` stands for the state: it says which attempts at which steps made it. Ops of
     the epoch `interrupted`, and those before it, have been aborted.
     """
 
-    def __init__(self, process: Process, steps: int, compute: float) -> None:
+    def __init__(self, process: SimulatedProcess, steps: int, compute: float) -> None:
         self._process, self._compute = process, compute
         self.ledger = CommitState()
         self.ledger.total = steps

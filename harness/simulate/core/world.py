@@ -23,11 +23,11 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core import faults
 from holdfast.harness.simulate.core.meetings import Meetings
 from holdfast.harness.simulate.core.network import Paths
-from holdfast.harness.simulate.core.process import Process
+from holdfast.harness.simulate.core.process import SimulatedProcess
 from holdfast.harness.simulate.core.register import SimulatedRegister
 from holdfast.harness.simulate.core.schedule import AtPoint, Fault, Schedule
 from holdfast.harness.simulate.core.trace import Trace, TraceWriter
-from holdfast.harness.simulate.core.worker import Worker
+from holdfast.harness.simulate.core.worker import SimulatedSession
 
 PROOF_SECONDS = 0.0004
 """How long the kernel takes, at the median, to tell of the end of a process."""
@@ -56,7 +56,7 @@ class World:
         self.message_bytes = 0
         self.paths = Paths(schedule.network, random.Random(schedule.seed ^ 0x5EED))
         self.meetings = Meetings(self)
-        self.processes: list[Process] = []
+        self.processes: list[SimulatedProcess] = []
         self.register = SimulatedRegister(None)
         if quiet:
             self.register.on_write = lambda view: self.after(schedule.layout.heartbeat, self._sweep)
@@ -64,8 +64,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._silent = False
-        self._by_id: dict[str, Process] = {}
-        self._hosts: list[list[Process]] = [[] for _ in range(self.layout.hosts)]
+        self._by_id: dict[str, SimulatedProcess] = {}
+        self._hosts: list[list[SimulatedProcess]] = [[] for _ in range(self.layout.hosts)]
         self._dead: tuple[tuple[v.Death, ...], View | None, tuple[int, ...]] = ((), None, ())
         self._points: list[tuple[AtPoint, list[int]]] = []
         self._sizes: dict[int, tuple[v.Event, int]] = {}
@@ -89,7 +89,7 @@ class World:
             if isinstance(fault, AtPoint):
                 self._points.append((fault, [fault.nth]))
             else:
-                self.after(fault.at, faults.strike, self, fault)
+                self.after(fault.at, faults.inject, self, fault)
                 if self.quiet:
                     self.after(max(0.0, fault.at - EARLY_BEATS * layout.heartbeat), self.wake, fault)
 
@@ -100,12 +100,12 @@ class World:
     def _start(self, number: int, host: int, member: Member, view: View | None) -> None:
         job = msgspec.structs.replace(self._job, backend="") if self.layout.form else self._job
         core = Membership(member, job, self.layout.timeouts(), shape=Shape(mesh=self.layout.mesh))
-        process = Process(self, number, host, member, core)
+        process = SimulatedProcess(self, number, host, member, core)
         self.processes.append(process)
         self._by_id[member.id] = process
         self._hosts[host].append(process)
         if self.layout.steps:
-            process.worker = Worker(process, self.layout.steps, self.layout.compute)
+            process.worker = SimulatedSession(process, self.layout.steps, self.layout.compute)
         if self.quiet:  # everybody has read the register, and nobody has to tell anybody
             self._silent = True
             self._begin_process(process, view)
@@ -114,7 +114,7 @@ class World:
         self.at(self.now + self.rng.random() * self.layout.heartbeat * 0.2, process, self._begin_process, process, view)
         self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
 
-    def _begin_process(self, process: Process, view: View | None) -> None:
+    def _begin_process(self, process: SimulatedProcess, view: View | None) -> None:
         process.feed(v.ViewRead(view))
         process.feed(v.Started())
 
@@ -147,7 +147,7 @@ class World:
         if behind:
             self.after(self.layout.heartbeat, self._sweep)
 
-    def behind(self) -> list[Process]:
+    def behind(self) -> list[SimulatedProcess]:
         """Those in the job that have not heard of the newest view."""
         epoch = self.register.epoch
         return [p for p in self.processes if p.alive and not p.core.ended and _epoch(p.core.view) < epoch]
@@ -163,12 +163,12 @@ class World:
         self._order += 1
         heapq.heappush(self._queue, (self.now + seconds, self._order, act, args))
 
-    def at(self, time: float, process: Process, act: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, process: SimulatedProcess, act: Callable[..., None], *args: Any) -> None:
         """Let `process` do something, at `time` or once it stands still no more."""
         self._order += 1
         heapq.heappush(self._queue, (time, self._order, self._act, (process, act, args)))
 
-    def _act(self, process: Process, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def _act(self, process: SimulatedProcess, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not process.alive:
             return
         if process.paused_until > self.now:
@@ -192,7 +192,7 @@ class World:
                 return
         self.now = max(self.now, until)
 
-    def resume(self, process: Process) -> None:
+    def resume(self, process: SimulatedProcess) -> None:
         """What has piled up for a process that stood still happens now, in order."""
         if process.paused_until > self.now or not process.alive:
             return
@@ -210,7 +210,7 @@ class World:
         """The hash of all that has happened so far."""
         return self._trace.hash()
 
-    def emit(self, process: Process, kind: str, **fields: Any) -> None:
+    def emit(self, process: SimulatedProcess, kind: str, **fields: Any) -> None:
         """An event as the process would log it."""
         self.say(process.member.id, process.number, kind, fields)
 
@@ -223,7 +223,7 @@ class World:
         if self._observe is not None:
             self._observe(Event(self.now, who, pid, kind, fields))
 
-    def installed(self, process: Process, view: View) -> None:
+    def installed(self, process: SimulatedProcess, view: View) -> None:
         ids = view.__dict__.get("_ids")
         if ids is None:
             ids = view.__dict__["_ids"] = tuple(member.id for member in view.members)
@@ -238,14 +238,14 @@ class World:
             reason=view.reason,
         )
 
-    def broken(self, process: Process, error: Exception) -> None:
+    def broken(self, process: SimulatedProcess, error: Exception) -> None:
         """The core of a process raised: it has a bug."""
         self.emit(process, "broken", error=f"{type(error).__name__}: {error}")
         self.kill(process, "its core is broken")
 
     # Processes ------------------------------------------------------------------------------------------------
 
-    def process_of(self, member_id: str) -> Process:
+    def process_of(self, member_id: str) -> SimulatedProcess:
         return self._by_id[member_id]
 
     def ranks_of(self, deaths: tuple[v.Death, ...], view: View) -> tuple[int, ...]:
@@ -259,13 +259,13 @@ class World:
         process = self.processes[pid - 1]
         return process.alive and process.paused_until > self.now
 
-    def on_host(self, host: int) -> list[Process]:
+    def on_host(self, host: int) -> list[SimulatedProcess]:
         return self._hosts[host]
 
     def kill_member(self, member_id: str, why: str) -> None:
         self.kill(self._by_id[member_id], why)
 
-    def kill(self, process: Process, why: str) -> None:
+    def kill(self, process: SimulatedProcess, why: str) -> None:
         """SIGKILL. The kernel tells those of its host that watch it."""
         if not process.alive:
             return
@@ -276,27 +276,27 @@ class World:
         for other in watchers:
             self.prove(other, (process.member.id,))
 
-    def _watchers_here(self, process: Process) -> list[Process]:
+    def _watchers_here(self, process: SimulatedProcess) -> list[SimulatedProcess]:
         others = [other for other in self._hosts[process.host] if other.alive and other is not process]
         if self.quiet:
             return [other for other in others if not other.core.ended]
         return [other for other in others if process.member.id in other.watched]
 
-    def prove(self, process: Process, member_ids: tuple[str, ...]) -> None:
+    def prove(self, process: SimulatedProcess, member_ids: tuple[str, ...]) -> None:
         delay = PROOF_SECONDS * (0.5 + self.rng.random())
         self.at(self.now + delay, process, self._proved, process, member_ids)
 
-    def _proved(self, process: Process, member_ids: tuple[str, ...]) -> None:
+    def _proved(self, process: SimulatedProcess, member_ids: tuple[str, ...]) -> None:
         process.prove(tuple(v.Death(member_id, "its process ended") for member_id in member_ids))
 
-    def leave(self, process: Process, why: str) -> None:
+    def leave(self, process: SimulatedProcess, why: str) -> None:
         """The process says good-bye and ends, as a session does when it cannot go on."""
         self.emit(process, "error", error=why)
         proof = v.Proof((v.Death(process.member.id, f"it left: {why}"),))
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
         self.after(0.0, self.kill, process, f"it left: {why}")
 
-    def jury(self, process: Process, member_id: str) -> int:
+    def jury(self, process: SimulatedProcess, member_id: str) -> int:
         """How many that live could say whether a member is heard."""
         view = process.core.view
         rank = view.rank_of(member_id) if view is not None else None
@@ -305,13 +305,13 @@ class World:
         jury = observers(view, view.members[rank], process.core.shape)
         return sum(self._by_id[m.id].alive and not self._by_id[m.id].ended for m in jury)
 
-    def reach(self, process: Process, point: str, epoch: int, then: Callable[[], None]) -> None:
+    def reach(self, process: SimulatedProcess, point: str, epoch: int, then: Callable[[], None]) -> None:
         """Go on with `then`, unless a fault is armed at this point."""
         for fault, left in self._points:
             if fault.point == point and self.now >= fault.at and left[0] > 0:
                 left[0] -= 1
                 if left[0] == 0:
-                    faults.strike_at_point(self, process, fault)
+                    faults.inject_at_point(self, process, fault)
         if not process.alive:
             return
         if process.paused_until > self.now:
@@ -321,11 +321,11 @@ class World:
 
     # Messages -------------------------------------------------------------------------------------------------
 
-    def send_all(self, sender: Process, to: Iterable[Member], event: v.Event) -> None:
+    def send_all(self, sender: SimulatedProcess, to: Iterable[Member], event: v.Event) -> None:
         for member in to:
             self.send(sender, member.id, event)
 
-    def send(self, sender: Process, member_id: str, event: v.Event) -> None:
+    def send(self, sender: SimulatedProcess, member_id: str, event: v.Event) -> None:
         """A message. It may come late, twice or never."""
         receiver = self._by_id.get(member_id)
         if receiver is None or self._silent:
@@ -338,7 +338,7 @@ class World:
             self.message_bytes += size
         self._carry(sender, receiver, event, 0)
 
-    def _carry(self, sender: Process, receiver: Process, event: v.Event, tries: int) -> None:
+    def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: v.Event, tries: int) -> None:
         source, target = sender.host, receiver.host
         slow = sender.slow + receiver.slow
         cut = self.paths.is_cut(source, target)
@@ -351,7 +351,7 @@ class World:
             delay = self.paths.latency(source, target) + slow
             self.at(self.now + delay, receiver, self._deliver, sender, receiver, event)
 
-    def _deliver(self, sender: Process, receiver: Process, event: v.Event) -> None:
+    def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: v.Event) -> None:
         receiver.received += 1
         if self.quiet:
             receiver.bytes += self._size(event)
@@ -370,7 +370,7 @@ class World:
                 self._sizes.pop(next(iter(self._sizes)))
         return known[1]
 
-    def beat(self, sender: Process, member_id: str, epoch: int) -> None:
+    def beat(self, sender: SimulatedProcess, member_id: str, epoch: int) -> None:
         """A heartbeat. One that is lost is not sent again."""
         receiver = self._by_id[member_id]
         source, target = sender.host, receiver.host
@@ -386,11 +386,11 @@ class World:
 
     # The register ---------------------------------------------------------------------------------------------
 
-    def propose(self, process: Process, number: int, expected: int, view: View) -> None:
+    def propose(self, process: SimulatedProcess, number: int, expected: int, view: View) -> None:
         delay = self.paths.register_latency() + process.slow
         self.after(delay, self._at_register, process, number, expected, view)
 
-    def _at_register(self, process: Process, number: int, expected: int, view: View) -> None:
+    def _at_register(self, process: SimulatedProcess, number: int, expected: int, view: View) -> None:
         if self.paths.reaches_register(process.host):
             answer = self.register.compare_and_set(expected, view)
         else:
@@ -400,12 +400,12 @@ class World:
         back = self.paths.register_latency() + process.slow
         self.at(self.now + back, process, process.answered, number, answer)
 
-    def read_register(self, process: Process) -> None:
+    def read_register(self, process: SimulatedProcess) -> None:
         if self.register.away or not self.paths.reaches_register(process.host):
             return
         self.after(self.paths.register_latency() + process.slow, self._read, process)
 
-    def _read(self, process: Process) -> None:
+    def _read(self, process: SimulatedProcess) -> None:
         if not self.register.away and process.alive:
             back = self.paths.register_latency() + process.slow
             self.at(self.now + back, process, process.feed, v.ViewRead(self.register.view))

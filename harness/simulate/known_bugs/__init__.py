@@ -1,6 +1,6 @@
 """Known bugs of failure handling, ours and others', to be put back into the running code.
 
-A checker that finds none of them proves nothing. `tour.reproduce` looks for the first seed that shows a bug.
+A checker that finds none of them proves nothing. `reproduce.reproduce` looks for the first seed that shows a bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reproduce to the museum: for each bug the first seed that shows it, and the smallest schedule that still does."""
+"""Reproduces a known bug: finds the first seed that shows it, and the smallest schedule that still does."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Sighting(msgspec.Struct, frozen=True):
         return bool(self.checker)
 
 
-def reproduce(exhibit: KnownBug, seeds: int, tries: int = 120, first: int = 0) -> Sighting:
+def reproduce(bug: KnownBug, seeds: int, tries: int = 120, first: int = 0) -> Sighting:
     """Look for a bug in the schedules of `seeds` seeds, and shrink the first that shows it in at most `tries` runs."""
     for tried, seed in enumerate(range(first, first + seeds), start=1):
         schedule = draw(seed)
-        with exhibit.inject():
+        with bug.inject():
             violation = simulate(schedule).violation
         if violation is None:
             continue
         real = simulate(schedule).violation is None
-        small = shrink(schedule, partial(_shows, exhibit, violation.invariant), tries)
+        small = shrink(schedule, partial(_shows, bug, violation.invariant), tries)
         return Sighting(
-            exhibit.name,
-            exhibit.bug,
-            exhibit.origin,
+            bug.name,
+            bug.bug,
+            bug.origin,
             tried,
             violation.invariant,
             violation.message,
@@ -58,11 +58,11 @@ def reproduce(exhibit: KnownBug, seeds: int, tries: int = 120, first: int = 0) -
             len(small.faults),
             small,
         )
-    return Sighting(exhibit.name, exhibit.bug, exhibit.origin, seeds)
+    return Sighting(bug.name, bug.bug, bug.origin, seeds)
 
 
-def _shows(exhibit: KnownBug, invariant: str, schedule: Schedule) -> bool:
+def _shows(bug: KnownBug, invariant: str, schedule: Schedule) -> bool:
     """Whether the schedule breaks the invariant with the bug, and nothing without it."""
-    with exhibit.inject():
+    with bug.inject():
         violation = simulate(schedule).violation
     return violation is not None and violation.invariant == invariant and simulate(schedule).violation is None

@@ -1,4 +1,4 @@
-"""Looks for every bug of the museum, on all cores: one process each, which takes the next bug when it is done."""
+"""Looks for every known bug on all cores: one process each, which takes the next bug when it is done."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.harness.processes.channel import Channel, ChannelClosed
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting, reproduce
 
@@ -22,17 +22,17 @@ def run_all(
     chosen: Sequence[int] = range(len(KNOWN_BUGS)),
     done: Callable[[Sighting], None] = lambda sighting: None,
 ) -> list[Sighting]:
-    """What became of the search for each bug, in the museum's order. `done` is told of each as it ends.
+    """What became of the search for each bug, in the order of `KNOWN_BUGS`. `done` is told of each as it ends.
 
-    `chosen` are places in the museum. Raises `StartFailed` if a process ends before it has answered.
+    `chosen` are indices into `KNOWN_BUGS`. Raises `StartFailed` if a process ends before it has answered.
     """
     found: dict[int, Sighting] = {}
-    todo, busy = list(reversed(chosen)), dict[Process, int]()
-    with tempfile.TemporaryDirectory(prefix="holdfast-museum-") as folder:
-        processes: list[Process] = []
+    todo, busy = list(reversed(chosen)), dict[ForkedProcess, int]()
+    with tempfile.TemporaryDirectory(prefix="holdfast-known-bugs-") as folder:
+        processes: list[ForkedProcess] = []
         try:
             for number in range(min(len(os.sched_getaffinity(0)), len(todo))):
-                name = f"museum {number}"
+                name = f"search {number}"
                 processes.append(zygote().spawn(_Search(seeds, first), name=name, output=Path(folder) / name))
             for process in processes:
                 busy[process] = todo.pop()
@@ -52,12 +52,12 @@ def run_all(
 
 
 class _Search:
-    """What each process does: it is sent places in the museum, and answers with what became of each."""
+    """What each process does: receive indices into `KNOWN_BUGS`, answer each with its `Sighting`."""
 
     def __init__(self, seeds: int, first: int) -> None:
         self._seeds, self._first = seeds, first
 
-    def __call__(self, channel: Channel) -> None:
+    def __call__(self, channel: ProcessChannel) -> None:
         while True:
             try:
                 place = channel.recv()
@@ -66,7 +66,7 @@ class _Search:
             channel.send(reproduce(KNOWN_BUGS[place], self._seeds, first=self._first))
 
 
-def _ready(busy: dict[Process, int]) -> list[Process]:
+def _ready(busy: dict[ForkedProcess, int]) -> list[ForkedProcess]:
     """The processes that have answered, or ended; waits for one."""
     poller = select.poll()
     by_descriptor = {process.channel.fileno(): process for process in busy}
@@ -75,7 +75,7 @@ def _ready(busy: dict[Process, int]) -> list[Process]:
     return [by_descriptor[descriptor] for descriptor, _ in poller.poll()]
 
 
-def _answer(process: Process) -> Sighting:
+def _answer(process: ForkedProcess) -> Sighting:
     try:
         sighting: Sighting = process.channel.recv(30.0)
     except ChannelClosed:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.simulate.scale.scale import Scale, measure
+from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import scenario
 from holdfast.harness.simulate.search.soak import Soak, soak
 
@@ -31,8 +31,8 @@ class Fit(msgspec.Struct, frozen=True):
 class Study(msgspec.Struct, frozen=True):
     """All figures. Times are protocol results in simulated time."""
 
-    host_loss: tuple[Scale, ...]
-    crash: tuple[Scale, ...]
+    host_loss: tuple[ScaleResult, ...]
+    crash: tuple[ScaleResult, ...]
     fits: tuple[Fit, ...]
     soaks: tuple[Soak, ...]
 
@@ -44,7 +44,7 @@ def study(
     hours: float = 1e6,
 ) -> Study:
     """Run everything. Takes minutes for the largest size."""
-    done: dict[str, list[Scale]] = {"host-loss": [], "crash": []}
+    done: dict[str, list[ScaleResult]] = {"host-loss": [], "crash": []}
     for index, ranks in enumerate(sizes):
         for name, scales in done.items():
             progress(0.9 * (index + 0.5 * (name == "crash")) / len(sizes), f"{name}, {counted(ranks, 'rank')}")
@@ -90,7 +90,7 @@ def draw(result: Study, directory: Path) -> None:
     mpl.rcParams["svg.fonttype"] = "none"
     sizes = [scale.ranks for scale in result.host_loss]
 
-    def values(scales: Sequence[Scale], name: str, factor: float = 1.0) -> list[float]:
+    def values(scales: Sequence[ScaleResult], name: str, factor: float = 1.0) -> list[float]:
         return [factor * float(getattr(scale, name) or 0.0) for scale in scales]
 
     _plot(

@@ -21,7 +21,7 @@ SLICE = 0.05
 """Virtual seconds between two looks whether all is done."""
 
 
-class Scale(msgspec.Struct, frozen=True):
+class ScaleResult(msgspec.Struct, frozen=True):
     """One run. Protocol results in virtual seconds after the first fault struck: `detected` (first evidence), `agreed`
     (the register took the first view that followed), `installed` (every survivor had the newest view); None if that did
     not come to be. `depth` is the longest way of that view from member to member. Messages and bytes are of survivors
@@ -57,7 +57,7 @@ class Scale(msgspec.Struct, frozen=True):
         return self.installed - self.detected
 
 
-class _Clock:
+class _RecoveryTimes:
     """Notes when things happen first and last after the fault."""
 
     def __init__(self, judges: Judges) -> None:
@@ -80,7 +80,7 @@ def measure(
     schedule: Schedule,
     trace: TraceWriter | None = None,
     progress: Callable[[float, int], None] = lambda share, events: None,
-) -> Scale:
+) -> ScaleResult:
     """Run a schedule without steps until every survivor has the newest view and no faults are left.
 
     `progress(share, events)` is told how much of the longest possible run is over. Python's garbage collector is off
@@ -95,10 +95,10 @@ def measure(
             gc.enable()
 
 
-def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[float, int], None]) -> Scale:
+def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[float, int], None]) -> ScaleResult:
     began, cpu_began = time.perf_counter(), time.process_time()
     judges = Judges(Bounds(operation=1e6, progress=1e6))
-    clock = _Clock(judges)
+    clock = _RecoveryTimes(judges)
     world = World(schedule, clock.observe, trace, quiet=True)
     agreed: list[float] = []
     sweep = world.register.on_write
@@ -116,7 +116,7 @@ def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[
     messages = np.array([process.sent + process.received for process in survivors])
     nbytes = np.array([process.bytes for process in survivors])
     struck = clock.struck if clock.struck is not None else 0.0
-    return Scale(
+    return ScaleResult(
         ranks=schedule.layout.ranks,
         hosts=schedule.layout.hosts,
         lost=lost,
@@ -141,7 +141,9 @@ def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[
     )
 
 
-def _run(world: World, judges: Judges, clock: _Clock, horizon: float, progress: Callable[[float, int], None]) -> None:
+def _run(
+    world: World, judges: Judges, clock: _RecoveryTimes, horizon: float, progress: Callable[[float, int], None]
+) -> None:
     faults, last = len(world.schedule.faults), world.schedule.ends()
     while world.now < horizon and judges.violation is None:
         world.run(min(horizon, world.now + SLICE))

@@ -22,8 +22,8 @@ from holdfast.harness.simulate.core.schedule import (
     Drift,
     Fault,
     Isolate,
-    Layout,
-    Network,
+    JobLayout,
+    NetworkModel,
     Pause,
     RegisterAway,
     Restart,
@@ -49,10 +49,10 @@ def draw(seed: int) -> Schedule:
     return Schedule(seed=seed, layout=layout, network=network, faults=tuple(_faults(rng, layout)))
 
 
-def _layout(rng: random.Random) -> Layout:
+def _layout(rng: random.Random) -> JobLayout:
     hosts = rng.choice((1, 2, 3, 3, 4, 4, 5))
     ranks = hosts * rng.choice((1, 2, 2)) if hosts > 1 else rng.randint(2, 5)
-    return Layout(
+    return JobLayout(
         ranks=ranks,
         hosts=hosts,
         racks=hosts,
@@ -66,11 +66,11 @@ def _layout(rng: random.Random) -> Layout:
     )
 
 
-def _network(rng: random.Random) -> Network:
+def _network(rng: random.Random) -> NetworkModel:
     def sometimes(value: float) -> float:
         return value if rng.random() < 0.35 else 0.0
 
-    return Network(
+    return NetworkModel(
         latency=rng.choice((0.0001, 0.0005, 0.003)),
         spread=rng.choice((0.2, 0.5, 1.0)),
         loss=sometimes(0.02),
@@ -83,7 +83,7 @@ def _network(rng: random.Random) -> Network:
     )
 
 
-def _faults(rng: random.Random, layout: Layout) -> list[Fault]:
+def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
     makers: list[Callable[[float], Fault]] = [
         lambda at: Crash(at=at, process=rng.randrange(layout.ranks + layout.spares)),
         lambda at: Pause(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
@@ -137,12 +137,12 @@ def _flapping(rng: random.Random, hosts: int) -> list[Fault]:
     ]
 
 
-def _pair(rng: random.Random, layout: Layout) -> dict[str, int]:
+def _pair(rng: random.Random, layout: JobLayout) -> dict[str, int]:
     source, target = rng.sample(range(layout.hosts), 2)
     return {"source": source, "target": target}
 
 
-def _at_risk(fault: Fault, layout: Layout, number: int) -> set[int]:
+def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
     """The hosts that may fall silent by the fault. One at a point may strike anywhere: it counts as a host of its
     own.
     """

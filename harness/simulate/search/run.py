@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violation
 from holdfast.harness.invariants.deadlines import Deadlines
-from holdfast.harness.invariants.progress import Progress
+from holdfast.harness.invariants.progress import ProgressResumes
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.core.world import World
@@ -17,7 +17,7 @@ ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000
 MOST_PENDING = 1000
 """For each rank, pending events from which on messages multiply without end: what happens next shows nothing more."""
-BY_THE_CLOCK = (Deadlines, Progress)
+BY_THE_CLOCK = (Deadlines, ProgressResumes)
 """Checkers that are not asked: faults last as long as a schedule says, and `Completion` bounds all that comes after.
 """
 

@@ -12,8 +12,8 @@ from holdfast.harness.simulate.core.schedule import (
     CrashShare,
     Fault,
     Isolate,
-    Layout,
-    Network,
+    JobLayout,
+    NetworkModel,
     RegisterAway,
     Schedule,
 )
@@ -22,7 +22,7 @@ AT = 1.0
 """When the faults of scenarios strike, in seconds."""
 HOSTS_A_RACK = 40
 
-Make = Callable[[Layout], tuple[Fault, ...]]
+Make = Callable[[JobLayout], tuple[Fault, ...]]
 
 SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
     {
@@ -58,12 +58,19 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
 
 
 def scenario(
-    name: str, ranks: int, hosts: int, seed: int, *, steps: int = 0, spares: int = 0, network: Network | None = None
+    name: str,
+    ranks: int,
+    hosts: int,
+    seed: int,
+    *,
+    steps: int = 0,
+    spares: int = 0,
+    network: NetworkModel | None = None,
 ) -> Schedule:
     """The schedule of a scenario. Raises ValueError for a name that there is not."""
     if name not in SCENARIOS:
         raise ValueError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)} and swarm")
-    layout = Layout(
+    layout = JobLayout(
         ranks=ranks,
         hosts=hosts,
         racks=max(1, min(hosts, -(-hosts // HOSTS_A_RACK) if hosts > HOSTS_A_RACK else hosts // 2)),
@@ -72,4 +79,4 @@ def scenario(
         suspect=0.4,
         join=60.0,
     )
-    return Schedule(seed=seed, layout=layout, network=network or Network(), faults=SCENARIOS[name][1](layout))
+    return Schedule(seed=seed, layout=layout, network=network or NetworkModel(), faults=SCENARIOS[name][1](layout))

@@ -17,8 +17,8 @@ from holdfast.harness.simulate.core.schedule import (
     CrashShare,
     Fault,
     Isolate,
-    Layout,
-    Network,
+    JobLayout,
+    NetworkModel,
     Schedule,
 )
 
@@ -88,10 +88,10 @@ def _deletions(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _simpler_options(schedule: Schedule) -> Iterator[Schedule]:
-    for name, value in asdict(Network()).items():
+    for name, value in asdict(NetworkModel()).items():
         if getattr(schedule.network, name) != value:
             yield from _made(schedule, network=replace(schedule.network, **{name: value}))
-    layout, plain = schedule.layout, Layout()
+    layout, plain = schedule.layout, JobLayout()
     for name in ("form", "mesh", "compute"):
         if getattr(layout, name) != getattr(plain, name):
             yield from _made(schedule, layout=replace(layout, **{name: getattr(plain, name)}))
@@ -116,7 +116,7 @@ def _weaker(schedule: Schedule) -> Iterator[Schedule]:
             yield from _made(schedule, faults=(*schedule.faults[:index], weak, *schedule.faults[index + 1 :]))
 
 
-def _weaker_faults(fault: Fault, layout: Layout) -> Iterator[Fault]:
+def _weaker_faults(fault: Fault, layout: JobLayout) -> Iterator[Fault]:
     match fault:
         case CrashShare(at=at, share=share):
             if share > 1 / layout.hosts:

@@ -21,7 +21,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Exchange
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
-from holdfast.harness.cluster.in_threads import in_threads
+from holdfast.harness.cluster.run_in_threads import run_in_threads
 
 Tensor = torch.Tensor
 
@@ -82,7 +82,7 @@ def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link =
         )
         return body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
 
-    return in_threads(size, run, 60.0)
+    return run_in_threads(size, run, 60.0)
 
 
 def soon() -> float:

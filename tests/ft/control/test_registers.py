@@ -29,7 +29,7 @@ from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.ft.runtime.register import Register
 from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
-from holdfast.harness.testbed.linearizability import Operation, Recorder, unexplained
+from holdfast.harness.testbed.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.children import children
 
 
@@ -195,7 +195,7 @@ def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
 @pytest.mark.parametrize("own_handles", [True, False], ids=["own handles", "one handle"])
 def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> None:
     with cells(url, *["view"] * 4) as handles:
-        users = [Recorder(handles[number if own_handles else 0]) for number in range(4)]
+        users = [OperationRecorder(handles[number if own_handles else 0]) for number in range(4)]
         threads = [
             threading.Thread(target=user.work, args=(f"thread{number}", 0.25)) for number, user in enumerate(users)
         ]
@@ -214,7 +214,7 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
         with cells(url, "view") as [cell]:
             pipe.send("ready")
             pipe.recv()
-            user = Recorder(cell)
+            user = OperationRecorder(cell)
             user.work(f"process{number}", 0.3)
             pipe.send(user.history)
 
@@ -228,7 +228,7 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
         for writer in writers:
             writer.end()
         with cells(url, "view") as [cell]:
-            end = Recorder(cell)
+            end = OperationRecorder(cell)
             end.read()
     assert all(histories)
     assert unexplained([each for history in [*histories, end.history] for each in history]) is None
@@ -237,7 +237,7 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
 def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
     """Three nodes; the leader is killed, the next one stopped, both come back. Writes whose answer was lost count."""
     with EtcdCluster(3, tmp_path) as nodes, cells(f"{nodes.url}/job", *["view"] * 3) as handles:
-        users = [Recorder(handle) for handle in handles]
+        users = [OperationRecorder(handle) for handle in handles]
         threads = [
             threading.Thread(target=user.work, args=(f"thread{number}", 4.5, 2000)) for number, user in enumerate(users)
         ]
@@ -263,7 +263,7 @@ def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
 # The checker itself.
 
 
-def explained(history: list[Operation], state: tuple[int, bytes] = (0, b"")) -> bool:
+def explained(history: list[RegisterOperation], state: tuple[int, bytes] = (0, b"")) -> bool:
     """The same by brute force: whether any order that respects the times explains it."""
     if all(each.done is None for each in history):
         return True
@@ -277,7 +277,7 @@ def explained(history: list[Operation], state: tuple[int, bytes] = (0, b"")) -> 
 
 
 operations = st.builds(
-    lambda kind, version, value, began, lasted, done: Operation(
+    lambda kind, version, value, began, lasted, done: RegisterOperation(
         kind, version, value, began, began + lasted, done if kind == "write" else True
     ),
     st.sampled_from(["read", "write"]),
@@ -290,22 +290,22 @@ operations = st.builds(
 
 
 @given(st.lists(operations, max_size=6))
-def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
+def test_the_checker_agrees_with_brute_force(history: list[RegisterOperation]) -> None:
     assert (unexplained(history) is None) == explained(history)
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        Operation("read", 0, b"", 2, 3),
-        Operation("read", 1, b"other", 2, 3),
-        Operation("write", 0, b"again", 2, 3, True),
-        Operation("write", 1, b"next", 2, 3, False),
+        RegisterOperation("read", 0, b"", 2, 3),
+        RegisterOperation("read", 1, b"other", 2, 3),
+        RegisterOperation("write", 0, b"again", 2, 3, True),
+        RegisterOperation("write", 1, b"next", 2, 3, False),
     ],
     ids=["stale read", "never written", "written twice", "refused without a reason"],
 )
-def test_the_checker_finds_histories_that_are_not_linearizable(second: Operation) -> None:
-    assert unexplained([Operation("write", 0, b"first", 0, 1), second]) is second
+def test_the_checker_finds_histories_that_are_not_linearizable(second: RegisterOperation) -> None:
+    assert unexplained([RegisterOperation("write", 0, b"first", 0, 1), second]) is second
 
 
 class AgainstModel(RuleBasedStateMachine):

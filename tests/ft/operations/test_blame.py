@@ -21,15 +21,15 @@ from holdfast.ft.diagnosis.perfetto import trace
 from holdfast.ft.telemetry.flight import FlightRecorder, read
 from holdfast.harness.blame.score.cases import KINDS, generated
 from holdfast.harness.blame.score.injected import injected
-from holdfast.harness.blame.score.model import Call, World
+from holdfast.harness.blame.score.model import ModelCall, ModelWorld
 from holdfast.harness.cli.app import app
 
-SUM = Call("all_reduce", torch.empty(4, device="meta"), "sum")
+SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 
 
 def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> Evidence:
     """The evidence of a job of the model: `steps` steps of one all_reduce and 10 ms of computing."""
-    world = World(size, random.Random(1), latency=1e-5, **faults)
+    world = ModelWorld(size, random.Random(1), latency=1e-5, **faults)
     for step in range(steps):
         world.compute([0.01] * size)
         if not world.run([SUM] * size, step):
@@ -80,8 +80,8 @@ def test_clocks_of_hosts_are_brought_together_by_what_they_did_together(tmp_path
 
 
 def test_of_two_ranks_that_differ_the_one_that_breaks_the_habit_is_odd(tmp_path: Path) -> None:
-    odd = Call("all_reduce", torch.empty(5, device="meta"), "sum")
-    world = World(2, random.Random(2), latency=1e-5)
+    odd = ModelCall("all_reduce", torch.empty(5, device="meta"), "sum")
+    world = ModelWorld(2, random.Random(2), latency=1e-5)
     for step in range(6):
         world.run([SUM, SUM], step)
     world.dead_after = {0: (6, 0), 1: (6, 0)}

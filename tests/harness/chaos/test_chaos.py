@@ -23,19 +23,19 @@ from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.console.units import counted
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyTheStruckLeave, growth
+from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth
 from holdfast.harness.chaos.judge.compare import compared, load_report
-from holdfast.harness.chaos.judge.measure import percentiles, strikes
+from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
 from holdfast.harness.chaos.judge.page import write_comparison, write_report
-from holdfast.harness.chaos.judge.record import ChaosReport, RecoveryStage, Speed, Strike
+from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, RecoveryStage, Speed
 from holdfast.harness.chaos.judge.verdict import failures
 from holdfast.harness.chaos.run.fault_context import Noted
 from holdfast.harness.chaos.run.points import LATE_STEPS
-from holdfast.harness.chaos.run.scenario_run import Raw, Struck
+from holdfast.harness.chaos.run.scenario_run import FaultOutcome, Raw
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import Store
+from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, Event
@@ -133,7 +133,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
 
     monkeypatch.setitem(BODIES, "reader", reader)
     scenario = Scenario(
-        name="store", title="a store", summary="", workload=Store(versions=2, readers=1, megabytes=0.01)
+        name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
     )
     (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
     assert failure == "reader-0 exited with status 1, and nobody had struck it"
@@ -142,10 +142,12 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
 @pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
 def test_a_run_may_end_before_the_last_of_the_faults_that_come_again_and_again(again: bool, came: bool) -> None:
     raw = history()
-    raw.struck = [Struck(msgspec.structs.replace(each.planned, again=again)) for each in raw.struck]
-    raw.struck[0].time = 1.0 if came else None
-    scenario = Scenario(name="faster", title="", summary="", workload=Store(versions=2, readers=1, megabytes=0.01))
-    told = failures(scenario, raw, [], strikes(raw), Speed(steps=9, rate=1.0), None, 0)
+    raw.faults = [FaultOutcome(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
+    raw.faults[0].time = 1.0 if came else None
+    scenario = Scenario(
+        name="faster", title="", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
+    )
+    told = failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
@@ -250,7 +252,7 @@ def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
 
 def test_a_slower_run_is_worse() -> None:
     stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
-    strike = Strike(
+    strike = InjectedFault(
         number=1, type="kill", words="kill", when="", time=1.0, healed=None, victims=(), step=1, stages=tuple(stage)
     )
     slower = msgspec.structs.replace(strike, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
@@ -262,11 +264,11 @@ def test_a_slower_run_is_worse() -> None:
 def history(*lines: tuple[float, str, dict[str, Any]]) -> Raw:
     """A run in which rank 1 was killed at 1 s and a spare at 5 s, with these events."""
     kill = chaos_module.kill(1, step=1).what
-    struck = []
+    faults = []
     for number, moment in enumerate((1.0, 5.0), start=1):
         planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
-        struck.append(Struck(planned, time=moment, noted=(Noted(number, "kill", (), moment),)))
-    return Raw(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], struck=struck)
+        faults.append(FaultOutcome(planned, time=moment, noted=(Noted(number, "kill", (), moment),)))
+    return Raw(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], faults=faults)
 
 
 def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
@@ -281,7 +283,7 @@ def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
         (9.0, "rebuilt", {"epoch": 3}),
         (9.1, "committed", {"step": 200}),
     )
-    first, second = strikes(raw)
+    first, second = injected_faults(raw)
     assert [(stage.name, round(stage.seconds, 6)) for stage in first.stages] == [
         ("detected", 0.001),
         ("rebuilt", 0.012),
@@ -345,7 +347,7 @@ def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
 
 
 def test_an_eviction_without_a_fault_is_found() -> None:
-    checker = OnlyTheStruckLeave(Bounds())
+    checker = OnlyFaultyMembersLeave(Bounds())
     checker.observe(event("installed", epoch=1, members=["a", "b", "c"]))
     checker.observe(event("fault", what="kill", target="b"))
     checker.observe(event("installed", epoch=2, members=["a", "c"]))

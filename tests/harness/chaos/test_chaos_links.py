@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 from holdfast.harness.links.client import Links
-from holdfast.harness.links.policy import BULK, CLEAR, Policy, Rule, combined
+from holdfast.harness.links.policy import BULK, CLEAR, LinkRule, Policy, combined
 from holdfast.harness.links.proxy import Direction
-from holdfast.harness.processes.channel import Channel
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 policies = st.builds(
     Policy,
@@ -57,8 +57,8 @@ def test_adding_an_empty_policy_changes_nothing(policy: Policy) -> None:
 
 def test_rules_name_sender_receiver_and_plane() -> None:
     rules = [
-        Rule(policy=Policy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
-        Rule(policy=Policy(delay=0.5), targets=frozenset([3])),
+        LinkRule(policy=Policy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
+        LinkRule(policy=Policy(delay=0.5), targets=frozenset([3])),
     ]
     assert combined(rules, 1, 2, True).cut
     assert not combined(rules, 2, 1, True).cut, "one way"
@@ -93,7 +93,7 @@ class Listening:
     def __init__(self, join: Any) -> None:
         self._join = join
 
-    def __call__(self, channel: Channel) -> None:
+    def __call__(self, channel: ProcessChannel) -> None:
         self._join()
         with socket.create_server(("127.0.0.1", 0)) as server:
             channel.send(server.getsockname()[1])
@@ -113,7 +113,7 @@ class Asking:
     def __init__(self, join: Any) -> None:
         self._join = join
 
-    def __call__(self, channel: Channel) -> None:
+    def __call__(self, channel: ProcessChannel) -> None:
         self._join()
         port = channel.recv(30.0)
         sock = socket.create_connection(("127.0.0.1", port))
@@ -135,7 +135,7 @@ class Asking:
 class Pair:
     """The two, and what lies between."""
 
-    def __init__(self, links: Links, asking: Process, echoing: Process) -> None:
+    def __init__(self, links: Links, asking: ForkedProcess, echoing: ForkedProcess) -> None:
         self.links, self.asking, self.echoing = links, asking, echoing
 
     def ask(self, data: bytes) -> tuple[Any, float]:
@@ -146,7 +146,7 @@ class Pair:
     def rule(self, policy: Policy, back: bool = False) -> tuple[int, ...]:
         one, other = frozenset([self.asking.pid]), frozenset([self.echoing.pid])
         source, target = (other, one) if back else (one, other)
-        return self.links.add([Rule(policy=policy, sources=source, targets=target)])
+        return self.links.add([LinkRule(policy=policy, sources=source, targets=target)])
 
 
 @pytest.fixture

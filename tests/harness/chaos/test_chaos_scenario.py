@@ -292,8 +292,8 @@ class Plain(chaos.FaultType, frozen=True, kw_only=True):
     summary: ClassVar[str] = "nothing at all"
     times: int = 1
 
-    def strike(self, stage: chaos.Stage) -> None:
-        stage.note("nothing", [])
+    def inject(self, context: chaos.FaultContext) -> None:
+        context.note("nothing", [])
 
 
 class Offers:

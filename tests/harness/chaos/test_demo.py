@@ -18,11 +18,11 @@ from rich.console import Console
 
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.harness.demo.display import LivePanel, PlainLines
-from holdfast.harness.demo.faults import Restored, Struck
+from holdfast.harness.demo.faults import ReplicasRestored, WorkerKilled
 from holdfast.harness.demo.plan import DemoPlan, check_backend
 from holdfast.harness.demo.record import DemoRun, Evaluation
-from holdfast.harness.demo.recorder import Recorder
-from holdfast.harness.demo.recovery import blows, complete
+from holdfast.harness.demo.recorder import RunRecorder
+from holdfast.harness.demo.recovery import complete, injected_faults
 from holdfast.harness.demo.summary import as_object, show
 from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.demo.verdict import rates
@@ -225,22 +225,22 @@ def unit(number: int) -> Unit:
 def test_a_generators_recovery_is_complete_once_all_it_had_is_redone() -> None:
     lost = WorkerLost(time=11.0, name="g", role="generator", pid=7, how="x", requeued=(unit(0), unit(1)))
     heard = [
-        Struck(time=10.0, victim="generator", process="g", pid=7, where="w", step=0),
+        WorkerKilled(time=10.0, victim="generator", process="g", pid=7, where="w", step=0),
         lost,
         WorkerStarted(time=12.0, name="h", role="generator", pid=8, replaces="g"),
         UnitDone(time=13.0, unit=unit(1), worker="h"),
     ]
-    (blow,) = blows(5.0, heard, [])
+    (blow,) = injected_faults(5.0, heard, [])
     assert [(stage.name, stage.seconds) for stage in blow.stages] == [("detected", 1.0), ("replaced", 2.0)]
     assert not complete(blow)
-    (blow,) = blows(5.0, [*heard, UnitDone(time=14.0, unit=unit(0), worker="h")], [])
+    (blow,) = injected_faults(5.0, [*heard, UnitDone(time=14.0, unit=unit(0), worker="h")], [])
     assert complete(blow)
     assert blow.stages[-1].seconds == 4.0
     assert blow.time == 5.0
 
 
 def test_a_trainers_recovery_is_read_from_the_logs() -> None:
-    struck = Struck(time=10.0, victim="trainer", process="t", pid=7, where="w", step=4)
+    struck = WorkerKilled(time=10.0, victim="trainer", process="t", pid=7, where="w", step=4)
 
     def event(time: float, kind: str, **fields: object) -> Event:
         return Event(time, "m", 1, kind, fields)
@@ -252,15 +252,15 @@ def test_a_trainers_recovery_is_read_from_the_logs() -> None:
         event(10.7, "rebuilt", epoch=3, seconds=0.1),
         event(11.0, "committed", step=4, epoch=3),
     ]
-    (blow,) = blows(0.0, [struck], log)
+    (blow,) = injected_faults(0.0, [struck], log)
     assert complete(blow)
     assert [stage.seconds for stage in blow.stages] == [pytest.approx(0.5), pytest.approx(0.7), 1.0]
-    (blow,) = blows(0.0, [struck], log[:-1])
+    (blow,) = injected_faults(0.0, [struck], log[:-1])
     assert not complete(blow)
 
 
-def a_run_so_far() -> Recorder:
-    recorder = Recorder(began=0.0)
+def a_run_so_far() -> RunRecorder:
+    recorder = RunRecorder(began=0.0)
     for happening in (
         WorkerStarted(time=0.0, name="trainer-0", role="trainer", pid=1),
         WarmedUp(time=1.0, untrained=0.01, loss=1.5),
@@ -269,7 +269,7 @@ def a_run_so_far() -> Recorder:
         StepCommitted(time=2.0, step=0, reward=0.25, tokens=512, epoch=2, size=2),
         StepCommitted(time=2.5, step=1, reward=0.75, tokens=512, epoch=2, size=2),
         WorkerLost(time=3.0, name="trainer-0", role="trainer", pid=1, how="was ended by SIGKILL"),
-        Restored(time=3.5, version=1, holders=("holder-0", "holder-1")),
+        ReplicasRestored(time=3.5, version=1, holders=("holder-0", "holder-1")),
     ):
         recorder.hear(happening)
     return recorder

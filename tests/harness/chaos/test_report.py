@@ -19,7 +19,7 @@ from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.report import Curve, Fault, ProcessLane, Report, Span, StageTimes, render, write
 from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
-from holdfast.harness.report.svg import Scale
+from holdfast.harness.report.svg import AxisScale
 from holdfast.harness.report.timeline import busy
 from support.demo_sample import STRUCK, sample_run
 
@@ -176,9 +176,9 @@ def test_durations_have_readable_units(seconds: float, said: str) -> None:
 
 
 def test_axes_have_round_numbers() -> None:
-    assert Scale(0, 62, 0, 1).ticks(8) == [0, 10, 20, 30, 40, 50, 60]
-    assert Scale(-37, 112, 0, 1).ticks(4) == [0, 50, 100]
-    assert Scale(3, 3, 0, 1).ticks(8) == [3]
+    assert AxisScale(0, 62, 0, 1).ticks(8) == [0, 10, 20, 30, 40, 50, 60]
+    assert AxisScale(-37, 112, 0, 1).ticks(4) == [0, 50, 100]
+    assert AxisScale(3, 3, 0, 1).ticks(8) == [3]
 
 
 def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> None:

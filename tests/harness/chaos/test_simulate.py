@@ -28,8 +28,8 @@ from holdfast.harness.simulate.core.schedule import (
     Cut,
     Fault,
     Isolate,
-    Layout,
-    Network,
+    JobLayout,
+    NetworkModel,
     Schedule,
     load,
     save,
@@ -86,7 +86,7 @@ def test_a_trace_has_one_line_for_all_that_happens() -> None:
 
 
 def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
-    world = World(Schedule(layout=Layout(ranks=4, hosts=2, racks=1)))
+    world = World(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1)))
     world.run(0.5)
     for process in world.processes:
         assert type(process.core) is Membership
@@ -151,7 +151,7 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
 @pytest.mark.parametrize("ranks", [4, 5])
 def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: Fault) -> None:
     """A host of as many ranks as the other or more, which the other hears no more: both ways, or only it."""
-    schedule = Schedule(layout=Layout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
+    schedule = Schedule(layout=JobLayout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
     for seed in range(10):
         events: list[Event] = []
         assert run(replace(schedule, seed=seed), also=events.append).violation is None
@@ -197,7 +197,7 @@ def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
         '[[faults]]\nfault = "isolate"\nat = 1\nhosts = [1]\nseconds = 0.5\n'
     )
     faults = (Crash(at=0.5, process=2), Isolate(at=1, hosts=(1,), seconds=0.5))
-    assert load(toml) == Schedule(4, Layout(ranks=6, hosts=3), Network(loss=0.01), faults)
+    assert load(toml) == Schedule(4, JobLayout(ranks=6, hosts=3), NetworkModel(loss=0.01), faults)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_faults_at_points_of_the_protocol_strike_there() -> None:
 
 def test_there_are_twenty_known_bugs_or_more() -> None:
     assert len(KNOWN_BUGS) >= 20
-    assert len({exhibit.name for exhibit in KNOWN_BUGS}) == len(KNOWN_BUGS)
+    assert len({bug.name for bug in KNOWN_BUGS}) == len(KNOWN_BUGS)
 
 
 @pytest.mark.parametrize(
@@ -251,15 +251,15 @@ def test_there_are_twenty_known_bugs_or_more() -> None:
     ],
 )
 def test_each_known_bug_is_found_and_shrunk(name: str) -> None:
-    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == name)
-    seen = reproduce(exhibit, seeds=200, tries=20)
+    bug = next(bug for bug in KNOWN_BUGS if bug.name == name)
+    seen = reproduce(bug, seeds=200, tries=20)
     assert seen.found and seen.real
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
 
 
 def test_several_known_bugs_are_searched_in_parallel_and_reported_as_found() -> None:
     names = ["joiners first", "last step dropped"]
-    chosen = [place for place, exhibit in enumerate(KNOWN_BUGS) if exhibit.name in names]
+    chosen = [place for place, bug in enumerate(KNOWN_BUGS) if bug.name in names]
     told: list[str] = []
     found = run_all(200, chosen=chosen, done=lambda sighting: told.append(sighting.name))
     assert [sighting.name for sighting in found] == names
@@ -269,16 +269,16 @@ def test_several_known_bugs_are_searched_in_parallel_and_reported_as_found() -> 
 
 def test_a_run_whose_messages_multiply_without_end_is_ended() -> None:
     """With this bug one run went on to two million events and gigabytes."""
-    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == "stale announcement")
-    with exhibit.inject():
+    bug = next(bug for bug in KNOWN_BUGS if bug.name == "stale announcement")
+    with bug.inject():
         outcome = run(draw(254))
     assert outcome.violation is not None
     assert outcome.events < 100_000
 
 
 def test_a_known_bug_is_gone_when_it_is_taken_out() -> None:
-    for exhibit in KNOWN_BUGS:
-        with exhibit.inject():
+    for bug in KNOWN_BUGS:
+        with bug.inject():
             pass
     assert run(draw(3)).violation is None
 
@@ -289,18 +289,18 @@ def test_shrinking_deletes_what_does_not_matter() -> None:
     def fails(schedule: Schedule) -> bool:
         return any(isinstance(fault, Crash) and fault.process == 5 for fault in schedule.faults)
 
-    small = shrink(Schedule(layout=Layout(steps=20), network=Network(duplicate=0.1), faults=faults), fails)
+    small = shrink(Schedule(layout=JobLayout(steps=20), network=NetworkModel(duplicate=0.1), faults=faults), fails)
     assert len(small.faults) == 1 and fails(small)
-    assert small.network == Network()
+    assert small.network == NetworkModel()
     assert small.layout.steps == 1 and small.layout.spares == 0
 
 
 def test_a_story_tells_the_faults_and_what_broke() -> None:
-    exhibit = next(exhibit for exhibit in KNOWN_BUGS if exhibit.name == "joiners first")
-    schedule = reproduce(exhibit, seeds=100, tries=0).schedule
+    bug = next(bug for bug in KNOWN_BUGS if bug.name == "joiners first")
+    schedule = reproduce(bug, seeds=100, tries=0).schedule
     assert schedule is not None
     story = Story()
-    with exhibit.inject():
+    with bug.inject():
         outcome = run(schedule, also=story.hear)
     text = story.text(schedule, outcome.violation)
     assert "epoch 2 begins" in text

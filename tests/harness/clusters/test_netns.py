@@ -21,8 +21,8 @@ from holdfast.ft import Session, Timeouts
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.processes.channel import Channel
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Entry, Network
@@ -56,10 +56,10 @@ def tally_up(session: Session, gate: Path) -> list[float]:
     return tally.total.tolist()
 
 
-def live(entry: Entry, options: dict[str, Any], gate: Path) -> Callable[[Channel], None]:
+def live(entry: Entry, options: dict[str, Any], gate: Path) -> Callable[[ProcessChannel], None]:
     """A process on a host: it takes part, and begins anew whenever it is left out."""
 
-    def target(channel: Channel) -> None:
+    def target(channel: ProcessChannel) -> None:
         entry()
         sessions = 0
         while True:
@@ -84,7 +84,7 @@ class Hosts:
         contract = folder / "job"
         contract.mkdir(mode=0o700)
         self._contract = LocalContract.create("job", contract, backend, 6, register)
-        self.processes: list[Process] = []
+        self.processes: list[ForkedProcess] = []
         for number in range(6):
             address = network.addresses[number // 2]
             options = {"host": address, "timeouts": TIMES, "shards": SHARDS, "min_size": 1}

@@ -16,10 +16,10 @@ from holdfast.ft.console.console import FoldingTable, console, panel, print_json
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.ft.console.visible import visible, visible_but_colours
-from holdfast.harness.chaos.judge.compare import Row
+from holdfast.harness.chaos.judge.compare import ComparedFigure
 from holdfast.harness.chaos.show import comparison
-from holdfast.harness.gate.decide import Rule
-from holdfast.harness.gate.gate import Finding, GateReport
+from holdfast.harness.gate.decide import DecisionRule
+from holdfast.harness.gate.gate import GateReport, WorkloadResult
 from holdfast.harness.gate.show import show as show_gate
 from support.source_tree import ROOT
 
@@ -125,7 +125,7 @@ def everything_that_shows(text: str) -> None:
     out.print(table)
     with working(out, text) as show:
         show(text)
-    out.print(comparison(text, (text, text), [Row(text, text, text, text, "equal")]))
+    out.print(comparison(text, (text, text), [ComparedFigure(text, text, text, text, "equal")]))
 
 
 @given(st.text())
@@ -149,9 +149,11 @@ def test_brackets_and_colons_come_out_as_they_are(text: str) -> None:
 
 
 def test_a_gate_shows_a_commits_subject_with_brackets() -> None:
-    finding = Finding("call", "an op", 1.0, 1.0, 0.0, -1.0, 1.0, 0, "not compared", "no file [/dev/shm/x]")
+    finding = WorkloadResult("call", "an op", 1.0, 1.0, 0.0, -1.0, 1.0, 0, "not compared", "no file [/dev/shm/x]")
     with Screen() as screen:
-        show_gate(GateReport("abc use [/dev/shm]", "def [x]", (finding,), Rule(), 1.0, 0.0, ("a==1",)), console())
+        show_gate(
+            GateReport("abc use [/dev/shm]", "def [x]", (finding,), DecisionRule(), 1.0, 0.0, ("a==1",)), console()
+        )
     assert "use [/dev/shm]" in screen.text
     assert "[/dev/shm/x]" in screen.text
 

@@ -17,9 +17,9 @@ import torch
 
 from holdfast.harness.asv import pages
 from holdfast.harness.asv.common import RankClock, Ranks
-from holdfast.harness.bench.collectives.counters import Unavailable, bytecodes, instructions
+from holdfast.harness.bench.collectives.counters import CountersUnavailable, bytecodes, instructions
 from holdfast.harness.bench.collectives.counting import count_traffic
-from holdfast.harness.bench.overhead.alone import in_threads, one_rank
+from holdfast.harness.bench.overhead.alone import one_rank, run_connected_ranks
 from support.source_tree import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -51,7 +51,7 @@ def test_bytecodes_are_the_same_every_time() -> None:
 def test_instructions_are_counted_or_the_reason_is_said() -> None:
     try:
         count = instructions(lambda: None)
-    except Unavailable as error:
+    except CountersUnavailable as error:
         assert "count" in str(error)
     else:
         assert count > 10
@@ -59,7 +59,7 @@ def test_instructions_are_counted_or_the_reason_is_said() -> None:
 
 def test_an_error_of_a_thread_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        in_threads(1, lambda comm: 1 / 0)
+        run_connected_ranks(1, lambda comm: 1 / 0)
 
 
 # Ranks that stay alive -------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
-from holdfast.harness.bench.cli import app
 from holdfast.harness.bench.collectives import rounds
 from holdfast.harness.bench.collectives.contestants import Arena, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
@@ -36,24 +35,25 @@ from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.startline import StartLine
 from holdfast.harness.bench.collectives.wire import Measure
 from holdfast.harness.bench.collectives.worker import Bound, time_ops
-from holdfast.harness.bench.drivers.driver import Call, Driver
+from holdfast.harness.bench.command import app
+from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 from holdfast.harness.bench.output import show
 from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.output.results import Bench, Row, Timing, ratios
+from holdfast.harness.bench.output.results import Bench, BenchRow, Timing, ratios
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import bound as recovery_bound
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
 
 
-class Summing(Driver):
+class Summing(LibraryDriver):
     """A rank that sums with others that have what it has."""
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks, self.detail = 0, ranks, ""
 
-    def bind(self, operation: Operation, source: Array, target: Array) -> Call:
-        return Call(lambda: np.multiply(target, self.ranks, out=target))
+    def bind(self, operation: Operation, source: Array, target: Array) -> BoundOp:
+        return BoundOp(lambda: np.multiply(target, self.ranks, out=target))
 
     def close(self) -> None:
         pass
@@ -175,9 +175,9 @@ def test_blocks_that_changed_places_are_seen() -> None:
 # Statistics ------------------------------------------------------------------------------------------------------
 
 
-def _row(contestant: str, turns: tuple[float, ...]) -> Row:
+def _row(contestant: str, turns: tuple[float, ...]) -> BenchRow:
     timing = Timing.of([1e-6], 1)
-    return Row("all_reduce", 2, contestant, 8, "float32", timing, timing, turns, 0.0, 0.0, 0)
+    return BenchRow("all_reduce", 2, contestant, 8, "float32", timing, timing, turns, 0.0, 0.0, 0)
 
 
 def test_timing_is_microseconds_an_op() -> None:
@@ -193,17 +193,17 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    from holdfast.harness.bench.collectives.wire import Measured
+    from holdfast.harness.bench.collectives.wire import Measurement
 
-    answers = [Measured([(0, 1000), (0, 5000)], [], 0), Measured([(0, 3000), (0, 2000)], [], 0)]
+    answers = [Measurement([(0, 1000), (0, 5000)], [], 0), Measurement([(0, 3000), (0, 2000)], [], 0)]
     assert rounds._slowest(answers, blocks=False) == pytest.approx([3e-6, 5e-6])
 
 
 def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
-    from holdfast.harness.bench.collectives.wire import Measured
+    from holdfast.harness.bench.collectives.wire import Measurement
 
-    good = [Measured([(0, 10)], [], 0), Measured([(5, 11)], [], 0)]
-    bad = [Measured([(0, 4)], [], 0), Measured([(5, 11)], [], 0)]
+    good = [Measurement([(0, 10)], [], 0), Measurement([(5, 11)], [], 0)]
+    bad = [Measurement([(0, 4)], [], 0), Measurement([(5, 11)], [], 0)]
     assert (rounds._early(good), rounds._early(bad)) == (0, 1)
 
 

@@ -11,21 +11,23 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.bench.cli import app
+from holdfast.harness.bench.command import app
 from holdfast.harness.bench.output import chart, compare, page, pictures
-from holdfast.harness.bench.output.results import Bench, Failure, Machine, Row, Timing, ratios
+from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFailure, Timing, ratios
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
 NAMES = ("holdfast:shm", "openmpi", "memcpy")
 
 
-def row(op: str, ranks: int, contestant: str, nbytes: int, microseconds: float) -> Row:
+def row(op: str, ranks: int, contestant: str, nbytes: int, microseconds: float) -> BenchRow:
     timing = Timing.of([microseconds / 1e6] * 3, 1)
     bandwidth = nbytes / microseconds / 1e3
-    return Row(op, ranks, contestant, nbytes, "float32", timing, timing, (microseconds,) * 3, bandwidth, bandwidth, 0)
+    return BenchRow(
+        op, ranks, contestant, nbytes, "float32", timing, timing, (microseconds,) * 3, bandwidth, bandwidth, 0
+    )
 
 
-def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[Failure, ...] = ()) -> Bench:
+def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[OpFailure, ...] = ()) -> Bench:
     """Two sizes of all_reduce by three contestants."""
     rows = [
         row("all_reduce", number, name, size, slower * (3 + size / 9000) * (1 + index) * number)
@@ -52,7 +54,7 @@ def test_the_page_has_charts_with_the_roofline_and_needs_nothing_outside_itself(
 
 
 def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
-    text = page.render(bench(failures=(Failure("all_reduce", 2, "holdfast:shm", 8, "it <broke>"),)))
+    text = page.render(bench(failures=(OpFailure("all_reduce", 2, "holdfast:shm", 8, "it <broke>"),)))
     assert "✗ not all is well" in text
     assert "it &lt;broke&gt;" in text
 
@@ -73,7 +75,7 @@ def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
 
 
 def test_bars_are_drawn_to_their_percentiles() -> None:
-    bars = [chart.Bar("ours", 5.0, 8.0, 10.0, 0), chart.Bar("theirs", 20.0, 30.0, 40.0, 1)]
+    bars = [chart.PercentileBar("ours", 5.0, 8.0, 10.0, 0), chart.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
     drawing = ElementTree.fromstring(chart.draw_bars("recovery", bars, lambda value: f"{value:g} ms"))
     widths = [float(each.get("width", 0)) for each in drawing.iter() if each.tag.endswith("rect")]
     assert widths == sorted(widths[:3], reverse=True) + sorted(widths[3:], reverse=True)

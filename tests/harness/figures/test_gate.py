@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from holdfast.comms import reproducible
 from holdfast.harness.cli.app import app
 from holdfast.harness.gate.calibrate import calibrate
-from holdfast.harness.gate.decide import Rule, Verdict, decide, paired_ratio, t_cdf, t_quantile
-from holdfast.harness.gate.gate import Comparison, Course, Finding, GateReport, chosen, cluster
+from holdfast.harness.gate.decide import DecisionRule, Verdict, decide, paired_ratio, t_cdf, t_quantile
+from holdfast.harness.gate.gate import Comparison, Course, GateReport, WorkloadResult, chosen, cluster
 from holdfast.harness.gate.pairs import CannotRun, Nursery, SideFailed, SideProcess
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
@@ -56,7 +56,7 @@ def test_drift_cancels_and_a_disturbed_turn_does_no_harm() -> None:
 
 def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: int = 8) -> Verdict:
     """A run of the rule on clusters whose log ratios are normal."""
-    rule, ratios = Rule(), []
+    rule, ratios = DecisionRule(), []
     for _ in range(rule.most):
         ratios.append(chance.gauss(slowdown, noise))
         verdict, _ = decide(ratios, rule, workloads)
@@ -76,7 +76,7 @@ def test_the_rule_keeps_its_error_rates_whatever_the_noise(noise: float) -> None
 
 def test_a_small_difference_is_not_called_slower_however_sure() -> None:
     exactly = [0.008 + 0.0001 * (number % 2) for number in range(10)]
-    assert decide(exactly, Rule(), 1)[0] == "same"
+    assert decide(exactly, DecisionRule(), 1)[0] == "same"
 
 
 # The sides -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
 
 def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
     side = build(str(ROOT), ROOT, tmp_path / "here")
-    found = calibrate((side, side), Rule(first=2, most=3), 1, ["membership"], injected=0.5)
+    found = calibrate((side, side), DecisionRule(first=2, most=3), 1, ["membership"], injected=0.5)
     assert (found.trials, found.workloads, found.power) == (1, 1, 1.0)
     assert [rate.injected for rate in found.rates] == [0.0, 0.5]
     assert found.rates[1].mean == pytest.approx(0.5, abs=0.15)
@@ -230,7 +230,7 @@ def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
 def test_a_slowdown_that_cannot_be_put_in_exactly_is_refused() -> None:
     side = Side("a", "a", Path(), Path())
     with pytest.raises(ValueError, match=r"a multiple of 0\.05"):
-        calibrate((side, side), Rule(), 1, injected=0.02)
+        calibrate((side, side), DecisionRule(), 1, injected=0.02)
 
 
 def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> None:
@@ -241,12 +241,12 @@ def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> No
         pass
 
 
-def found(workload: str, verdict: str, why: str = "") -> Finding:
-    return Finding(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
+def found(workload: str, verdict: str, why: str = "") -> WorkloadResult:
+    return WorkloadResult(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
 
 
-def reported(*findings: Finding) -> GateReport:
-    return GateReport("a", "b", findings, Rule(), 1.0, 0.0, ("torch==2",))
+def reported(*findings: WorkloadResult) -> GateReport:
+    return GateReport("a", "b", findings, DecisionRule(), 1.0, 0.0, ("torch==2",))
 
 
 def test_workloads_that_base_lacks_are_not_compared() -> None:
@@ -267,7 +267,9 @@ def test_workloads_that_base_lacks_are_not_compared() -> None:
         ((found("call", "same"), found("store", "unsure")), 0, "✅ No slowdown found, ❔ 1 undecided"),
     ],
 )
-def test_a_run_is_no_better_than_what_it_compared(findings: tuple[Finding, ...], status: int, headline: str) -> None:
+def test_a_run_is_no_better_than_what_it_compared(
+    findings: tuple[WorkloadResult, ...], status: int, headline: str
+) -> None:
     report = reported(*findings)
     assert report.status == status
     assert markdown(report).startswith(f"### {headline}\n")

@@ -26,7 +26,7 @@ class ClusterSettings:
     """What must start the processes of this backend together; see `Capabilities.launcher`."""
 
 
-class Ranks(ABC):
+class RankGroup(ABC):
     """Ranks that call functions together. Not safe to use from several threads."""
 
     @abstractmethod

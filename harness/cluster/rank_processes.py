@@ -17,20 +17,20 @@ from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
-from holdfast.harness.cluster.rank_worker import Abort, Call, Link, Raised, Returned, rank_target
-from holdfast.harness.cluster.ranks import ClusterSettings, Ranks
+from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
+from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 from holdfast.harness.cluster.results import RankResult
 from holdfast.harness.processes.channel import ChannelClosed
-from holdfast.harness.processes.zygote_client import Process, zygote
+from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 
-class ProcessRanks(Ranks):
+class RankProcesses(RankGroup):
     """`size` processes that call functions together. Not safe to use from several threads."""
 
     def __init__(self, settings: ClusterSettings, directory: Path) -> None:
         self._settings = settings
         self._directory = directory
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ForkedProcess] = {}
         self._launch: Launch | None = None
         self._calls = 0
         self._echo = Echo(settings.echo)
@@ -101,7 +101,7 @@ class ProcessRanks(Ranks):
         settings = self._settings
         outcomes = {}
         for rank, process in self._processes.items():
-            link = Link(
+            link = ConnectArguments(
                 settings.backend,
                 rank,
                 settings.size,
@@ -111,7 +111,7 @@ class ProcessRanks(Ranks):
                 min(timeout, settings.timeout),
             )
             try:
-                process.channel.send(Call(self._calls, link, body))
+                process.channel.send(CallRequest(self._calls, link, body))
             except ChannelClosed:
                 outcomes[rank] = self._died(rank)
         return outcomes

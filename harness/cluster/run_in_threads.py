@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
+def run_in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
     """`body(rank)` in a thread for each rank; what they return, in rank order. Raises what was raised first.
 
     Raises RunTimeout if nothing was, but ranks are not done after `timeout` seconds: their threads stay behind.

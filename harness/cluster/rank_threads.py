@@ -16,12 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.harness.cluster.errors import RunTimeout, pack_error, rank_failure
-from holdfast.harness.cluster.rank_worker import Link, Running, call_connected
-from holdfast.harness.cluster.ranks import ClusterSettings, Ranks
+from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
+from holdfast.harness.cluster.rank_worker import ConnectArguments, Running, call_connected
 from holdfast.harness.cluster.results import RankResult
 
 
-class ThreadRanks(Ranks):
+class RankThreads(RankGroup):
     """`size` threads a call."""
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -48,7 +48,9 @@ class ThreadRanks(Ranks):
 
         def body(rank: int) -> None:
             limit = min(timeout, settings.timeout)
-            link = Link(settings.backend, rank, settings.size, meeting, f"call-{self._calls}", settings.device, limit)
+            link = ConnectArguments(
+                settings.backend, rank, settings.size, meeting, f"call-{self._calls}", settings.device, limit
+            )
             try:
                 value = call_connected(link, running[rank], fn, args, kwargs)
                 done.put(RankResult(rank, time.monotonic(), value))
