@@ -35,7 +35,7 @@ PRIORITY = -10
 """Where it is allowed, so that others on the machine interrupt less. Processes run one at a time, for milliseconds."""
 
 
-UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "paths.py"
+UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "system" / "paths.py"
 """How a Unix socket with a long name is reached: the gate's own file, loaded by its path, not that of a side."""
 
 
