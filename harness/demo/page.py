@@ -8,7 +8,15 @@ from datetime import datetime
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.demo.record import DemoFault, DemoRun, ProcessLife
 from holdfast.harness.demo.verdict import AVERAGED
-from holdfast.harness.report.model import Curve, Figure, Point, ProcessLane, ReportedFault, RunReport, Span, StageTimes
+from holdfast.harness.report.model import (
+    Curve,
+    Figure,
+    Point,
+    ProcessRecord,
+    ReportedFault,
+    RunReport,
+    Span,
+)
 
 _TITLES = {
     "trainer": "SIGKILL of a trainer",
@@ -114,7 +122,7 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
     return tuple(figures)
 
 
-def _lanes(run: DemoRun) -> tuple[ProcessLane, ...]:
+def _lanes(run: DemoRun) -> tuple[ProcessRecord, ...]:
     killed = {blow.process: blow.time for blow in run.blows}
     known = sorted(
         run.lives, key=lambda life: (_ROLES.index(life.role) if life.role in _ROLES else len(_ROLES), life.started)
@@ -122,9 +130,9 @@ def _lanes(run: DemoRun) -> tuple[ProcessLane, ...]:
     return tuple(_lane(life, killed, run.seconds) for life in known)
 
 
-def _lane(life: ProcessLife, killed: dict[str, float], seconds: float) -> ProcessLane:
+def _lane(life: ProcessLife, killed: dict[str, float], seconds: float) -> ProcessRecord:
     lost = life.ended is not None and life.how != ""
-    return ProcessLane(
+    return ProcessRecord(
         name=life.name,
         role=life.role,
         pid=life.pid,
@@ -141,7 +149,7 @@ def _fault(blow: DemoFault) -> ReportedFault:
         title=_TITLES[blow.victim],
         target=blow.process,
         steps=blow.step,
-        stages=tuple(StageTimes(stage.name, stage.seconds) for stage in blow.stages),
+        stages=blow.stages,
         note=f"It was {blow.where}."
         if not blow.where.startswith("rank")
         else f"It was {blow.where}, in step {blow.step}.",

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.harness.invariants import CheckResult
+from holdfast.harness.report.model import RecoveryStage
 from holdfast.rl.crew import Crew
 from holdfast.rl.learning.recipe import Recipe
 
@@ -52,7 +53,7 @@ class ProcessLife(msgspec.Struct, frozen=True):
     replaces: str = ""
 
 
-class Span(msgspec.Struct, frozen=True):
+class StepSpan(msgspec.Struct, frozen=True):
     """What a process did from `start` to `end`, for which step (or, for weights, which version).
 
     `activity` is one of `holdfast.rl.diary.Activity`, or "reduce", or "rebuild".
@@ -63,13 +64,6 @@ class Span(msgspec.Struct, frozen=True):
     start: float
     end: float
     step: int
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """A stage of a recovery, and how many seconds after the blow it was reached."""
-
-    name: str
-    seconds: float
 
 
 class DemoFault(msgspec.Struct, frozen=True):
@@ -83,7 +77,7 @@ class DemoFault(msgspec.Struct, frozen=True):
     where: str
     step: int
     time: float
-    stages: tuple[Stage, ...]
+    stages: tuple[RecoveryStage, ...]
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -130,7 +124,7 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     lives: tuple[ProcessLife, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
     blows: tuple[DemoFault, ...]
     notes: tuple[LogLine, ...]
     findings: tuple[CheckResult, ...]

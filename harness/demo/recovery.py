@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.harness.demo.faults import ReplicasRestored, WorkerKilled
-from holdfast.harness.demo.record import DemoFault, Stage
+from holdfast.harness.demo.record import DemoFault
 from holdfast.harness.invariants import Event
+from holdfast.harness.report.model import RecoveryStage
 from holdfast.rl.happenings import Happening, UnitDone, WorkerLost, WorkerStarted
 
 RECOVERED = {
@@ -39,12 +40,12 @@ def complete(blow: DemoFault) -> bool:
     return tuple(stage.name for stage in blow.stages) == RECOVERED[blow.victim]
 
 
-def _stages(killed: WorkerKilled, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[Stage]:
+def _stages(killed: WorkerKilled, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[RecoveryStage]:
     times = _of_trainer(killed, events) if killed.victim == "trainer" else _of_other(killed, happenings)
     for name, at in zip(RECOVERED[killed.victim], times, strict=True):
         if at is None:
             return
-        yield Stage(name, at - killed.time)
+        yield RecoveryStage(name, at - killed.time)
 
 
 def _of_trainer(killed: WorkerKilled, events: Sequence[Event]) -> tuple[float | None, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.harness.demo.record import Span
+from holdfast.harness.demo.record import StepSpan
 from holdfast.harness.invariants import Event
 from holdfast.rl.roles.trainer import REDUCTION
 
 
-def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[Span, ...]:
+def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[StepSpan, ...]:
     """The activities of workers, their reductions (also those that were broken off), and their rebuilds.
 
     `names` are those of the workers by pid: what ft writes is under the names of members. `began` is on
@@ -27,5 +27,5 @@ def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tu
             continue
         end = event.time - began
         name = names.get(event.pid, event.process)
-        found.append(Span(name, activity, end - event.number("seconds"), end, step))
+        found.append(StepSpan(name, activity, end - event.number("seconds"), end, step))
     return tuple(found)

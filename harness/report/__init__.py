@@ -4,18 +4,27 @@ from holdfast.harness.report import Report, write
 write(report, Path("report.html"))
 """
 
-from holdfast.harness.report.model import Curve, Figure, Point, ProcessLane, ReportedFault, RunReport, Span, StageTimes
+from holdfast.harness.report.model import (
+    Curve,
+    Figure,
+    Point,
+    ProcessRecord,
+    RecoveryStage,
+    ReportedFault,
+    RunReport,
+    Span,
+)
 from holdfast.harness.report.render import render, write
 
 __all__ = [
     "Curve",
     "Figure",
     "Point",
-    "ProcessLane",
+    "ProcessRecord",
+    "RecoveryStage",
     "ReportedFault",
     "RunReport",
     "Span",
-    "StageTimes",
     "render",
     "write",
 ]

@@ -52,7 +52,7 @@ class Span(msgspec.Struct, frozen=True):
     label: str = ""
 
 
-class ProcessLane(msgspec.Struct, frozen=True):
+class ProcessRecord(msgspec.Struct, frozen=True):
     """The life of a process."""
 
     name: str
@@ -64,7 +64,7 @@ class ProcessLane(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class StageTimes(msgspec.Struct, frozen=True):
+class RecoveryStage(msgspec.Struct, frozen=True):
     """A stage of a recovery, and how many seconds after the fault it was reached."""
 
     name: str
@@ -78,7 +78,7 @@ class ReportedFault(msgspec.Struct, frozen=True):
     title: str
     target: str
     steps: int
-    stages: tuple[StageTimes, ...]
+    stages: tuple[RecoveryStage, ...]
     note: str = ""
 
 
@@ -92,7 +92,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     figures: tuple[Figure, ...]
     curve: Curve
-    lanes: tuple[ProcessLane, ...]
+    lanes: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
     faults: tuple[ReportedFault, ...]
     findings: tuple[CheckResult, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import ProcessLane, ReportedFault, Span
+from holdfast.harness.report.model import ProcessRecord, ReportedFault, Span
 from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
@@ -33,7 +33,7 @@ def _in_scene(spans: Sequence[Span], low: float, high: float) -> list[Span]:
     return [span for span in spans if span.end > low and span.start < high]
 
 
-def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessLane], spans: Sequence[Span]) -> str:
+def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessRecord], spans: Sequence[Span]) -> str:
     """The SVG: those of `lanes` that lived at the time."""
     low, high = window(fault)
     x = AxisScale(low, high, LEFT, WIDTH - RIGHT)
@@ -63,7 +63,7 @@ def _after(seconds: float) -> str:
     return "0" if seconds == 0 else ("−" if seconds < 0 else "") + coarse_seconds(abs(seconds))
 
 
-def _lane(lane: ProcessLane, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
+def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
     begin, end = max(lane.born, x.low), min(lane.ended, x.high)
     parts = [
         element("rect", title(words(lane)), x=x(begin), y=top, width=max(1.0, x(end) - x(begin)), height=BAR, rx=3.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import ProcessLane, ReportedFault, Span
+from holdfast.harness.report.model import ProcessRecord, ReportedFault, Span
 from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 
 WIDTH = 1000.0
@@ -57,13 +57,13 @@ def _filling(spans: Sequence[Span], x: AxisScale, bottom: float) -> str:
     return element("path", d="".join(path), cls="busy")
 
 
-def words(lane: ProcessLane) -> str:
+def words(lane: ProcessRecord) -> str:
     """A lane in words."""
     life = f"{coarse_seconds(lane.born)} to {coarse_seconds(lane.ended)}, {_ENDS[lane.fate]}"
     return f"{lane.name} (pid {lane.pid}), {lane.role}: {life}" + (f"; {lane.note}" if lane.note else "")
 
 
-def _lane(lane: ProcessLane, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
+def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
     life = element(
         "rect",
         title(words(lane)),
@@ -86,7 +86,7 @@ def _lane(lane: ProcessLane, spans: Sequence[Span], x: AxisScale, top: float) ->
 
 
 def draw_timeline(
-    lanes: Sequence[ProcessLane], spans: Sequence[Span], faults: Sequence[ReportedFault], seconds: float
+    lanes: Sequence[ProcessRecord], spans: Sequence[Span], faults: Sequence[ReportedFault], seconds: float
 ) -> str:
     """The SVG: lanes in the given order, roles set apart."""
     x = AxisScale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT)

@@ -12,11 +12,11 @@ from holdfast.harness.demo.record import (
     LogLine,
     ProcessLife,
     RunOutcome,
-    Span,
-    Stage,
     Step,
+    StepSpan,
 )
 from holdfast.harness.invariants import Event, examine
+from holdfast.harness.report.model import RecoveryStage
 from holdfast.rl.crew import Crew
 from holdfast.rl.learning.recipe import Recipe
 
@@ -29,25 +29,25 @@ def _learnt(step: int, noise: random.Random, width: float) -> float:
     return min(1.0, max(0.0, 0.1 + 0.8 / (1 + math.exp(-(step - 370) / 105)) + noise.gauss(0, width)))
 
 
-def _trainer_spans(name: str, begins: list[float], until: float) -> list[Span]:
+def _trainer_spans(name: str, begins: list[float], until: float) -> list[StepSpan]:
     spans = []
     for step, begin in enumerate(begins):
         at = begin
         for activity, seconds in _PARTS:
             if at < until:
-                spans.append(Span(name, activity, at, min(at + seconds, until), step))
+                spans.append(StepSpan(name, activity, at, min(at + seconds, until), step))
             at += seconds + 0.001
         if name == "trainer-0" and at < until:
-            spans.append(Span(name, "publish", at, at + 0.002, step + 1))
+            spans.append(StepSpan(name, "publish", at, at + 0.002, step + 1))
     return spans
 
 
-def _generator_spans(name: str, first: float, until: float, noise: random.Random) -> list[Span]:
+def _generator_spans(name: str, first: float, until: float, noise: random.Random) -> list[StepSpan]:
     spans, at, step = [], first, 0
     while at < until:
         seconds = 0.019 + noise.random() * 0.008
         activity = "evaluate" if noise.random() < 0.01 else "generate"
-        spans.append(Span(name, activity, at, min(until, at + seconds), step))
+        spans.append(StepSpan(name, activity, at, min(until, at + seconds), step))
         at, step = at + seconds + 0.003 + noise.random() * 0.006, step + 1
     return spans
 
@@ -96,21 +96,22 @@ def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> D
     spans += _trainer_spans("trainer-1", begins, struck.get("trainer-1", SECONDS))
     if faults:
         spans += [
-            Span(name, "rebuild", 14.2018, 14.2071, blow_step["trainer-1"]) for name in ("trainer-0", "trainer-2")
+            StepSpan(name, "rebuild", 14.2018, 14.2071, blow_step["trainer-1"]) for name in ("trainer-0", "trainer-2")
         ]
         spans += _trainer_spans("trainer-2", [begin for begin in begins if begin > 14.2], SECONDS)
         spans += _generator_spans("generator-2", 27.4, SECONDS, noise)
     spans += _generator_spans("generator-0", 2.4, struck.get("generator-0", SECONDS), noise)
     spans += _generator_spans("generator-1", 2.4, SECONDS, noise)
+    stage = RecoveryStage
     blows = (
         DemoFault("trainer", "trainer-1", 4101, "rank 1 inside the all_reduce", blow_step.get("trainer-1", 0), 14.2,
-             (Stage("detected", 0.0009), Stage("rebuilt", 0.0071), Stage("next step committed", 0.0486))),
+             (stage("detected", 0.0009), stage("rebuilt", 0.0071), stage("next step committed", 0.0486))),
         DemoFault("generator", "generator-0", 4110, "between two tokens of a unit",
              blow_step.get("generator-0", 0), 26.8,
-             (Stage("detected", 0.0012), Stage("replaced", 0.0094), Stage("its unit redone", 0.0614))),
+             (stage("detected", 0.0012), stage("replaced", 0.0094), stage("its unit redone", 0.0614))),
         DemoFault("holder", "holder-1", 4121, "holding the newest weights, version 631",
              blow_step.get("holder-1", 0), 40.1,
-             (Stage("detected", 0.0011), Stage("replaced", 0.0087), Stage("replicated again", 0.372))),
+             (stage("detected", 0.0011), stage("replaced", 0.0087), stage("replicated again", 0.372))),
     )  # fmt: skip
     return DemoRun(
         backend="shm",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, RecoveryStage, Span, Speed
+from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, Speed
 from holdfast.harness.chaos.run.scenario_run import FaultOutcome, Raw
 from holdfast.harness.invariants import Event
+from holdfast.harness.report.model import RecoveryStage, Span
 
 DETECTED = frozenset(["detected", "suspected", "fenced", "holders_died", "replica_condemned"])
 """Events by which a process says that it knows of a fault."""

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, InjectedFault
-from holdfast.harness.report.model import Figure, ProcessLane, ReportedFault, Span, StageTimes
+from holdfast.harness.report.model import Figure, ReportedFault
 from holdfast.harness.report.progress import OUTAGE, draw_progress
 from holdfast.harness.report.render import environment
 from holdfast.harness.report.scene import activities, draw_scene
@@ -73,11 +73,7 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
 
 def _section(run: ChaosRun, markup: Any) -> Section:
     faults = _faults(run)
-    lanes = [
-        ProcessLane(each.name, each.role, each.pid, each.born, each.ended, each.fate, each.note)
-        for each in sorted(run.lives, key=lambda life: _ORDER.index(life.role) if life.role in _ORDER else 99)
-    ]
-    spans = [Span(each.process, each.activity, each.start, each.end, each.label) for each in run.spans]
+    lanes = sorted(run.lives, key=lambda life: _ORDER.index(life.role) if life.role in _ORDER else 99)
     shown = [fault for fault in faults if fault.stages][:SCENES]
     rows: dict[str, list[tuple[float, str]]] = {}
     for fault in run.strikes:
@@ -92,11 +88,11 @@ def _section(run: ChaosRun, markup: Any) -> Section:
         figures=_figures(run),
         progress=markup(progress),
         stood_still=OUTAGE in progress,
-        timeline=markup(draw_timeline(lanes, spans, faults, run.seconds)),
+        timeline=markup(draw_timeline(lanes, run.spans, faults, run.seconds)),
         strip=markup(draw_strip(rows)) if rows else "",
         faults=tuple(faults),
-        scenes=tuple(markup(draw_scene(fault, faults.index(fault) + 1, lanes, spans)) for fault in shown),
-        activities=tuple(activities(fault, spans) for fault in shown),
+        scenes=tuple(markup(draw_scene(fault, faults.index(fault) + 1, lanes, run.spans)) for fault in shown),
+        activities=tuple(activities(fault, run.spans) for fault in shown),
         roles=tuple(dict.fromkeys(lane.role for lane in lanes)),
         columns=max((len(fault.stages) for fault in faults), default=0),
     )
@@ -119,7 +115,7 @@ def _faults(run: ChaosRun) -> list[ReportedFault]:
             title=fault.words,
             target=", ".join(fault.victims),
             steps=fault.step,
-            stages=tuple(StageTimes(stage.name, stage.seconds) for stage in fault.stages),
+            stages=fault.stages,
             note=_note(fault),
         )
         for fault in run.strikes

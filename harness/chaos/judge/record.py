@@ -5,20 +5,14 @@ All times are seconds since the run began; durations are seconds.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from holdfast.harness.invariants import CheckResult
+from holdfast.harness.report.model import ProcessRecord, RecoveryStage, Span
 
 SCHEMA = 1
-
-
-class RecoveryStage(msgspec.Struct, frozen=True):
-    """A stage of a recovery, and how many seconds after the fault it was reached."""
-
-    name: str
-    seconds: float
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,28 +28,6 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     stages: tuple[RecoveryStage, ...] = ()
     refused: str = ""
-
-
-class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A process. `fate` is how it ended: "killed" by a fault, "lost" on its own, or "finished"."""
-
-    name: str
-    role: str
-    pid: int
-    born: float
-    ended: float
-    fate: Literal["finished", "killed", "lost"]
-    note: str = ""
-
-
-class Span(msgspec.Struct, frozen=True):
-    """What a process did from `start` to `end`; `label` is a step or an epoch."""
-
-    process: str
-    activity: str
-    start: float
-    end: float
-    label: str
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

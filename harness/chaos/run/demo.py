@@ -11,7 +11,7 @@ from typing import get_args
 from holdfast.harness.chaos.faults.process import Kill
 from holdfast.harness.chaos.judge.checks import same_weights
 from holdfast.harness.chaos.judge.measure import percentiles, thinned
-from holdfast.harness.chaos.judge.record import ChaosRun, InjectedFault, ProcessRecord, RecoveryStage, Span, Speed
+from holdfast.harness.chaos.judge.record import ChaosRun, InjectedFault, Speed
 from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import Demo
@@ -19,6 +19,7 @@ from holdfast.harness.demo.plan import DemoPlan, PlannedKill
 from holdfast.harness.demo.record import DemoFault, DemoRun, Victim
 from holdfast.harness.demo.recorder import RunRecorder
 from holdfast.harness.demo.run import DemoRunner, RunSetup
+from holdfast.harness.report.model import ProcessRecord, RecoveryStage, Span
 from holdfast.rl.learning.recipe import Recipe
 
 STAGES = {

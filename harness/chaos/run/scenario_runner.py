@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.chaos.judge import checks, measure, verdict
-from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, ProcessRecord, Speed
+from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
 from holdfast.harness.chaos.run.scenario_run import Raw, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
@@ -23,6 +23,7 @@ from holdfast.harness.chaos.scenario.workload import AllReduce, Python, StoreWor
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
 from holdfast.harness.invariants import Bounds, examine
+from holdfast.harness.report.model import ProcessRecord
 
 SAMPLE_SECONDS = 20.0
 """How long a run without faults is, where it only serves to tell the speed."""

@@ -27,7 +27,7 @@ from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembe
 from holdfast.harness.chaos.judge.compare import compared, load_report
 from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
 from holdfast.harness.chaos.judge.page import write_comparison, write_report
-from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, RecoveryStage, Speed
+from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, Speed
 from holdfast.harness.chaos.judge.verdict import failures
 from holdfast.harness.chaos.run.fault_context import Noted
 from holdfast.harness.chaos.run.points import LATE_STEPS
@@ -39,6 +39,7 @@ from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, Event
+from holdfast.harness.report.model import RecoveryStage
 from support.source_tree import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

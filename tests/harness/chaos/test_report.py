@@ -16,7 +16,7 @@ import pytest
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.demo.page import report_of
 from holdfast.harness.invariants import CHECKERS
-from holdfast.harness.report import Curve, Fault, ProcessLane, Report, Span, StageTimes, render, write
+from holdfast.harness.report import Curve, Fault, ProcessRecord, RecoveryStage, Report, Span, render, write
 from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
@@ -122,9 +122,9 @@ def test_names_are_data_and_never_markup() -> None:
         seconds=1.0,
         figures=(),
         curve=Curve((Point(1, 0.5),), ()),
-        lanes=(ProcessLane(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
+        lanes=(ProcessRecord(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
         spans=(Span(nasty, "train", 0.1, 0.9, nasty),),
-        faults=(Fault(0.5, nasty, nasty, 1, (StageTimes(nasty, 0.1),), nasty),),
+        faults=(Fault(0.5, nasty, nasty, 1, (RecoveryStage(nasty, 0.1),), nasty),),
         findings=(),
         configuration=((nasty, nasty),),
         repeat=(nasty,),
@@ -182,8 +182,8 @@ def test_axes_have_round_numbers() -> None:
 
 
 def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> None:
-    quick = Fault(10.0, "f", "p", 1, (StageTimes("detected", 0.001),))
-    slow = Fault(10.0, "f", "p", 1, (StageTimes("replaced", 50.0),))
+    quick = Fault(10.0, "f", "p", 1, (RecoveryStage("detected", 0.001),))
+    slow = Fault(10.0, "f", "p", 1, (RecoveryStage("replaced", 50.0),))
     assert window(quick) == pytest.approx((10.0 - LEAST, 10.001 + LEAST))
     assert window(slow)[1] < 10.0 + 2 * LONGEST
 
