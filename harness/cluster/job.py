@@ -33,7 +33,7 @@ from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.cluster.view_cache import Following
-from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, 
 from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 from holdfast.harness.cluster.results import RankResult
-from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 

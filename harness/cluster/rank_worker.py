@@ -20,7 +20,8 @@ from holdfast import comms
 from holdfast.comms.communicator import Communicator
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
-from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.framed_socket import ChannelClosed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from holdfast.harness.links import seccomp
 from holdfast.harness.links.messages import Answer, SetRules, TrafficQuery
 from holdfast.harness.links.policy import LinkRule, LinkTraffic
 from holdfast.harness.links.supervisor import Address, supervise
-from holdfast.harness.processes.channel import ChannelClosed
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 _SECONDS = 30.0

@@ -21,7 +21,8 @@ from holdfast.harness.links import seccomp
 from holdfast.harness.links.messages import Answer, SetRules, SupervisorFailed, TrafficQuery
 from holdfast.harness.links.policy import LinkRule, LinkTraffic, Policy, combined
 from holdfast.harness.links.proxy import Direction, Relay
-from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.framed_socket import ChannelClosed
 
 Address = tuple[str, int]
 

@@ -31,7 +31,8 @@ import cloudpickle
 import msgspec
 import torch
 
-from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.parent_death import die_with_parent
 from holdfast.harness.processes.zygote_messages import (
     PACKET,

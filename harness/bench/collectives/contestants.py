@@ -22,7 +22,7 @@ from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.collectives.startline import StartLine
 from holdfast.harness.bench.collectives.wire import (
-    BenchConnection,
+    DECODER,
     Measure,
     Measurement,
     MeasurementFailed,
@@ -33,6 +33,7 @@ from holdfast.harness.bench.collectives.wire import (
 from holdfast.harness.bench.drivers import mpi_programs, perftest
 from holdfast.harness.bench.drivers.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
+from holdfast.harness.processes.message_socket import MessageSocket
 
 PEERS = ("torch-gloo", OPENMPI, MPICH, UCX_PERFTEST)
 MEMCPY = "memcpy"
@@ -98,7 +99,7 @@ class Party(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    line: BenchConnection
+    line: MessageSocket[Message]
     hello: WorkerReady
     process: int
     """A pidfd: kills this process and no other, however long ago it ended."""
@@ -132,7 +133,7 @@ class WorkerGroup:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            line = BenchConnection(connection)
+            line = MessageSocket(connection, DECODER)
             try:
                 hello = line.receive(5.0)
                 if isinstance(hello, WorkerReady) and hello.key == key:
@@ -180,7 +181,7 @@ class WorkerGroup:
     def close(self, gently: bool = True) -> None:
         """End all ranks: by asking first, if `gently`, and by SIGKILL if that does not help."""
         for member in self._members if gently else ():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(EOFError, TimeoutError):
                 member.line.send(StopWorker())
         try:
             self._process.wait(10.0 if gently else 0.0)

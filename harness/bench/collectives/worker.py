@@ -18,7 +18,7 @@ from holdfast.harness.bench.collectives.data import allocate, count_wrong, fill
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, Operation
 from holdfast.harness.bench.collectives.startline import StartLine
 from holdfast.harness.bench.collectives.wire import (
-    BenchConnection,
+    DECODER,
     Measure,
     Measurement,
     MeasurementFailed,
@@ -27,6 +27,7 @@ from holdfast.harness.bench.collectives.wire import (
 )
 from holdfast.harness.bench.drivers.driver import LibraryDriver
 from holdfast.harness.bench.drivers.mpi import MpiDriver
+from holdfast.harness.processes.message_socket import MessageSocket
 
 WARM_UP = 2
 """Untimed ops at the start of each turn: the rank has been asleep while others had theirs."""
@@ -109,7 +110,7 @@ def serve(key: str, directory: Path, driver: LibraryDriver, give_way: Callable[[
     """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is gone."""
     line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
     bound: Bound | None = None
-    with BenchConnection.dial(str(directory / "socket")) as bench:
+    with MessageSocket.dial(directory / "socket", DECODER) as bench:
         bench.send(WorkerReady(key, driver.rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), driver.detail))
         while True:
             try:

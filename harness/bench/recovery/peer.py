@@ -18,17 +18,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TextIO
 
 import msgspec
 import numpy as np
 
-from holdfast.comms.system.paths import bind_unix, connect_unix
+from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, Spread
+from holdfast.harness.processes.framed_socket import ChannelClosed
+from holdfast.harness.processes.message_socket import MessageSocket
 
 HANGS_SECONDS = 10.0
 """A job that has not recovered by then is given up."""
@@ -49,33 +50,50 @@ class PeerRecovery(msgspec.Struct, frozen=True):
     hung: int
 
 
-@dataclass(frozen=True, slots=True)
-class _PeerProcess:
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """Rank `number` starts to reduce, in process `pid`."""
+
     number: int
     pid: int
     library: str
-    stream: TextIO
+
+
+class RankRecovered(msgspec.Struct, frozen=True, tag=True):
+    """The rank has reduced again, at `time` (CLOCK_MONOTONIC seconds)."""
+
+    time: float
+
+
+Message = RankReady | RankRecovered
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerProcess:
+    ready: RankReady
+    line: MessageSocket[Message]
 
     @staticmethod
     def accept(listener: socket.socket) -> _PeerProcess:
-        connection, _ = listener.accept()
-        connection.settimeout(HANGS_SECONDS)
-        stream = connection.makefile("r")
-        connection.close()
-        number, pid, library = stream.readline().rstrip("\n").split(" ", 2)
-        return _PeerProcess(int(number), int(pid), library, stream)
+        line = MessageSocket(listener.accept()[0], _decoder)
+        ready = line.receive(HANGS_SECONDS)
+        assert isinstance(ready, RankReady)
+        return _PeerProcess(ready, line)
 
     def end(self) -> None:
-        self.stream.close()
+        self.line.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.ready.pid, signal.SIGKILL)
 
     def recovered(self) -> float:
-        """When it had reduced again (CLOCK_MONOTONIC seconds)."""
-        words = self.stream.readline()
-        if not words:
-            raise NotRecovered(f"rank {self.number} of {self.library} ended after a kill")
-        return float(words)
+        """When it had reduced again (CLOCK_MONOTONIC seconds). Raises `NotRecovered` if it ended."""
+        try:
+            message = self.line.receive(HANGS_SECONDS)
+        except ChannelClosed as error:
+            text = f"rank {self.ready.number} of {self.ready.library} ended after a kill"
+            raise NotRecovered(text) from error
+        assert isinstance(message, RankRecovered)
+        return message.time
 
 
 def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, float]:
@@ -104,14 +122,14 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
                 for _ in range(ranks):
                     rank = _PeerProcess.accept(listener)
                     left.callback(rank.end)
-                    team[rank.number] = rank
+                    team[rank.ready.number] = rank
                 time.sleep(wait)
                 killed = time.monotonic()
-                os.kill(team[victim].pid, signal.SIGKILL)
+                os.kill(team[victim].ready.pid, signal.SIGKILL)
                 last = max(rank.recovered() for number, rank in team.items() if number != victim)
-            except OSError as error:
+            except (OSError, EOFError) as error:
                 raise NotRecovered(f"ranks of Open MPI did not come, or not back: {error}") from error
-            return team[0].library, 1e3 * (last - killed)
+            return team[0].ready.library, 1e3 * (last - killed)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -153,9 +171,8 @@ def _be_a_rank(address: str, nbytes: int) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     library = " ".join(MPI.Get_library_version().split(",")[0].split())
     given, out = np.full(max(1, nbytes // 4), comm.rank + 1, np.float32), np.empty(max(1, nbytes // 4), np.float32)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bench:
-        connect_unix(bench, address)
-        bench.sendall(f"{comm.rank} {os.getpid()} {library} ULFM\n".encode())
+    with MessageSocket.dial(address, _decoder) as bench:
+        bench.send(RankReady(comm.rank, os.getpid(), f"{library} ULFM"))
         try:
             while True:
                 comm.Allreduce(given, out)
@@ -167,8 +184,9 @@ def _be_a_rank(address: str, nbytes: int) -> None:
         completed = time.monotonic()
         if (out != left.size * (left.size + 1) / 2).any():
             raise ArithmeticError(f"the Allreduce of {left.size} survivors is wrong")
-        bench.sendall(f"{completed!r}\n".encode())
-        bench.recv(1)
+        bench.send(RankRecovered(completed))
+        with contextlib.suppress(ChannelClosed):
+            bench.receive()  # until the bench has heard it and hangs up
 
 
 if __name__ == "__main__":

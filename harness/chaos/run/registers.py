@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.ft.registers import tcp
-from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import zygote
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import Spoil, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
-from holdfast.harness.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.harness.processes.channel import ProcessChannel
+from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.store import StoreTimeout, WeightStore
 
 TENSORS = 4
