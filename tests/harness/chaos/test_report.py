@@ -16,7 +16,7 @@ import pytest
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.demo.page import report_of
 from holdfast.harness.invariants import CHECKERS
-from holdfast.harness.report import Curve, Fault, ProcessRecord, RecoveryStage, Report, Span, render, write
+from holdfast.harness.report import Curve, ProcessRecord, RecoveryStage, ReportedFault, RunReport, Span, render, write
 from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
@@ -114,7 +114,7 @@ def test_a_run_that_ended_before_anything_happened_can_be_shown() -> None:
 
 def test_names_are_data_and_never_markup() -> None:
     nasty = '<b onclick="x">&'
-    report = Report(
+    report = RunReport(
         title=nasty,
         good=True,
         summary=nasty,
@@ -124,7 +124,7 @@ def test_names_are_data_and_never_markup() -> None:
         curve=Curve((Point(1, 0.5),), ()),
         lanes=(ProcessRecord(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
         spans=(Span(nasty, "train", 0.1, 0.9, nasty),),
-        faults=(Fault(0.5, nasty, nasty, 1, (RecoveryStage(nasty, 0.1),), nasty),),
+        faults=(ReportedFault(0.5, nasty, nasty, 1, (RecoveryStage(nasty, 0.1),), nasty),),
         findings=(),
         configuration=((nasty, nasty),),
         repeat=(nasty,),
@@ -182,8 +182,8 @@ def test_axes_have_round_numbers() -> None:
 
 
 def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> None:
-    quick = Fault(10.0, "f", "p", 1, (RecoveryStage("detected", 0.001),))
-    slow = Fault(10.0, "f", "p", 1, (RecoveryStage("replaced", 50.0),))
+    quick = ReportedFault(10.0, "f", "p", 1, (RecoveryStage("detected", 0.001),))
+    slow = ReportedFault(10.0, "f", "p", 1, (RecoveryStage("replaced", 50.0),))
     assert window(quick) == pytest.approx((10.0 - LEAST, 10.001 + LEAST))
     assert window(slow)[1] < 10.0 + 2 * LONGEST
 
