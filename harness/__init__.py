@@ -1,4 +1,4 @@
-"""The proof: clusters of real processes, the demo, benchmarks, reports, and the `holdfast` command."""
+"""Tools around holdfast: clusters of real processes, chaos, simulation, benchmarks, reports, the `holdfast` command."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BesidePeers:
 
 
 class Messages:
-    """What the rank that sends most sends in one op of a transport that only passes messages."""
+    """Messages and bytes in one op of the rank that sends most, over a transport that only passes messages."""
 
     params: ClassVar = (
         profile(["all_reduce", "all_to_all"], ["all_reduce", "all_gather", "broadcast", "all_to_all"]),
@@ -82,7 +82,7 @@ class Messages:
 
 
 class Instructions:
-    """What one all_reduce of 8 bytes executes on one rank, from the call to the transport and back."""
+    """Bytecodes that one all_reduce of 8 bytes executes on one rank, from the call to the transport and back."""
 
     def track_bytecodes(self) -> int:
         import torch
@@ -98,7 +98,7 @@ class Instructions:
 
 
 class ProcessorInstructions:
-    """The same in instructions of the processor, where the machine counts them; skipped where it does not."""
+    """The same in processor instructions; skipped where the machine does not count them."""
 
     unit = "instructions"
 
@@ -122,7 +122,7 @@ class ProcessorInstructions:
 
 
 class Memory:
-    """The most memory that a process takes whose two threads reduce 16 MiB."""
+    """Peak memory of a process whose two threads reduce 16 MiB."""
 
     def peakmem_all_reduce(self) -> None:
         import torch

@@ -2,7 +2,7 @@
 
 asv runs each benchmark, with each combination of its parameters, in a process of its own. The ranks are started once
 in it, by the first sample that needs them, and are asleep between samples. They are told to stop when the process ends,
-and end by themselves if it was killed: their line to it is cut.
+and end by themselves if it was killed: their socket to it is then closed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def profile(quick: T, full: T) -> T:
 
 
 def need(*contestants: str) -> None:
-    """Raises NotImplementedError, which asv takes for "skip" while it sets up, if one of them cannot run here."""
+    """Raise NotImplementedError, which asv takes for "skip" in a setup, if a contestant cannot run here."""
     for name in contestants:
         if (reason := missing(name)) is not None:
             raise NotImplementedError(reason)
 
 
 class Ranks:
-    """The groups of ranks of this process, each started when it is first asked for."""
+    """The groups of ranks of this process, each started at its first use."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
@@ -51,7 +51,7 @@ class Ranks:
         self._seeds = itertools.count(0, 2)
 
     def group(self, contestant: str, ranks: int) -> Party:
-        """Raises NotImplementedError if it cannot run here."""
+        """The running group; starts it if needed. Raises NotImplementedError if it cannot run here."""
         need(contestant)
         if self._arena is None:
             self._arena = Arena()
@@ -87,7 +87,7 @@ RANKS = Ranks()
 
 
 class RankClock:
-    """A timer for asv that shows what the ranks measured, not how long it took to ask them."""
+    """A timer for asv that returns what the ranks measured, not how long it took to ask them."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -68,7 +68,7 @@ class BesideUcx:
 
 
 class Memory:
-    """The most memory that a process takes which exposes 64 MiB and reads it."""
+    """Peak memory of a process that exposes 64 MiB and reads it."""
 
     def peakmem_read(self) -> None:
         import torch
@@ -81,7 +81,7 @@ class Memory:
 
 
 class BesideCopy:
-    """How many times as fast as a copy within one process: a read of 64 MiB of another, which waits."""
+    """Speed of a read of 64 MiB from a waiting process, relative to a copy within one process."""
 
     params: ClassVar = (["shm", "ucx"], [1, 2])
     param_names: ClassVar = ["plane", "threads"]
@@ -96,7 +96,7 @@ class BesideCopy:
 
 
 def _read_and_copy(comm: Communicator, plane: str, threads: int) -> float:
-    """The ratio on rank 0, in turns; the other rank's memory is what is read."""
+    """The ratio on rank 0, which reads the other rank's memory; reads and copies take turns."""
     import torch
 
     from holdfast import comms

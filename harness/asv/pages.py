@@ -1,4 +1,4 @@
-"""Makes the pages that `asv publish` wrote work without a network: what they load from other hosts is put beside them.
+"""Makes the pages of `asv publish` work offline: puts what they load from other hosts beside them.
 
 Run as a program: `python -m holdfast.harness.asv.pages FOLDER`.
 """
@@ -19,7 +19,7 @@ _NAMES = re.compile(r"^jquery-[\d.]+\.min\.js$")
 
 
 class NotVendored(FileNotFoundError):
-    """The pages load something that is not among our copies: asv has changed."""
+    """The pages load something that we have no copy of: asv has changed."""
 
 
 def _copy_of(name: str) -> Path:
@@ -43,7 +43,7 @@ def localise(page: str, into: Path) -> str:
 
 
 def make_local(folder: Path) -> None:
-    """All pages of a published folder. Idempotent."""
+    """Localise all pages of a published folder. Idempotent."""
     for name in PAGES:
         page = folder / name
         if page.is_file():

@@ -19,7 +19,7 @@ class Recovery:
     timeout = 300
 
     def setup_cache(self) -> dict[tuple[str, int, int], RecoveryBench]:
-        """All kills, once; the figures below are taken from them."""
+        """Do all kills once; the figures below are taken from them."""
         backends, ranks, spares = self.params
         return {(b, n, s): run(b, n, KILLS, s) for b in backends for n in ranks for s in spares}
 

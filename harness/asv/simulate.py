@@ -43,7 +43,7 @@ class Simulation:
 
 
 def _measure(name: str, ranks: int) -> ScaleResult:
-    """Raises ArithmeticError if an invariant is broken."""
+    """Simulate the scenario. Raises ArithmeticError if an invariant is broken."""
     from holdfast.harness.simulate.scale.scale import measure
     from holdfast.harness.simulate.search.scenarios import scenario
 

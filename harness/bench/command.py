@@ -22,7 +22,7 @@ app = CommandGroup(
 
 
 def _failed(command: str, error: Exception, status: int = 1) -> typer.Exit:
-    """Say why it could not be measured. `status` is another than 1 where that is a verdict."""
+    """Print why nothing was measured, and exit with `status`: not 1 where 1 is a verdict."""
     typer.echo(f"holdfast bench {command}: {error}", err=True)
     return typer.Exit(status)
 
@@ -30,7 +30,7 @@ def _failed(command: str, error: Exception, status: int = 1) -> typer.Exit:
 def _contestants(
     op: str, backends: str, peers: bool, only: str | None, bound: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """All that take part, and those of them that are ours."""
+    """All contestants, and those of them that are ours."""
     from holdfast.harness.bench.collectives.contestants import MEMCPY, PEERS
     from holdfast.harness.bench.collectives.launch import HOLDFAST
 
@@ -168,7 +168,7 @@ def _command(ops: tuple[str, ...]) -> Callable[..., None]:
 
 
 def _help(name: str, what: str) -> str:
-    """What a command that measures ops says of itself."""
+    """The help text of a command that measures ops."""
     return f"""{what}
 
     [bold]Examples[/bold]

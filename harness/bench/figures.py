@@ -1,7 +1,7 @@
 """Draws the pictures of docs/figures.md from data: `python -m holdfast.harness.bench.figures FOLDER`.
 
-`make figures-data` measures that data anew; `make figures` draws. A picture whose data is not there is not drawn, and
-said to be missing. Those of simulations are drawn by `holdfast simulate --figures`, in a folder of their own.
+`make figures-data` measures that data anew; `make figures` draws. A picture without data is reported as missing.
+Pictures of simulations are drawn by `holdfast simulate --figures`, in a folder of their own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holdfast.harness.bench.recovery.peer import PeerRecovery
 from holdfast.harness.bench.recovery.recovery import RecoveryBench
 
 TIMELINE = "A timeline of every process of the run, with the faults"
-"""What a chaos report calls its timeline, for those who cannot see it."""
+"""The text alternative of the timeline in a chaos report."""
 
 
 class Recoveries(msgspec.Struct, frozen=True):
-    """What `holdfast bench recovery --peers --json` prints."""
+    """The output of `holdfast bench recovery --peers --json`."""
 
     holdfast: RecoveryBench
     peer: PeerRecovery
@@ -75,7 +75,7 @@ SOURCES: tuple[Callable[[Path], Iterator[tuple[str, str]]], ...] = (_collectives
 
 
 def draw(folder: Path) -> tuple[list[Path], list[str]]:
-    """Draw what there is data for, beside it: the pictures, and what is missing, in words."""
+    """Draw a picture beside each data file; returns the pictures, and messages on what is missing."""
     drawn, missing = [], []
     for source in SOURCES:
         try:

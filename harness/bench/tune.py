@@ -1,7 +1,7 @@
 """Measures what a message costs over a backend, for the cost model that chooses collective algorithms.
 
-Two ranks pass messages to and fro; half a round trip is one message. Latency and bandwidth are those that fit the
-medians over all sizes best, relative to the time each took, so that small messages count as much as large ones.
+Two ranks play ping-pong; half a round trip is one message. Latency and bandwidth are the best fit to the medians over
+all sizes. Errors are relative to the time of each size, so that small messages count as much as large ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEADLINE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which algorithm runs `op` of `nbytes` on `ranks` ranks, and how long the model says each takes (seconds)."""
+    """The algorithm that runs `op` of `nbytes` on `ranks` ranks, and the modelled seconds of each algorithm."""
 
     op: str
     ranks: int
@@ -58,9 +58,9 @@ def fit(samples: Mapping[int, float]) -> tuple[float, float, float]:
 
 
 def measure(backend: str) -> tuple[str, tuning.Measured] | None:
-    """The name of the link that `backend` uses between two ranks of this machine, and what it costs.
+    """The name and the measured costs of the link that `backend` uses between two ranks of this machine.
 
-    None if it does not choose algorithms by cost. Raises what `LocalCluster` raises.
+    None if the backend does not choose algorithms by cost. Raises the errors of `LocalCluster`.
     """
     with LocalCluster(2, backend, environ={"HOLDFAST_CHECK": "0"}) as cluster:
         name, samples = cluster.run(_ping_pong, SIZES)[0]
@@ -104,9 +104,9 @@ def tunable() -> list[str]:
 
 
 def tune(names: Sequence[str]) -> dict[str, tuning.Measured]:
-    """Measure the backends, and keep what was found beside what is there; by link.
+    """Measure the backends and add the results to the stored ones; returns them by link.
 
-    `CorruptData`, before anything is measured, if what is there cannot be understood.
+    Raises `CorruptData`, before anything is measured, if the stored ones cannot be read.
     """
     kept = dict(tuning.load().links)
     found = dict(filter(None, map(measure, names)))
@@ -116,7 +116,7 @@ def tune(names: Sequence[str]) -> dict[str, tuning.Measured]:
 
 
 def links() -> dict[str, tuple[cost.Link, tuning.Measured | None]]:
-    """Every link by name: the constants in use here, and their measurement; None where the default holds."""
+    """Every link by name: the constants in use here, and their measurement, or None for a default."""
     measured = tuning.load().links
     known = dict(cost.DEFAULTS)
     for name, each in measured.items():
@@ -125,7 +125,7 @@ def links() -> dict[str, tuple[cost.Link, tuning.Measured | None]]:
 
 
 def choices(link: cost.Link, ranks: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
-    """What runs over `link`: one choice for each op that has several algorithms, number of ranks and size."""
+    """One choice over `link` for each op with several algorithms, each number of ranks and each size."""
     found = []
     for op, costs in cost.OPS.items():
         for count in ranks:

@@ -1,1 +1,1 @@
-"""`holdfast blame`: who is to blame for a job that stopped, slowed down or broke, from its flight recordings."""
+"""`holdfast blame`: finds the rank that stopped, slowed down or broke a job, from its flight recordings."""

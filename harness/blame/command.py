@@ -24,11 +24,11 @@ def blame(
         int, typer.Option(min=0, help="With --score, or alone: also N cases of each fault in real processes.")
     ] = 0,
 ) -> None:
-    """Who is to blame: the rank that died, hangs, is slow, was cut off, or called something else than the others.
+    """Find the rank to blame: it died, hangs, is slow, was cut off, or called something else than the others.
 
     Reads the flight recordings that every process of a job keeps
     beside its event log: the last ops, when each was entered and left,
-    and who was waited for. Works while the job runs and hangs, and after
+    and which ranks it waited for. Works while the job runs and hangs, and after
     it was killed.
 
     [bold]Examples[/bold]
@@ -43,7 +43,7 @@ def blame(
 
     `holdfast run --logs logs/` keeps the files of a job that has ended.
 
-    Exit status: 0, also if nobody is to blame; 1 if there is nothing to
+    Exit status: 0, also if no rank is to blame; 1 if there is nothing to
     read, the trace cannot be written, or --score is below 99%.
     """
     if score or injected:

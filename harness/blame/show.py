@@ -1,4 +1,4 @@
-"""What blame found, for people: the suspects as a table, and what the evidence rests on."""
+"""Shows the findings of blame: the suspects as a table, and the evidence behind them."""
 
 from __future__ import annotations
 

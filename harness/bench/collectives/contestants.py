@@ -1,4 +1,4 @@
-"""Who takes part in a bench: our backends and the peers, whether each can run here, and its running group of ranks."""
+"""The contestants of a bench: our backends and peer libraries, whether each can run here, and their running ranks."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class WorkerGroup:
                     self._members.append(_Worker(line, hello, os.pidfd_open(hello.pid)))
                     continue
             except (EOFError, OSError):
-                pass  # it died as soon as it had come: the next round says how
+                pass  # the worker died right after connecting: the next round reports how
             line.close()
         self._members.sort(key=lambda member: member.hello.rank)
 
@@ -179,7 +179,7 @@ class WorkerGroup:
         return [answers[rank] for rank in range(self.ranks)]
 
     def close(self, gently: bool = True) -> None:
-        """End all ranks: by asking first, if `gently`, and by SIGKILL if that does not help."""
+        """End all ranks: ask first if `gently`, then SIGKILL those that still run."""
         for member in self._members if gently else ():
             with contextlib.suppress(EOFError, TimeoutError):
                 member.line.send(StopWorker())
@@ -227,7 +227,7 @@ class Arena:
         return self.start_group(contestant, ranks, timeout)
 
     def start_group(self, contestant: str, ranks: int, timeout: float = 90.0) -> WorkerGroup:
-        """The same for those whose ranks take our orders."""
+        """As `start`, for contestants whose ranks are our workers."""
         self._started += 1
         key = f"{self._started}"
         (self._folder.path / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))
@@ -252,13 +252,13 @@ class Arena:
         return group
 
     def drop(self, group: Party) -> None:
-        """End a group that failed."""
+        """Kill a group that failed, and forget it."""
         self._groups.remove(group)
         group.close(gently=False)
 
     @contextlib.contextmanager
     def groups(self) -> Iterator[None]:
-        """Ends the groups that were started inside."""
+        """End, at exit, the groups that were started inside."""
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ _SIZE = 136
 
 
 class CountersUnavailable(RuntimeError):
-    """This machine, or its kernel, does not let us count."""
+    """This machine or its kernel has no counters that we may use."""
 
 
 def bytecodes(op: Op) -> int:

@@ -1,4 +1,4 @@
-"""How many messages and bytes the algorithms send: they run over queues between threads, which count."""
+"""Counts the messages and bytes that the algorithms send, by running them over queues between threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.harness.cluster.run_in_threads import run_in_threads
 
 Tensor = torch.Tensor
 Address = tuple[int, int, int]
-"""From whom, to whom, under which tag."""
+"""Sender, receiver, tag."""
 
 LINK = cost.Link(latency=2e-6, bandwidth=5e9)
 """What the choice of algorithm assumes: a fixed network, so that counts depend on nothing else."""
@@ -48,7 +48,7 @@ class Mail:
 
 
 class CountingTransport(MessageTransport):
-    """Messages through queues in one process."""
+    """Sends messages through queues within one process, and counts them."""
 
     def __init__(self, context: Context, mail: Mail) -> None:
         super().__init__(context, LINK)
@@ -71,10 +71,10 @@ class CountingTransport(MessageTransport):
                 into.view(-1).copy_(source.get(timeout=max(deadline - time.monotonic(), 0.01)).view(-1))
 
     def abort(self, error: HoldfastError) -> None:
-        """Nobody aborts it: each op waits at most until its deadline."""
+        """Do nothing: each op waits at most until its deadline."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
 
 def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None:

@@ -1,7 +1,7 @@
-"""The numbers that ops move, and what must come out: computed here from a formula, by no library under test.
+"""The inputs of ops and their expected results, computed from a formula and by no library under test.
 
-Rank r's input is a pattern of small integers whose period is a prime, so that a block in the wrong place is
-seen; sums over ranks are exact in every dtype and order.
+Rank r's input is a pattern of small integers with a prime period, so that a block in the wrong place shows;
+sums over ranks are exact in every dtype and order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Array = NDArray[Any]
 PERIOD = 8191
 POISON = -7
 START = 100
-"""What counters start from."""
+"""The first value of counters."""
 
 
 def allocate(count: int, dtype: str) -> Array:
-    """`count` elements in pages of their own, the same kind of memory for every library (ordinary private pages)."""
+    """`count` elements in ordinary private pages of their own, the same for every library."""
     nbytes = max(1, count * np.dtype(dtype).itemsize)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array: Array = np.frombuffer(pages, dtype=dtype, count=count)
@@ -47,7 +47,7 @@ def tile(array: Array, period: Array) -> None:
 
 
 def differing(array: Array, period: Array, start: int) -> int:
-    """How many elements of `array` are not those of the repeated `period` from element `start` of it on."""
+    """How many elements of `array` differ from `period`, repeated from its element `start` on."""
     rolled = np.roll(period, -(start % PERIOD))
     whole = len(array) // PERIOD * PERIOD
     wrong = int(np.count_nonzero(array[:whole].reshape(-1, PERIOD) != rolled))
@@ -69,7 +69,7 @@ def fill(operation: Operation, rank: int, seed: int, source: Array, target: Arra
 def _expected(
     operation: Operation, rank: int, ranks: int, block: int, seed: int, dtype: str
 ) -> Iterator[tuple[Array, int]]:
-    """For each block of the output, the period it repeats and where in the period's sequence it starts."""
+    """For each block of the output: the period that it repeats, and the place in it at which it starts."""
     match operation.name:
         case "all_reduce" | "all_reduce_async" | "all_reduce_reproducible" | "reduce_scatter":
             yield _sum(ranks, seed, dtype), rank * block if operation.layout == "scatter" else 0
@@ -105,7 +105,7 @@ def _sum(ranks: int, seed: int, dtype: str) -> Array:
 
 
 def count_wrong(operation: Operation, rank: int, ranks: int, block: int, seed: int, target: Array) -> int:
-    """#wrong: elements of this rank's output that are not what one op on data of `seed` must give."""
+    """#wrong: elements of this rank's output that differ from the result of one op on data of `seed`."""
     return sum(
         differing(target[i * block : (i + 1) * block], period, start)
         for i, (period, start) in enumerate(_expected(operation, rank, ranks, block, seed, target.dtype.name))

@@ -56,15 +56,15 @@ class Operation:
         return max(1, nbytes // (itemsize * blocks))
 
     def in_a_row(self, ranks: int) -> float:
-        """How many ops may follow each other on one input. A sum in place multiplies it by `ranks`, and a float32 that
-        has become infinite is summed in another way.
+        """How many ops may run in a row on one input. A sum in place multiplies it by `ranks`, and an infinite float32
+        is summed at another speed.
         """
         if not self.once or self.layout != "in_place":
             return math.inf
         return 96 // math.log2(max(2, ranks))
 
     def lengths(self, block: int, ranks: int) -> tuple[int, int]:
-        """Elements of the input and of the output of a rank; the output of an op in place is its input."""
+        """Elements of a rank's input and output; an op in place has one buffer for both."""
         many = block * ranks
         return {
             "in_place": (block, block),
@@ -137,7 +137,7 @@ OPERATIONS = {
 DTYPES = ("float32", "float64", "int32", "int64")
 
 SMALL = 64 * 1024
-"""Up to this S (bytes) an op is timed in blocks without a barrier in between, as one op is near the clock's noise."""
+"""Up to this S (bytes) ops are timed in blocks without a barrier: one alone is near the noise of the clock."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -151,9 +151,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes of `8,4K,1M`, of the range `8:64M` (each 8 times the one before, and the end), or of `8:64M:2`
-    (2 times).
-    """
+    """The sizes in a list (`8,4K,1M`) or a range. `8:64M` grows by 8 times up to the end, `8:64M:2` by 2 times."""
     sizes: set[int] = set()
     for part in text.split(","):
         ends = part.split(":")
@@ -174,7 +172,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_counts(text: str, least: int = 1) -> tuple[int, ...]:
-    """Numbers of ranks of `2,4`, or of the sweep `2:8` (each twice the one before, and the end)."""
+    """The numbers of ranks in a list (`2,4`) or a range: `2:8` doubles up to the end."""
     counts: list[int] = []
     for part in text.split(","):
         ends: Sequence[str] = [end.strip() for end in part.split(":")]
@@ -190,3 +188,11 @@ def parse_counts(text: str, least: int = 1) -> tuple[int, ...]:
             count *= 2
         counts.append(last)
     return tuple(dict.fromkeys(counts))
+
+
+def show_size(nbytes: int) -> str:
+    """`nbytes` with a unit: 8 B, 64 KiB, 1 MiB."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} B"

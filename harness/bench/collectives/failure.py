@@ -1,4 +1,4 @@
-"""What ends a contestant."""
+"""The error that ends a contestant."""
 
 from __future__ import annotations
 

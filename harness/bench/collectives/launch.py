@@ -19,7 +19,7 @@ from holdfast.harness.bench.collectives.worker import serve
 from holdfast.harness.bench.drivers.driver import TIMEOUT, CopyDriver, LibraryDriver
 
 HOLDFAST = "holdfast:"
-"""What the names of our own contestants start with; the backend follows."""
+"""Prefix of the names of our own contestants; the backend follows."""
 
 
 def launcher_of(contestant: str) -> str:
@@ -51,7 +51,7 @@ def _driver(contestant: str, key: str, directory: Path, rank: int, ranks: int) -
 
 
 def _rank(contestant: str, key: str, directory: Path, rank: int, ranks: int, give_way: Callable[[], object]) -> bool:
-    """Be one rank until the bench is done with it; says whether that went well."""
+    """Serve as one rank until the bench stops it; False, with the traceback printed, if it failed."""
     try:
         serve(key, directory, _driver(contestant, key, directory, rank, ranks), give_way)
     except BaseException:

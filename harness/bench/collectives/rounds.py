@@ -1,7 +1,7 @@
 """Runs a bench: at each size the libraries take short turns, round after round, so that noise hits all alike.
 
-While one has its turn the ranks of the others are blocked in a read and use no CPU. The order within a
-round moves by one each time, so that nobody always comes after the same other.
+During the turn of one library the ranks of the others are blocked in a read and use no CPU. The order within a round
+moves by one each time, so that no library always follows the same other one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFa
 Progress = Callable[[str], None]
 
 START_SECONDS = 3.0
-"""About how long the ranks of one library take to start."""
+"""Roughly how long the ranks of one library take to start."""
 
 LONGEST_TURN = 120.0
-"""Seconds after which a library that does not answer is given up."""
+"""Seconds without an answer after which a library has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class BenchPlan:
 
 @dataclass(slots=True)
 class TimedLibrary:
-    """A library at one op and size: how it is timed there, and what came of it."""
+    """A library at one op and size: how it is timed there, and its timings."""
 
     group: Party
     singles: int = 1
@@ -72,7 +72,7 @@ class TimedLibrary:
 
 
 def _slowest(answers: Sequence[Measurement], blocks: bool) -> list[float]:
-    """For each timing the seconds of the rank that took longest."""
+    """For each timing, the seconds of the slowest rank."""
     taken = np.array([answer.blocks if blocks else answer.singles for answer in answers], dtype=np.int64)
     if taken.size == 0:
         return []
@@ -81,7 +81,7 @@ def _slowest(answers: Sequence[Measurement], blocks: bool) -> list[float]:
 
 
 def _early(answers: Sequence[Measurement]) -> int:
-    """How many barriers some rank left before the last had entered."""
+    """How many barriers a rank left before the last one had entered."""
     taken = np.array([answer.singles for answer in answers], dtype=np.int64)
     return int((taken[:, :, 1].min(axis=0) < taken[:, :, 0].max(axis=0)).sum())
 
@@ -176,7 +176,7 @@ def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[
 
 
 def machine(noise: Noise) -> Machine:
-    """This machine, and what others did on it."""
+    """This machine, and how much of it other processes used."""
     import torch
 
     model = next(
@@ -210,7 +210,7 @@ def _start(plan: BenchPlan, ranks: int, arena: Arena, skipped: dict[str, str]) -
 
 
 def expected_seconds(plan: BenchPlan) -> float:
-    """About how long the plan takes: what is timed, as much again for warming up and checking, and the starts."""
+    """An estimate of the run time: timing, as much again for warm-up and checks, and the starts."""
     measured = sum(1 if OPERATIONS[name].layout in SIZELESS else len(plan.sizes) for name in plan.operations)
     return (2 * plan.seconds * measured + START_SECONDS) * len(plan.contestants) * len(plan.ranks)
 

@@ -1,6 +1,6 @@
-"""A barrier that belongs to no library under test: ranks line up here before each timing, so all start alike.
+"""A barrier that belongs to no library under test: ranks wait here before each timing, so that all start alike.
 
-One counter a rank in a shared file mapping; each rank writes only its own. It orders no data, only starts.
+Each rank has a counter in a shared file mapping and writes only its own. The barrier orders starts, not data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SLOT = 8
 
 
 class StartLine:
-    """The line of `ranks` ranks, over the file at `path`, as seen by `rank`; calls `give_way` while it waits."""
+    """The barrier of `ranks` ranks over the file at `path`, for `rank`. A wait calls `give_way` in a loop."""
 
     def __init__(self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield) -> None:
         with path.open("r+b") as file:

@@ -22,8 +22,9 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Run an op: `singles` times alone, then `blocks` times `block` in a row; `c` elements in a block. `fresh`: each
-    rank writes its input anew before each op, in the time that is taken.
+    """Run an op: `singles` times alone, then `blocks` times `block` in a row, with `c` elements in a block.
+
+    `fresh`: each rank writes its input anew before each op, within the timing.
     """
 
     op: str
@@ -37,7 +38,7 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, tag=True):
-    """Entry and exit of each timing on CLOCK_MONOTONIC in ns, and how many elements came out wrong (None: unknown)."""
+    """Entry and exit of each timing (CLOCK_MONOTONIC, ns), and how many elements were wrong (None: unknown)."""
 
     singles: list[tuple[int, int]]
     blocks: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""A worker of the bench: one rank of one library, which runs and times ops when it is told to.
+"""A worker of the bench: one rank of one library, which runs and times ops on order.
 
 Run as a program (`python -m holdfast.harness.bench.collectives.worker KEY DIRECTORY RANKS`) it is a rank under mpirun.
 """
@@ -30,7 +30,7 @@ from holdfast.harness.bench.drivers.mpi import MpiDriver
 from holdfast.harness.processes.message_socket import MessageSocket
 
 WARM_UP = 2
-"""Untimed ops at the start of each turn: the rank has been asleep while others had theirs."""
+"""Untimed ops at the start of each turn: the rank was asleep during the turns of others."""
 
 
 class Bound:
@@ -52,7 +52,7 @@ class Bound:
         self.call.prepare()
 
     def fresh(self) -> Callable[[], object]:
-        """A call that writes the input anew, as a program writes what it then communicates, and runs the op."""
+        """A call that writes the input anew, as a real program would, and runs the op."""
         source, written, run = self.source, self.source.copy(), self.call.run
 
         def call() -> object:
@@ -62,7 +62,7 @@ class Bound:
         return call
 
     def make_ready(self, ops: int, seed: int) -> None:
-        """Before so many ops: fill the buffers anew, if these would be too many on what is in them."""
+        """Prepare for `ops` more ops: refill the buffers if they cannot take so many in a row."""
         if self._done + ops > self._most:
             self.fill(seed)
         self._done += ops
@@ -75,7 +75,7 @@ class Bound:
 def time_ops(
     bound: Bound, call: Callable[[], object], seed: int, line: StartLine, times: int, block: int
 ) -> list[tuple[int, int]]:
-    """Entry and exit times (ns) of `times` timings of `block` calls each. Buffers are filled outside of them."""
+    """Entry and exit times (ns) of `times` timings of `block` calls each. Filling buffers is not timed."""
     timings = []
     repeats = range(block)
     for _ in range(times):
@@ -107,7 +107,7 @@ def _measure(bound: Bound, line: StartLine, order: Measure) -> Measurement:
 
 
 def serve(key: str, directory: Path, driver: LibraryDriver, give_way: Callable[[], object] = os.sched_yield) -> None:
-    """Say hello to the bench whose socket is in `directory`, then do as it says until it stops us or is gone."""
+    """Connect to the bench's socket in `directory`, and run its orders until it stops this worker or is gone."""
     line = StartLine(directory / f"{key}.line", driver.rank, driver.ranks, give_way)
     bound: Bound | None = None
     with MessageSocket.dial(directory / "socket", DECODER) as bench:

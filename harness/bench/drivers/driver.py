@@ -1,4 +1,4 @@
-"""How the bench calls each library: one driver a library, which turns an op into a call without arguments.
+"""One driver a library: turns an op of the bench into a call without arguments.
 
 Each driver makes the call as the library's own users would write it, with everything that can be prepared
 before the timing prepared.
@@ -26,10 +26,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class BoundOp:
-    """An op bound to buffers. `run` is what is timed; it returns when the op is done here.
+    """An op bound to buffers. The bench times `run`, which returns when the op is done on this rank.
 
     `prepare` is called once the buffers are filled, before any timing; `settle` brings the result of the last `run`
-    into the output buffer, for libraries that leave it elsewhere; `close` lets go of what binding took.
+    into the output buffer, for libraries that leave it elsewhere; `close` releases what binding took.
     """
 
     run: Callable[[], object]
@@ -66,7 +66,7 @@ class LibraryDriver(ABC):
 
     @property
     def partner(self) -> int | None:
-        """With whom this rank plays ping-pong; None for the last of an odd number."""
+        """The other rank of this rank's ping-pong; None for the last of an odd number."""
         return self.rank ^ 1 if self.rank ^ 1 < self.ranks else None
 
     def on_objects(
@@ -99,7 +99,7 @@ class LibraryDriver(ABC):
 
 
 class CopyDriver(LibraryDriver):
-    """No library: each rank copies memory on its own. What the machine itself can do."""
+    """No library: each rank copies memory on its own, which shows what the machine can do."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.detail = rank, ranks, f"numpy {np.__version__} copyto"

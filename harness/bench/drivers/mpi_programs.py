@@ -1,4 +1,4 @@
-"""The launchers of the MPIs that are compared: which program, in which environment.
+"""The launchers of the compared MPIs: which program, in which environment.
 
 Open MPI comes from the wheel beside this Python. MPICH's wheel has programs of the same names, so it lies in a folder
 of its own, `peers/mpich` under this environment (`make peers`); HOLDFAST_MPICH names another one.
@@ -20,14 +20,14 @@ INSTALL_MPI = "pip install 'holdfast[mpi]'"
 
 @dataclass(frozen=True, slots=True)
 class MpiLauncher:
-    """How to start ranks: the words before the program's, and what is to be in their environment."""
+    """How to start ranks: the words before the program's own, and additions to their environment."""
 
     words: tuple[str, ...]
     environment: dict[str, str]
 
 
 def mpich_home() -> Path:
-    """Where MPICH is, or should be."""
+    """The folder of MPICH, whether or not it is there."""
     return Path(os.environ.get("HOLDFAST_MPICH") or Path(sys.prefix) / "peers" / "mpich")
 
 
@@ -43,7 +43,7 @@ def missing(mpi: str) -> str | None:
 
 
 def launcher(mpi: str, ranks: int, shared: Path) -> MpiLauncher:
-    """Raises RuntimeError if it is missing. Open MPI's shared memory will lie in the folder `shared`."""
+    """The launcher of `mpi`. Raises RuntimeError if it is missing. Open MPI keeps its shared memory in `shared`."""
     if (reason := missing(mpi)) is not None:
         raise RuntimeError(reason)
     if mpi == MPICH:

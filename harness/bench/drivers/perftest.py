@@ -21,7 +21,7 @@ from holdfast.harness.bench.collectives.wire import Measure, Measurement
 UCX_PERFTEST = "ucx_perftest"
 INSTALL = "pip install 'holdfast[ucx]'"
 SAME_HOST = "posix,cma,self"
-"""What our backend `ucx` uses between processes of a host, if UCX_TLS does not say otherwise."""
+"""The transports of our backend `ucx` between processes of a host, unless UCX_TLS says otherwise."""
 
 _LINKER = "/lib64/ld-linux-x86-64.so.2"
 _START_SECONDS = 5.0
@@ -34,7 +34,7 @@ _ONE_WAY = {
     "fetch_add": ("ucp_fadd", "ucp_fadd"),
     "compare_swap": ("ucp_cswap", "ucp_cswap"),
 }
-"""Tests for small and for large sizes: a put that is waited for one at a time, or a stream of them."""
+"""The tests for small and for large sizes: puts waited for one at a time, or a stream of them."""
 
 
 def program() -> Path | None:

@@ -1,6 +1,6 @@
-"""Charts of a bench as SVG: lines over sizes or ranks on logarithmic axes, with the roofline of the machine, and bars.
+"""Charts of a bench as SVG: lines over sizes or ranks on logarithmic axes, with a roofline, and bars.
 
-Colours are classes, so that a page's style sheet, or `STYLE` in a picture by itself, makes them light or dark.
+Colours are CSS classes: the style sheet of the page, or `STYLE` in a standalone picture, makes them light or dark.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ svg .label { font-size: 12.5px; } svg .label.ours { font-weight: 650; } svg .lab
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line. `points` are (x, y), both above 0; a `roof` is what the machine allows."""
+    """A line through `points` (x, y), both above 0; a `roof` is a bound of the machine."""
 
     name: str
     points: tuple[tuple[float, float], ...]

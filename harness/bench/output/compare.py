@@ -1,7 +1,7 @@
-"""A bench beside one that was stored: what became faster or slower since.
+"""Compares a bench with a stored one: which rows became faster or slower.
 
-Times of two runs differ for many reasons, so only what lies outside the spread of both runs' turns is called a change;
-`holdfast gate` is the tool that can tell small ones from noise.
+Times of two runs differ for many reasons, so only a difference outside the spread of both runs' turns is a change;
+`holdfast gate` can tell small changes from noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NotABench(ValueError):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """A row then and now, in microseconds; `ratio` is then / now: above 1 it is faster now."""
+    """A row then and now, in microseconds; `ratio` is then / now, so above 1 is faster now."""
 
     op: str
     ranks: int
@@ -65,7 +65,7 @@ def _compared(then: BenchRow, now: BenchRow) -> Compared:
 
 
 def differing(now: Bench, then: Bench) -> Sequence[str]:
-    """What is not alike about the two runs but their code, in words: the machines, and how inputs were written."""
+    """How the two runs differ besides their code, in words: the machines, and how inputs were written."""
     fields = ("processor", "cpus", "kernel", "python", "torch")
     pairs = [(name, getattr(then.machine, name), getattr(now.machine, name)) for name in fields]
     pairs.append(("fresh", then.fresh, now.fresh))

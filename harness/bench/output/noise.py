@@ -1,4 +1,4 @@
-"""How much of the machine other processes took while a bench ran: a figure from a busy machine proves little."""
+"""Measures how much of the machine other processes used during a bench: figures from a busy machine prove little."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def _busy() -> float:
-    """CPU seconds that all processes of this machine have used since it started, and what its host took from it."""
+    """CPU seconds that all processes of this machine used since its start, including time stolen by its host."""
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _used(pid: int) -> float:
-    """CPU seconds of a process, and of those children of it that have ended; 0 if there is no such process."""
+    """CPU seconds of a process and of its ended children; 0 if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except FileNotFoundError:
@@ -24,9 +24,9 @@ def _used(pid: int) -> float:
 
 
 class Noise:
-    """From its making on, how many CPUs other processes use on average.
+    """How many CPUs other processes use on average, from the construction of this object on.
 
-    Ours are this process, the one that `helper` names, and the children of both, once they have ended.
+    Not counted as others: this process, the process `helper`, and the children of both, once they have ended.
     """
 
     def __init__(self, helper: Callable[[], int | None] = lambda: None) -> None:
@@ -34,7 +34,7 @@ class Noise:
         self._began, self._busy, self._ours = time.monotonic(), _busy(), self._used_by_us()
 
     def cpus(self) -> float:
-        """Asked once our children have ended: until then what they used counts as others'."""
+        """The average. Call it after our children have ended: until then their use counts as that of others."""
         others = (_busy() - self._busy) - (self._used_by_us() - self._ours)
         return max(0.0, others / max(1e-3, time.monotonic() - self._began))
 

@@ -1,4 +1,4 @@
-"""A bench as one HTML page that needs nothing outside itself: charts, tables, the machine, how to repeat it."""
+"""A bench as one self-contained HTML page: charts, tables, the machine, how to repeat it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = "page.html.j2"
 
 
 def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> str:
-    """The page. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
+    """The page. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
@@ -50,7 +50,7 @@ def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> s
 
 
 def write(bench: Bench, folder: Path, compared: Sequence[Compared] = ()) -> Path:
-    """Write report.html and bench.json (which `--against` reads) into `folder`; where the page is."""
+    """Write report.html and bench.json (which `--against` reads) into `folder`; returns the path of the page."""
     page = render(bench, compared)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(bench.json() + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which charts a bench has: bus bandwidth under the machine's roofline, small ops by time, and time over ranks."""
+"""The charts of a bench: bus bandwidth under the machine's roofline, time of small ops, and time over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.harness.bench.output.results import Bench, BenchRow
 from holdfast.harness.bench.output.show import show_time
 
 ROOF = "copy in memory"
-"""What the line of `memcpy` is called: each rank copies as many bytes in its own memory, all at once."""
+"""The label of `memcpy`: all ranks at once copy as many bytes in their own memory."""
 
 
 def _bandwidth(value: float) -> str:
@@ -24,7 +24,7 @@ def _ranks(value: float) -> str:
 
 
 def short(contestant: str) -> str:
-    """The name of a contestant as charts and tables show it."""
+    """The name of a contestant in charts and tables."""
     return ROOF if contestant == MEMCPY else contestant.removeprefix(HOLDFAST)
 
 

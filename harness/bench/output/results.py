@@ -56,7 +56,7 @@ class BenchRow(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """How many times as fast `ours` was as `peer`: the median over rounds, and the least and the most of them."""
+    """How many times as fast as `peer` was `ours`: the median, the least and the most over rounds."""
 
     op: str
     ranks: int
@@ -79,7 +79,7 @@ class OpFailure(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where it ran. `others` is how many of the CPUs other processes used meanwhile, on average."""
+    """The machine of a run. `others` is how many CPUs other processes used meanwhile, on average."""
 
     processor: str
     cpus: int
@@ -90,8 +90,10 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A whole run. `contestants` maps 'name, n ranks' to what took part and where its ranks were placed. `fresh`: ranks
-    wrote their inputs anew before each op, in the time taken.
+    """A whole run.
+
+    `contestants` maps 'name, n ranks' to the library's details and the places of its ranks. `fresh`: ranks wrote their
+    inputs anew before each op, in the time taken.
     """
 
     command: str
@@ -105,11 +107,11 @@ class Bench(msgspec.Struct, frozen=True):
 
     @property
     def wrong(self) -> int:
-        """All elements that came out wrong."""
+        """How many elements were wrong in all rows."""
         return sum(row.wrong or 0 for row in self.rows)
 
     def json(self) -> str:
-        """Itself as JSON, two spaces deep."""
+        """This bench as JSON, indented by two spaces."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
 

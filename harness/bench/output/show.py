@@ -1,4 +1,4 @@
-"""A bench as people read it: tables in the terminal, and a plot of bus bandwidth and time over size."""
+"""Shows a bench: tables in the terminal, and a plot of bus bandwidth and time over size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.units import counted, format_bytes, format_seconds
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.launch import HOLDFAST
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 
 QUIET = 0.1
-"""CPUs that others may use before the figures are in doubt."""
+"""CPUs that other processes may use before the figures are in doubt."""
 
 
 def show_time(microseconds: float) -> str:
-    """Microseconds to three figures, with a unit."""
-    return format_seconds(1e-6 * microseconds)
+    """A time with three significant figures and a unit."""
+    for unit, name in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= unit:
+            return f"{microseconds / unit:.3g} {name}"
+    return f"{microseconds:.3g} us"
 
 
 def _short(contestant: str) -> str:
@@ -198,7 +201,7 @@ def _panel(axes: Axes, rows: list[BenchRow], bandwidth: bool) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError if no picture of the kind of `path` can be made: before anything is measured."""
+    """Raise ValueError if a picture cannot be written to `path`; for use before anything is measured."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

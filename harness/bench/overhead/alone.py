@@ -1,4 +1,4 @@
-"""Communicators in this process alone, for what needs no other: counting what a call executes, or how much it takes."""
+"""Communicators within this process alone, to count what a call executes and how much memory it takes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What `import holdfast.comms` costs beyond `import torch`, measured in fresh processes.
 
-Each process imports torch first and then holdfast.comms, and times both: whatever ours takes, whichever
-other modules it pulls in, comes on top of torch. Noise of torch's own import, which is far larger, does not
-come in.
+Each process imports torch first and then holdfast.comms, and times both. The second time includes all other modules
+that holdfast.comms imports, and none of the noise of torch's import, which is far larger.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ print(between - start, time.perf_counter_ns() - between)
 
 
 class ImportCost(msgspec.Struct, frozen=True):
-    """Milliseconds: the medians of importing torch and of importing ours after it, and ours' least and most."""
+    """Milliseconds: the medians of importing torch, and of importing ours after it, and the latter's least and most."""
 
     torch: float
     extra: float

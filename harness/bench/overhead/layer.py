@@ -1,7 +1,7 @@
-"""`holdfast bench layer`: what holdfast adds to a call of a transport that others made.
+"""`holdfast bench layer`: what holdfast adds to a call of another library's transport.
 
 The same all_reduce of the same ranks, called in three ways that take turns in the same processes: on the library's own
-object, with everything prepared beforehand that can be; as the library's users call it, which for gloo is
+object, with everything prepared beforehand; as the library's users call it, which for gloo is
 `torch.distributed.all_reduce`; and through holdfast. Each has connections of its own, of the same kind.
 """
 
@@ -31,7 +31,7 @@ WAYS = {
     "gloo": ("ProcessGroupGloo.allreduce", "torch.distributed.all_reduce", HOLDFAST),
     "mpi": ("MPI.Comm.Allreduce", HOLDFAST),
 }
-"""By backend, what is called. The first is what the others are compared with."""
+"""By backend, the ways to call. The others are compared with the first."""
 
 _BLOCK_SECONDS = 0.005
 _MOST_OPS = 2_000
@@ -40,9 +40,9 @@ Way = Callable[["torch.Tensor"], object]
 
 
 class CallCost(msgspec.Struct, frozen=True):
-    """An all_reduce of `nbytes` bytes, called in one `way`: microseconds a call, the median over rounds and the least.
+    """An all_reduce of `nbytes` bytes, called in one `way`: microseconds a call, the median and the least over rounds.
 
-    `extra_us` is by how much more than the first way in the same round, `speed` how fast in comparison (medians).
+    `extra_us` is the difference to the first way in the same round, `speed` the ratio (medians).
     """
 
     nbytes: int
@@ -69,7 +69,7 @@ def run(
     rounds: int = 60,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LayerCost:
-    """Measure; takes about a second for each size and ten rounds. `Unsupported` for a backend that is no layer."""
+    """Measure, about a second for each size and ten rounds. Raises `Unsupported` for a backend that is no layer."""
     if backend not in WAYS:
         raise Unsupported(f"what holdfast adds over {backend!r}", f"ask for {' or '.join(map(repr, WAYS))}")
     noise, calls = Noise(zygote_pid), list[CallCost]()
@@ -124,7 +124,7 @@ def _take_turns(comm: Communicator, backend: str, meeting: str, count: int, roun
 
 
 def _check(comm: Communicator, way: Way, tensor: torch.Tensor) -> None:
-    """Each way reduces what it is given. Leaves zeros, of which any number of sums are zeros."""
+    """Check that a way reduces its input. Leaves zeros in `tensor`: any number of sums of zeros are zeros."""
     tensor.fill_(comm.rank + 1)
     way(tensor)
     if not bool((tensor == comm.size * (comm.size + 1) // 2).all()):
@@ -169,7 +169,7 @@ def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tup
 
 
 def table(cost: LayerCost) -> str:
-    """For people."""
+    """The costs as a table for the terminal."""
     lines = [
         f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}, us a call: median, least; beside the first"
     ]

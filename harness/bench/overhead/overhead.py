@@ -1,12 +1,12 @@
-"""`holdfast bench overhead`: what is paid while nothing fails.
+"""`holdfast bench overhead`: the cost of observation and fault tolerance while nothing fails.
 
 Ops: the same all_reduce of the same ranks over three communicators, which take turns: one bare, one with the flight
-recorder, one with recorder and metrics. Once by the clock, which counts what others on the machine do, and once by the
-CPU time of a rank that is alone, which does not.
+recorder, one with recorder and metrics. They are timed by the clock, which includes disturbance by other processes, and
+by the CPU time of a rank that is alone, which does not.
 
 Steps: blocks of steps under `ft.Session`, each committed, between blocks of the same work and the same all_reduce over
-a bare communicator. Both kinds of blocks run in the same processes, so what the session's threads (heartbeats,
-register) take is in both; it is measured apart, by their CPU time.
+a bare communicator. Both kinds of blocks run in the same processes, so the cost of the session's threads (heartbeats,
+register) is in both; it is measured separately, by their CPU time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _QUIET = {"HOLDFAST_CHECK": "0"}
 
 
 class OpCost(msgspec.Struct, frozen=True):
-    """One op with one kind of listener: the median over rounds, in us, and how it compares with bare in its round.
+    """One op with one kind of observer: the median over rounds (us), and its ratio to the bare op of its round.
 
-    `alone_us` is the CPU time of the op on a rank that is alone, and `alone_extra_us` what of it is not in the bare op.
+    `alone_us` is the CPU time of the op on a rank that is alone, `alone_extra_us` the part of it beyond the bare op.
     """
 
     variant: str
@@ -50,10 +50,10 @@ class OpCost(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A step in ms, bare and under `ft.Session`; by how much longer the latter (medians of pairs of blocks).
+    """A step in ms, bare and under `ft.Session`, and their difference (medians of pairs of blocks).
 
-    `alone_us` is the CPU time that the session's part of a step takes on a rank that is alone, in its own thread, and
-    `background` that of the session's other threads, as a share of one CPU. `paid` is what both are of a step's work.
+    `alone_us` is the CPU time of the session's part of a step on a rank that is alone, in the thread of the step;
+    `background` that of the session's other threads, as a share of one CPU. `paid` is both as a share of a step's work.
     """
 
     bare_ms: float
@@ -66,7 +66,7 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 class Overhead(msgspec.Struct, frozen=True):
-    """All of it. `others`: CPUs that other processes used meanwhile."""
+    """The whole result. `others`: CPUs that other processes used meanwhile."""
 
     backend: str
     ranks: int
@@ -183,7 +183,7 @@ _STEPS_A_BLOCK = 10
 def _steps(
     session: Session, folder: str, blocks: int, seconds: float, clock: Callable[[], float]
 ) -> tuple[list[float], list[float], float]:
-    """Seconds of a step: in each bare block, and in each under the session; the share of the session's threads."""
+    """Seconds of a step in each bare block and in each under the session, and the share of the session's threads."""
     import torch
 
     gradients = torch.zeros(16_384)
@@ -217,7 +217,7 @@ def _steps(
 
 
 def _work_of(seconds: float) -> Callable[[], None]:
-    """Work of a fixed amount, that takes about as long on an idle CPU."""
+    """A fixed amount of work that takes about `seconds` on an idle CPU."""
     import torch
 
     left, right = torch.rand(128, 128), torch.rand(128, 128)
@@ -239,7 +239,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def _threads_cpu() -> float:
-    """CPU seconds of the threads of this process other than the one that asks."""
+    """CPU seconds of the threads of this process other than the calling one."""
     me, total = threading.get_native_id(), 0.0
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != me:
@@ -269,7 +269,7 @@ def _step_cost(by_rank: Sequence[_Steps], alone: _Steps, work_ms: float) -> Step
 
 
 def table(cost: Overhead) -> str:
-    """For people."""
+    """The cost as a table for the terminal."""
     lines = [
         f"{cost.backend}, {counted(cost.ranks, 'rank')}, all_reduce of {cost.nbytes} B, "
         f"{counted(os.cpu_count() or 1, 'CPU')}"

@@ -1,9 +1,9 @@
-"""What a recovery takes at the least with the means that ours has, to set a machine and an hour beside a figure.
+"""The lower bound of a recovery: the least work with the same means, on the same machine at the same hour.
 
-The ranks are processes that do nothing but meet at flags in shared memory. They import no torch, so the kernel takes a
-dead one apart in a moment. Each has a thread that follows the others' pidfds; when one ends, the first that is left
-compares-and-sets the epoch in an sqlite file, and raises a word that ends what is pending. There are no views, no
-membership, no reasons, no other machine, no tensors: what holdfast needs beyond this is what those cost.
+The ranks are processes that only meet at flags in shared memory. They import no torch, so the kernel frees a dead one
+in a moment. Each has a thread that follows the others' pidfds; when one ends, the lowest survivor compares-and-sets the
+epoch in an sqlite file, and sets a word that ends what is pending. There are no views, no membership, no reasons, no
+other machine, no tensors: the time that holdfast takes beyond this bound is the price of those.
 
 Run as a program it is one kill: it prints the milliseconds from the signal to the last survivor's next meeting.
 """
@@ -27,16 +27,16 @@ from holdfast.harness.processes.parent_death import die_with_parent
 LIMIT = 10.0
 """Seconds after which a job that has not recovered never will."""
 
-_EPOCH, _LOST = 0, 1  # words of the first line: the newest epoch, and who is not in it
-_PID, _AT, _DONE = 0, 1, 2  # words of a rank's line: its process, epoch and round, and when it had met again (ns)
+_EPOCH, _LOST = 0, 1  # words of the first line: the newest epoch, and the rank that is not in it
+_PID, _AT, _DONE = 0, 1, 2  # words of a rank's line: its process, epoch and round, and when it met again (ns)
 _LINE, _ROUNDS = 8, 1 << 40
 _LOOKS = 20
 
 
 def kill_one(ranks: int, victim: int, wait: float) -> float:
-    """A job of its own: milliseconds from the kill of `victim`, after `wait` seconds, to the survivors' next meeting.
+    """Milliseconds from the kill of `victim` in a job of its own to the survivors' next meeting.
 
-    Raises RuntimeError if they do not meet again.
+    The kill is `wait` seconds after the start. Raises RuntimeError if they do not meet again.
     """
     program = [sys.executable, "-m", __name__, str(ranks), str(victim), str(wait)]
     try:
@@ -61,7 +61,7 @@ class _BoundProcess:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def live(self) -> None:
-        """Meet the others for ever, and note when that first worked in a later epoch."""
+        """Meet the others for ever, and note the time of the first meeting in a later epoch."""
         words, mine = self._words, _line(self._rank)
         epoch = 1
         while True:

@@ -1,8 +1,8 @@
-"""`holdfast bench evictions`: whether ranks that are slow, and not dead, are ever taken for dead.
+"""`holdfast bench evictions`: counts false evictions of slow ranks.
 
 Ranks that share too few cores work together while each in turn holds its interpreter for longer than the suspect time,
 computes in several threads, or takes and touches much memory, and other processes compete for the cores all the time.
-Nobody dies, so every epoch after the first, and every process that is ended, is a false eviction.
+No rank dies, so every epoch after the first, and every process that is ended, is a false eviction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ MEGABYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Evictions:
-    """What came of it. `rounds`: collectives done; `hogs`: how often ranks were made slow, by how; `evictions`: the
-    events that should not be; `epochs`: how many there were; `suspect` and `seconds` as asked for.
+    """The result. `suspect` and `seconds` are those of the request.
+
+    `rounds`: collectives done; `hogs`: how often ranks were made slow, by kind; `evictions`: the events that must not
+    be; `epochs`: how many there were.
     """
 
     ranks: int
@@ -54,7 +56,7 @@ def hold_interpreter(seconds: float) -> None:
 
 
 def compute(seconds: float) -> None:
-    """Keep three threads busy, which take the interpreter from each other."""
+    """Keep three threads busy that compete for the interpreter."""
 
     def spin() -> None:
         deadline = time.monotonic() + seconds
@@ -84,7 +86,7 @@ HOGS: dict[str, Callable[[float], None]] = {
 
 
 def work(session: Session, seconds: float, suspect: float, seed: int) -> tuple[int, dict[str, int]]:
-    """Work with the others for some time, and be slow every now and then; how many rounds, and how slow."""
+    """Work with the other ranks, slowly now and then; returns the number of rounds and of each kind of slowness."""
     rounds, hogs = 0, Counter[str]()
     deadline = time.monotonic() + seconds
     for attempt in session.steps(1):
@@ -103,7 +105,7 @@ def work(session: Session, seconds: float, suspect: float, seed: int) -> tuple[i
 
 
 def compete(count: int) -> list[int]:
-    """Start processes that do nothing but compute; their ids. They end with this one."""
+    """Start processes that only compute, and end with this one; returns their ids."""
     parent, started = os.getpid(), []
     for _ in range(count):
         pid = os.fork()
@@ -116,7 +118,7 @@ def compete(count: int) -> list[int]:
 
 
 def measure(seconds: float, ranks: int = 8, cores: int = 2, suspect: float = 0.5, seed: int = 0) -> Evictions:
-    """Run for some time on so many cores of this machine, and count. Raises ValueError for what cannot be run."""
+    """Run for `seconds` on `cores` cores of this machine, and count. Raises ValueError for what cannot be run."""
     available = os.sched_getaffinity(0)
     if not 0 < cores <= len(available):
         raise ValueError(f"cores={cores}: this process may use {len(available)}")

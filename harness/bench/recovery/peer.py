@@ -1,8 +1,8 @@
 """Recovery by MPI's own fault tolerance, for comparison: Open MPI's ULFM, called as its users call it.
 
 Ranks under mpirun do nothing but Allreduce. One is killed; each survivor revokes the communicator at its first error,
-shrinks it, and reduces again on what is left. The time from just before the signal to the end of the last survivor's
-first correct Allreduce counts, as in `holdfast.harness.bench.recovery.recovery`. Run as a program it is one of the
+shrinks it, and reduces again on the rest. What counts is the time from just before the signal to the end of the last
+survivor's first correct Allreduce, as in `holdfast.harness.bench.recovery.recovery`. Run as a program it is one of the
 ranks.
 """
 
@@ -32,13 +32,13 @@ from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.message_socket import MessageSocket
 
 HANGS_SECONDS = 10.0
-"""A job that has not recovered by then is given up."""
+"""Seconds without a recovery after which a job counts as hung."""
 
 
 class PeerRecovery(msgspec.Struct, frozen=True):
     """Milliseconds of each kill from the signal to the survivors' next correct result, and their spread.
 
-    `hung` counts the jobs that did not come back in time; they are in neither.
+    `hung` counts the jobs that did not recover in time; `kills` and `total` leave them out.
     """
 
     library: str
@@ -97,7 +97,7 @@ class _PeerProcess:
 
 
 def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, float]:
-    """A job of its own: what the library calls itself, and the milliseconds."""
+    """Kill one rank of a job of its own; returns the library's name of itself, and the milliseconds."""
     with HeldFolder("holdfast-ulfm-") as folder, HeldFolder("holdfast-ulfm-", SHARED_MEMORY) as shared:
         how = launcher(OPENMPI, ranks, shared.path)
         address = str(folder.path / "socket")
@@ -133,8 +133,9 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The job is one session of processes, whose ranks are ended: it ends by itself, having waited for them, so that
-    what they used is known for ours.
+    """Wait for mpirun to end, since its ranks have ended; signal its process group if it does not.
+
+    It has then waited for its ranks, so their CPU time counts as ours.
     """
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
@@ -147,8 +148,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def run(
     ranks: int, kills: int, nbytes: int = 64 * 1024, seed: int = 0, progress: Callable[[str], None] = lambda text: None
 ) -> PeerRecovery:
-    """Kill one of `ranks` ranks in each of `kills` jobs. RuntimeError if there is no Open MPI; `NotRecovered` if more
-    jobs hang than recover.
+    """Kill one of `ranks` ranks in each of `kills` jobs.
+
+    Raises RuntimeError without Open MPI, `NotRecovered` if more jobs hang than recover.
     """
     choose, taken, library, hung, noise = random.Random(seed), list[float](), "", 0, Noise()
     while len(taken) < kills:

@@ -1,8 +1,8 @@
 """`holdfast bench recovery`: from the SIGKILL of a rank inside an all_reduce to the survivors' next correct one.
 
-All ranks of a job do nothing but all_reduce under an `ft.Session`. One is killed; the time from just before the
-signal is sent to the end of the last survivor's first all_reduce in the next epoch, with the right result, is what
-counts. All times are CLOCK_MONOTONIC of one host. The killer sleeps while the job recovers.
+All ranks of a job do nothing but all_reduce under an `ft.Session`. One is killed. What counts is the time from just
+before the signal to the end of the last survivor's first all_reduce in the next epoch with the right result. All times
+are CLOCK_MONOTONIC of one host. The killer sleeps while the job recovers.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from holdfast.ft import Session
 
 FIRST_OP = "first_op"
-"""The event that a rank logs after its first correct all_reduce in an epoch, `completed` before it was compared."""
+"""The event that a rank logs after its first correct all_reduce in an epoch; `completed` is before the comparison."""
 
 SETTLE = 0.2
-"""Seconds for which a job reduces undisturbed before a kill, and sleeps of the killer after one."""
+"""Seconds for which a job reduces undisturbed before a kill; the killer sleeps as long after one."""
 
 LIMIT = 30.0
-"""Seconds after which a job that has not recovered never will."""
+"""Seconds without a recovery after which a job has failed."""
 
 
 class NotRecovered(HoldfastError):
-    """A job did not come back after a kill."""
+    """A job did not recover after a kill."""
 
 
 class RecoveryTiming(msgspec.Struct, frozen=True):
     """One kill, of one rank or several at once, of which `rank` is the first.
 
-    All in milliseconds since just before the signal was sent, each when the last survivor got there.
+    All in milliseconds from just before the signal to when the last survivor got there.
 
-    `gone`: the kernel has taken the process apart, and tells the killer so. `detect`: the first survivor knows.
+    `gone`: the kernel has freed the process, and tells the killer so. `detect`: the first survivor knows.
     `agree`: the next epoch is installed. `rebuild`: its communicator is connected. `total`: its first all_reduce is
     complete and correct.
     """
@@ -81,7 +81,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
 
     `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
     `proposer` also the one that had just put the next epoch into the register. `stopped`: they were not killed but
-    stopped, and ended by the survivors. `bound`: the least that it takes, measured in turn (see `recovery_bound`).
+    stopped, and ended by the survivors. `bound`: the lower bound, measured in turn (see `bound.py`).
     """
 
     backend: str
@@ -135,7 +135,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
 
 
 def reduce_for_ever(session: Session, count: int) -> None:
-    """What each rank does: all_reduce `count` float32 numbers, check them, say so once an epoch, until it is killed."""
+    """The body of a rank: all_reduce `count` float32 numbers and check them until killed; log it once an epoch."""
     import torch
 
     from holdfast.ft.telemetry.event_log import EventLog
@@ -159,7 +159,7 @@ def reduce_for_ever(session: Session, count: int) -> None:
 
 
 def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
-    """The events of the job once all of `pids` have reduced in an epoch after `epoch`."""
+    """Wait until all of `pids` have reduced in an epoch after `epoch`; returns the events of the job."""
     deadline = time.monotonic() + LIMIT
     while True:
         events = job.events()
@@ -175,7 +175,10 @@ def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
 def analyse(
     events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int], gone: float = 0.0
 ) -> RecoveryTiming:
-    """One kill at time `killed` in `epoch`, from the event logs of the `survivors` (pids); it ended at `gone`."""
+    """The timing of a kill at `killed` in `epoch`, from the event logs of the `survivors` (pids).
+
+    The process was gone at `gone`.
+    """
 
     def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
         times: dict[int, float] = {}
@@ -198,7 +201,7 @@ def analyse(
 
 
 def _inject(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> RecoveryTiming:
-    """Send these ranks signal `number` at once; with `proposer` rank 0 will end itself."""
+    """Send signal `number` to these ranks at once; with `proposer` rank 0 will end itself."""
     view = job.view()
     members = [member.peer.pid for member in view.members]
     victims = [next(process for process in job.processes if process.pid == members[rank]) for rank in ranks]
@@ -218,8 +221,9 @@ def _inject(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Reco
 
 
 def last_with(lost: set[str], events: list[dict[str, Any]], epoch: int) -> int:
-    """The last epoch, not before `epoch`, with a member that is lost: of two that are killed one after the other the
-    second may go on into an epoch without the first.
+    """The last epoch, not before `epoch`, that has a member in `lost`.
+
+    Of two ranks killed one after the other the second may go on into an epoch without the first.
     """
     held: list[int] = [e["epoch"] for e in events if e["kind"] == "installed" and lost.intersection(e["members"])]
     return max([epoch, *held])
@@ -239,11 +243,11 @@ def run(
     stopped: bool = False,
     bound: bool = False,
 ) -> RecoveryBench:
-    """Kill ranks, chosen at random, `kills` times: `together` of them at once, and with `proposer` also the one that
-    proposes the next epoch, as soon as the register has it. ValueError if nobody would be left.
+    """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
 
-    With `spares` a job takes one for each rank that is killed, and as many kills; without, each kill is of a new job,
-    which goes on with one rank less. `stopped`: SIGSTOP, not SIGKILL. `bound`: after each kill one of `recovery_bound`.
+    With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
+    one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
+    less. `stopped`: SIGSTOP, not SIGKILL. `bound`: after each kill measure the lower bound, too.
     """
     lost = together + proposer
     if not 0 < together <= lost < ranks:

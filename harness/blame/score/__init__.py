@@ -1,1 +1,1 @@
-"""How often blame is right: cases with a known culprit, generated and on real processes."""
+"""Scores blame on cases with a known culprit, generated and on real processes."""

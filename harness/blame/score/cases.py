@@ -23,7 +23,7 @@ KINDS = ("crash", "hang", "slow", "cut", "mismatch")
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What was injected: into `rank`; for a cut, from `rank` to `to`."""
+    """The injected fault: of `rank`; for a cut, from `rank` to `to`."""
 
     kind: str
     rank: int
@@ -32,7 +32,7 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A case, and what blame said first."""
+    """A case, and the first finding of blame."""
 
     name: str
     truth: Truth
@@ -40,7 +40,7 @@ class Judged:
 
     @property
     def right(self) -> bool:
-        """The right rank first; of a cut both ends, of a mismatch and of slowness the kind too."""
+        """Whether the right rank comes first; of a cut both ends, of a mismatch and of slowness also the kind."""
         if self.first is None or self.first.rank != self.truth.rank:
             return False
         if self.truth.kind == "cut":
@@ -89,7 +89,7 @@ class _SampleJob:
     slow: dict[int, float]
 
     def run(self, change: Callable[[int, int, list[ModelCall]], list[ModelCall]] | None = None) -> None:
-        """All steps, or until somebody is blocked. `change(step, place, calls)` may change what ranks call."""
+        """Run all steps, or until a rank is blocked. `change(step, place, calls)` may change what ranks call."""
         for step in range(self.steps):
             spread = [
                 self.base * self.rng.lognormvariate(0.0, 0.1) * self.slow.get(rank, 1.0)
@@ -114,7 +114,7 @@ def _job(rng: random.Random, fewest: int = 2) -> _SampleJob:
 
 
 def _evidence(job: _SampleJob, folder: Path, lives: Sequence[Life], now: float, waits: bool) -> Evidence:
-    """The recordings of the job, from one to three hosts whose clocks differ."""
+    """The recordings of the job, from one to three hosts with different clocks."""
     rng, size = job.rng, job.world.size
     hosts = rng.choice([1, 1, 2, 3])
     names = [f"host{rank * hosts // size}" for rank in range(size)]
@@ -130,7 +130,7 @@ def _end_time(job: _SampleJob) -> float:
 
 
 def _lives(rng: random.Random, size: int, rank: int, as_seen: Life) -> list[Life]:
-    """How the processes are when blame looks: as at the fault, or all gone since, or nobody can say."""
+    """The state of the processes when blame looks: as at the fault, all gone since, or unknown (elsewhere)."""
     scene = rng.choice(["live", "all gone", "elsewhere"])
     if scene == "all gone":
         return [Life.GONE] * size
@@ -140,7 +140,7 @@ def _lives(rng: random.Random, size: int, rank: int, as_seen: Life) -> list[Life
 
 
 def _fail(job: _SampleJob, error: Callable[[int, tuple[int, ...]], Exception | None], after: float) -> float:
-    """Those who are blocked leave their op `after` seconds later, by `error(rank, waited for)`; when the last does."""
+    """Let blocked ranks leave their op `after` seconds later, by `error(rank, waited for)`; when the last one does."""
     end = 0.0
     for rank, lives in enumerate(job.world.lived):
         if lives and lives[-1].left == NEVER:
@@ -164,7 +164,10 @@ def _stop(rng: random.Random, job: _SampleJob) -> int:
 
 
 def _stopped_job(rng: random.Random) -> tuple[_SampleJob, int]:
-    """A job that a rank stopped for sure: one that stops in a round that its op does not have stops before the next."""
+    """A job that a rank stopped for sure.
+
+    A rank that stops in a round that its op does not have stops before the next op.
+    """
     while True:
         job = _job(rng)
         rank = _stop(rng, job)
@@ -264,7 +267,7 @@ def _same(a: ModelCall, b: ModelCall) -> bool:
 
 
 def _other_call(rng: random.Random, right: ModelCall, following: ModelCall) -> ModelCall:
-    """Another shape, dtype, reduction or root, another op, or the op that comes next (one was left out)."""
+    """A wrong call: another shape, dtype, reduction, root or op, or the next op (one was left out)."""
     if right.tensor is None or (rng.random() < 0.3 and following is not right):
         return following if following is not right else ModelCall("all_reduce", torch.empty(3, device="meta"), "sum")
     kind = rng.choice(["shape", "dtype", "op"])

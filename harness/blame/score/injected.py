@@ -1,6 +1,6 @@
 """Injected cases: real processes under `ft.Session`, one of which is killed, stopped, slow, cut off or wrong.
 
-What is lost on a link goes out over ucx as what nobody receives: the sender believes that it has sent.
+A message lost on a link goes out over ucx under a tag that no rank receives: the sender believes that it has sent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _ENVIRON = {"HOLDFAST_CHECK": "0", "UCX_TLS": "tcp,self"}
 _ASTRAY = TAGS - 1
-"""A tag that a user could receive from, and that this job does not."""
+"""A tag that a user could receive from, and that this job does not use."""
 LIMIT = 20.0
-"""Seconds for a fault to show."""
+"""Seconds within which a fault must show."""
 
 
 def train(session: Session, fault: str, victim: int, other: int, at: int, steps: int) -> None:
@@ -67,7 +67,7 @@ def _break(fault: str, comm: Any, other: int) -> None:
 
 
 def _cut(comm: Any, other: int) -> None:
-    """Lose what this rank sends to `other` from now on: it goes out under tags that nobody receives."""
+    """Lose what this rank sends to `other` from now on: it goes out under tags that `other` does not receive."""
     transport = comm._transport
     send = transport._post_send
 
@@ -86,7 +86,7 @@ FAULTS = {
     "shape": "mismatch",
     "order": "mismatch",
 }
-"""What is injected, and what blame is to call it."""
+"""The faults, and the kind that blame must report for each."""
 
 
 def injected(fault: str, seed: int) -> Judged:
@@ -109,7 +109,7 @@ def injected(fault: str, seed: int) -> Judged:
 
 
 def _await(job: Job, kind: str) -> list[Finding]:
-    """What blame finds, once something is to be found; a slow job is let run to its end."""
+    """Wait until blame has something to find, and return that; let a slow job run to its end."""
     deadline = time.monotonic() + LIMIT
     if kind == "slow":
         job.results(LIMIT)

@@ -1,8 +1,8 @@
-"""A small model of ranks that run collectives by messages, to make flight recordings of jobs with a known culprit.
+"""A small model of ranks that run collectives by messages: makes flight recordings of jobs with a known culprit.
 
 Time is virtual. Collectives run round by round (ring, dissemination, binomial tree) with noise on computation and
-messages, so that who is blocked where, in which round, and who still gets away, follows from the fault and is not made
-up. What comes out is written by the real recorder.
+messages, so the fault alone determines which ranks are blocked, in which round, and which ones still leave the op.
+The real recorder writes the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelCall:
 
 @dataclass(slots=True)
 class Lived:
-    """What one rank did in one op: `left` is NEVER while it is inside, waiting for `takes` in round `rounds`."""
+    """One rank's part in one op: `left` is NEVER while it is inside, waiting for `takes` in round `rounds`."""
 
     call: ModelCall
     step: int
@@ -46,14 +46,14 @@ class Lived:
 
 @dataclass(slots=True)
 class ModelWorld:
-    """`size` ranks, their virtual time, and what they lived through. A `cut` is (sender, receiver)."""
+    """`size` ranks, their virtual time, and their ops so far. A `cut` is (sender, receiver)."""
 
     size: int
     rng: random.Random
     latency: float
     cut: tuple[int, int] | None = None
     dead_after: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank: in which op (counted from 0) and after how many rounds of it the rank stops for ever; -1: before it."""
+    """By rank: the op (counted from 0) and the round after which the rank stops for ever; -1: before the op."""
 
     times: list[float] = field(default_factory=list)
     lived: list[list[Lived]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ModelWorld:
         self.times = [at + spent for at, spent in zip(self.times, seconds, strict=True)]
 
     def run(self, calls: Sequence[ModelCall], step: int) -> bool:
-        """One collective, as each rank calls it; False once somebody is blocked for ever."""
+        """Run one collective, as each rank calls it; False once a rank is blocked for ever."""
         number = self.count
         self.count += 1
         op = calls[0].op
@@ -151,7 +151,7 @@ class ModelWorld:
     def write(
         self, folder: Path, hosts: Sequence[str], clocks: Sequence[float], *, waits: bool, capacity: int
     ) -> list[Path]:
-        """The recordings of all ranks; with `waits`, as of a transport that says for whom it waits."""
+        """Write the recordings of all ranks; with `waits`, those of a transport that names the ranks it waits for."""
         paths = []
         for rank, lives in enumerate(self.lived):
             clock = _HostClock(clocks[rank])

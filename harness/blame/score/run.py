@@ -14,7 +14,7 @@ GOAL = 0.99
 
 
 class KindScore(msgspec.Struct, frozen=True):
-    """The cases of one kind: how many, how many right, and what went wrong in the others."""
+    """The cases of one kind: how many, how many right, and the errors in the others."""
 
     where: str
     kind: str
@@ -43,7 +43,7 @@ class BlameScore(msgspec.Struct, frozen=True):
 
 
 def run(each: int, injected_each: int, progress: Callable[[str], None]) -> BlameScore:
-    """`each` generated cases of every kind, and `injected_each` of every fault on real processes."""
+    """Score `each` generated cases of every kind, and `injected_each` of every fault on real processes."""
     kinds = []
     for kind in KINDS:
         if each:
