@@ -1,10 +1,10 @@
-"""Chaos on real processes: break a job in the ways of a data centre, check every invariant, judge.
+"""Chaos on real processes: inject the faults of a data centre into a job, check every invariant, judge the run.
 
 From a shell `holdfast chaos run`. From Python, or under pytest by the fixture of the same name:
 
 def test_training_survives(chaos):
     run = chaos.run(train, 100, ranks=3, spares=1, faults=[chaos.kill(1, step=40)])
-    run.check()                                   # invariants held, and the result has the bits of a run without faults
+    run.check()                                   # invariants held, and the result has the bits of a fault-free run
 """
 
 from __future__ import annotations

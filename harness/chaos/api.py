@@ -1,4 +1,4 @@
-"""Chaos from Python: functions that make faults, and `run`, which breaks a training function of yours with them."""
+"""Chaos from Python: functions that make faults, and `run`, which injects them into a training function of yours."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
 
 
 class ChaosFailed(AssertionError):
-    """A run did not come out as expected; says why, and how to repeat it."""
+    """A run had another outcome than expected. The text says why, and how to repeat the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run under chaos. `values` are what the ranks of the last view returned, by rank; `report` has every figure."""
+    """A run under chaos. `values` are the results of the ranks of the last view, by rank; `report` has every figure."""
 
     report: ChaosRun
     values: tuple[Any, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether it came out as expected."""
+        """Whether the outcome is the expected one."""
         return self.report.passed
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why not, in words."""
+        """The reasons why the outcome is not the expected one, in words."""
         return self.report.failures
 
     def check(self) -> Result:
-        """This, if it came out as expected. Raises `ChaosFailed` with every reason if not."""
+        """Return this result if it is as expected. Raises `ChaosFailed` with every reason if not."""
         if not self.passed:
             lines = [f"{self.report.title}: not as expected", *(f"  - {failure}" for failure in self.failures)]
             struck = [f"  {each.number}. {each.when}: {each.words}" for each in self.report.strikes]
@@ -50,7 +50,7 @@ class Result:
         return self
 
     def write(self, folder: Path | str) -> Path:
-        """Write report.html and run.json into a folder; the path of the page."""
+        """Write report.html and run.json into a folder; returns the path of the page."""
         from holdfast.harness.chaos.judge.page import write_report
         from holdfast.harness.chaos.show import machine
 
@@ -77,13 +77,14 @@ def run(
     repeat: str = "",
     **job: Any,
 ) -> Result:
-    """Call `fn(session, *args)` on every rank of a job, with `faults` striking it, and judge.
+    """Call `fn(session, *args)` on every rank of a job, inject `faults`, and judge the run.
 
-    `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; functions of scripts and test modules
-    will do. With `compare` it is run without faults first, and what rank 0 returns must have the same bits both times
-    (tensors, numbers, text, nested): `expect={"weights": "any"}` if that is not to be. `steps`: how many there are, for
-    faults at random steps. `expect` and `job` are the keys of the tables [expect] and [job] of a scenario file. Raises
-    ValueError for faults that cannot strike, and what starting the job raises; a bad outcome is no exception (`check`).
+    `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; it may be a function of a script or
+    test module. With `compare` it is run without faults first, and the result of rank 0 must have the same bits both
+    times (tensors, numbers, text, nested), unless `expect={"weights": "any"}`. `steps`: how many there are, for faults
+    at random steps. `expect` and `job` are the keys of the tables [expect] and [job] of a scenario file. Raises
+    ValueError for faults that cannot be injected, and the errors of starting the job; a bad outcome raises nothing
+    (see `check`).
     """
     expected = msgspec.convert({"weights": "identical" if compare else "any", **(expect or {})}, Expect)
     spec = msgspec.convert({"ranks": ranks, "spares": spares, "backend": backend, **job}, JobSpec)
@@ -117,9 +118,9 @@ def _result(made: ScenarioOutcome) -> Result:
 
 
 def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFault:
-    """A fault of any type (`holdfast chaos list`): when (`step`, `seconds`, `random`, `point` ...), and its own keys.
+    """A fault of type `kind` (`holdfast chaos list`); `keys` say when (`step`, `seconds`, `point` ...) and how.
 
-    Raises ValueError, saying what is allowed.
+    Raises ValueError that names what is allowed.
     """
     known = fault_types()
     if kind not in known:
@@ -159,8 +160,9 @@ def flap(
 
 
 def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> ScenarioFault:
-    """The job's register cannot be written ("locked") or found ("gone"); with `register="tcp"` or "etcd" its server is
-    "stopped", with "etcd" and `register_nodes=3` its leader is killed ("leader-killed").
+    """The job's register cannot be written ("locked") or found ("gone").
+
+    With `register="tcp"` or "etcd" its server is "stopped"; with "etcd" and `register_nodes=3` also "leader-killed".
     """
     return fault("register-away", how=how, lasts=lasts, **when)
 

@@ -215,7 +215,7 @@ def _label(path: Path) -> str:
 def _run(
     names: list[str], seed: int, minutes: float | None, compare: bool, *, quiet: bool
 ) -> tuple[ChaosReport, list[str]]:
-    """The runs, and why others could not be run. Raises `BadScenario` before anything is run."""
+    """Run the scenarios; returns the runs, and why others could not be run. Raises `BadScenario` before the first."""
     from importlib.metadata import version
 
     import msgspec
@@ -255,7 +255,7 @@ def _run(
 
 
 def _ids(names: list[str], paths: list[Path]) -> list[str]:
-    """What the runs are called in one report: by their scenarios, and by the folders of those of one name as well."""
+    """The names of the runs in one report: those of the scenarios, with the folder where several have one name."""
     found: list[str] = []
     for name, path in zip(names, paths, strict=True):
         folder = re.sub(r"[^a-z0-9-]+", "-", path.resolve().parent.name.lower()).strip("-")
@@ -293,7 +293,7 @@ def _tell(made: ChaosReport) -> None:
 
 
 def _summary(made: ChaosReport) -> dict[str, Any]:
-    """What `--json` prints: all but the pictures' data."""
+    """The output of `--json`: the report without the data of pictures."""
     import msgspec
 
     pictures = ("spans", "progress", "lives", "output", "source")

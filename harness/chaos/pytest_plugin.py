@@ -1,6 +1,6 @@
-"""The pytest plugin that every environment with holdfast has: the fixture `chaos`, and the option `--chaos-seed`.
+"""The pytest plugin of holdfast: the fixture `chaos`, and the option `--chaos-seed`.
 
-Light to import: it is loaded with every pytest.
+Light to import: every pytest of an environment with holdfast loads it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 
 
 class Chaos:
-    """What a test gets as `chaos`: all of `holdfast.harness.chaos`, with the seed of the session.
+    """The fixture's value: all of `holdfast.harness.chaos`, with the seed of the pytest session.
 
-    A run that is not as expected leaves its report in the test's `tmp_path`, and says how to repeat it.
+    A run with an unexpected outcome leaves its report in the test's `tmp_path`, and says how to repeat it.
     """
 
     def __init__(self, seed: int, nodeid: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `holdfast chaos` shows on a terminal: lists, a progress bar, results, comparisons."""
+"""The terminal output of `holdfast chaos`: lists, a progress bar, results, comparisons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINE_SECONDS = 10.0
 
 
 def machine() -> str:
-    """Where a run was made, in a few words."""
+    """A short description of this machine."""
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.release()}"
     return f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {torch.__version__}"
@@ -51,9 +51,9 @@ def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]])
 
 
 class RunProgress:
-    """How a run gets on: on a terminal a bar, elsewhere a line for each phase and every few seconds.
+    """The progress of a run: a bar on a terminal, elsewhere a line for each phase and every few seconds.
 
-    `notes` is where lines and bar go, `console` where what came out goes.
+    Lines and bar go to `notes`, results to `console`.
     """
 
     def __init__(self, notes: Console, console: Console, progress: Progress | None) -> None:
@@ -63,7 +63,7 @@ class RunProgress:
         self._task: Any = None
 
     def begin(self, scenario: Scenario, compare: bool) -> None:
-        """A scenario begins."""
+        """Show that a scenario begins."""
         self._phase = ""
         self._console.print(styled(scenario.title, "bold"))
         if self._progress is None:
@@ -71,7 +71,7 @@ class RunProgress:
             self._notes.print(f"  {scenario.name}: {runs} of at most {scenario.limit:.0f} s, most take a few seconds")
 
     def step(self, phase: str, done: int, total: int) -> None:
-        """So many steps of a phase are committed."""
+        """Show that so many steps of a phase are committed."""
         if self._progress is not None:
             if phase != self._phase:
                 self._drop()
@@ -88,13 +88,13 @@ class RunProgress:
         self._phase, self._last = phase, (done, total)
 
     def end(self, run: ChaosRun) -> None:
-        """A scenario is over."""
+        """Show that a scenario is over."""
         self._drop()
         style, word = ("green", "as expected") if run.passed else ("bold red", "NOT as expected")
         self._console.print(styled(f"  {word}, {run.seconds:.1f} s", style))
 
     def fail(self, why: str) -> None:
-        """A scenario could not be run."""
+        """Show that a scenario could not be run."""
         self._drop()
         self._console.print(styled(f"  could not be run: {why.splitlines()[0]}", "bold red"))
 
@@ -113,7 +113,7 @@ class RunProgress:
 
 @contextmanager
 def progress(notes: Console, console: Console) -> Iterator[RunProgress]:
-    """Show how runs get on, while the `with` block lasts."""
+    """Show the progress of runs while the `with` block lasts."""
     if not notes.is_terminal:
         yield RunProgress(notes, console, None)
         return
@@ -129,7 +129,7 @@ def progress(notes: Console, console: Console) -> Iterator[RunProgress]:
 
 
 def results(report: ChaosReport) -> Iterator[RenderableType]:
-    """The table of all runs, and of each that failed why."""
+    """The table of all runs, and the failures of each."""
     table = FoldingTable(
         "", "scenario", "faults", "detected", "rebuilt", "resumed", "goodput", "violations", title_justify="left"
     )
@@ -150,7 +150,7 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
 
 
 def comparison(title: str, names: tuple[str, str], rows: Sequence[ComparedFigure]) -> Table:
-    """Two runs side by side."""
+    """The table that sets two runs side by side."""
     table = FoldingTable("", *names, "change", "", title=title, title_justify="left")
     styles = {"better": "green", "worse": "red", "equal": "dim", "": ""}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Faults of the cables between hosts that are network namespaces: as real as on one machine it gets. As root."""
+"""Faults of the cables between hosts that are network namespaces. Need root."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class LinkCut(Aimed, frozen=True, kw_only=True):
-    """The cable of the host of `who`: `how` "pulled" (nothing in or out), "mute" (what it sends is lost), "deaf" (what
-    is sent to it is lost), or "slow" (no more than `megabits` a second).
+    """The cable of the host of a process is broken.
+
+    `how`: "pulled" (nothing in or out), "mute" (what the host sends is lost), "deaf" (what is sent to it is lost), or
+    "slow" (no more than `megabits` a second).
     """
 
     summary: ClassVar[str] = "the cable of a host"

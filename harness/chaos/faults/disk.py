@@ -1,4 +1,4 @@
-"""The disk is full: the job's files (register, event logs) lie on a file system that has no byte left."""
+"""A full disk: the file system with the job's files (register, event logs) has no byte left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIECE = 1 << 16
 
 
 class DiskFull(FaultType, frozen=True, kw_only=True):
-    """Every byte that is free is taken, and given back when the fault is over. The job must have a `disk`."""
+    """Fills the disk, and frees it when the fault is over. The job must have a `disk`."""
 
     summary: ClassVar[str] = "disk full"
 

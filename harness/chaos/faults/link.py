@@ -1,4 +1,4 @@
-"""Faults of links between ranks: through the proxy, so for every transport over TCP, and for the control channel.
+"""Faults of links between ranks, through the proxy: for every transport over TCP, and for the control channel.
 
 The job must have `links = true`. `source` and `target` are ranks, or lists of them; without one of them: all others.
 `plane` is "control" (heartbeats, views), "data", or "all".
@@ -38,7 +38,7 @@ class _Linked(FaultType, frozen=True, kw_only=True):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The ranks that this is about."""
+        """The ranks that the fault names."""
         return ()
 
     @property
@@ -82,7 +82,7 @@ class _Directed(_Linked, frozen=True, kw_only=True):
 
 
 class Cut(_Directed, frozen=True, kw_only=True):
-    """Nothing passes, and nobody is told: packets vanish."""
+    """Nothing passes, and no end is told: packets vanish."""
 
     summary: ClassVar[str] = "link cut"
 
@@ -112,7 +112,7 @@ class SlowLink(_Directed, frozen=True, kw_only=True):
 
 
 class Lossy(_Directed, frozen=True, kw_only=True):
-    """A `share` of the segments is lost: each costs TCP's least retransmission time, 200 ms."""
+    """A `share` of the segments is lost; each costs TCP's least retransmission time, 200 ms."""
 
     summary: ClassVar[str] = "lossy link"
     share: Share = 0.02
@@ -122,7 +122,7 @@ class Lossy(_Directed, frozen=True, kw_only=True):
 
 
 class Corrupt(_Directed, frozen=True, kw_only=True):
-    """One bit is flipped in a `share` of the pieces of payload (4 KiB or more); with `headers` in small pieces too."""
+    """One bit flips in a `share` of the pieces of payload (4 KiB or more); with `headers` in small pieces, too."""
 
     summary: ClassVar[str] = "bits flipped on the link"
     share: Share = 0.1
@@ -142,7 +142,7 @@ class Reset(_Directed, frozen=True, kw_only=True):
 
 
 class Partition(_Linked, frozen=True, kw_only=True):
-    """Nothing passes between `groups` of ranks, nor between one that is named and one that is not."""
+    """Nothing passes between `groups` of ranks, nor between a rank that is in a group and one that is in none."""
 
     summary: ClassVar[str] = "network partitioned"
     groups: tuple[tuple[int, ...], ...]

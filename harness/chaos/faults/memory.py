@@ -1,4 +1,4 @@
-"""A bit of published weights flips in a holder's memory: what a checksum is for."""
+"""A bit of published weights flips in a holder's memory; the checksum must show it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CorruptMemory(Aimed, frozen=True, kw_only=True):
-    """One bit of the newest version flips in the memory of a holder; its checksum is as before."""
+    """One bit of the newest version flips in the memory of a holder; the stored checksum stays."""
 
     summary: ClassVar[str] = "a bit flips in memory"
 

@@ -1,4 +1,4 @@
-"""Offers holdfast's own fault types through the entry-point group `holdfast`, like anybody's."""
+"""The plugin that offers holdfast's own fault types, through the same entry-point group as other plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of processes: killed, stopped, slowed down, or one more of them."""
+"""Faults of processes: kill, pause, slow down, or start one more."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ ROLES = {
     "store": ("random", "publisher", "holder", "reader"),
     "demo": ("trainer", "generator", "holder"),
 }
-"""Who can be named, besides ranks. The coordinator is rank 0, where all others meet in a rebuild; the joiner is the
-process that was started last; "random" is drawn from the seed, as often as it is written.
+"""The roles that `who` may name, besides ranks.
+
+The coordinator is rank 0, where all others meet in a rebuild; the joiner is the process that was started last;
+"random" is drawn from the seed, as often as it is written.
 """
 
 
 class Aimed(FaultType, frozen=True, kw_only=True):
     """A fault of one or several processes: `who` is a rank, a role, or a list of them.
 
-    Without it: the process that reached the point of `at`.
+    Without `who`: the process that reached the point of `at`.
     """
 
     who: Who = None
 
     @property
     def names(self) -> tuple[int | str, ...]:
-        """Who is meant, as a list."""
+        """`who` as a list."""
         return () if self.who is None else self.who if isinstance(self.who, tuple) else (self.who,)
 
     def check(self, scenario: Scenario) -> None:
@@ -53,7 +55,7 @@ class Aimed(FaultType, frozen=True, kw_only=True):
                 raise ValueError(f"who = {name}: no such rank ({counted(scenario.job.ranks, 'rank')})")
 
     def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
-        """With ranks, all different, in place of "random"."""
+        """This fault with ranks, all different, in place of "random"."""
         taken = {name for name in self.names if name != "random"}
         settled: list[int | str] = []
         for name in self.names:
@@ -65,7 +67,7 @@ class Aimed(FaultType, frozen=True, kw_only=True):
         return replace(self, who=tuple(settled) or None)
 
     def victims(self, context: FaultContext) -> list[Victim]:
-        """The processes that are meant, now."""
+        """The processes that hold the named ranks and roles now."""
         if not self.names:
             return [context.reacher()]
         return [victim for name in self.names for victim in context.find(name)]
@@ -124,9 +126,7 @@ class Slow(Aimed, frozen=True, kw_only=True):
 
 
 class Flap(Aimed, frozen=True, kw_only=True):
-    """The process stops for `off` seconds again and again, and runs for `on` seconds between: never long enough to be
-    given up.
-    """
+    """The process stops for `off` seconds and runs for `on` seconds, again and again: too short to be evicted."""
 
     summary: ClassVar[str] = "flapping"
     off: Annotated[float, Meta(gt=0)] = 0.2
@@ -139,7 +139,7 @@ class Flap(Aimed, frozen=True, kw_only=True):
 
 
 class Join(FaultType, frozen=True, kw_only=True):
-    """No fault: `count` more processes want to take part."""
+    """`count` more processes start and want to take part. Breaks nothing."""
 
     summary: ClassVar[str] = "another process joins"
     count: Annotated[int, Meta(ge=1, le=8)] = 1
@@ -156,7 +156,7 @@ class Join(FaultType, frozen=True, kw_only=True):
 
 
 def _blinking(victims: Sequence[Victim], off: float, on: float) -> Undo:
-    """Stop and continue in turn, in a thread, until the undo."""
+    """Stop and continue the processes in turn, in a thread; returns what ends that."""
     over = threading.Event()
 
     def blink() -> None:

@@ -1,4 +1,4 @@
-"""Faults of the register: nobody can change it, nobody can find it, nobody answers, or who leads it is gone."""
+"""Faults of the register: its file is locked or gone, its server is stopped, or its leader is killed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario.scenario import Scenario
 
 WAYS = {"sqlite": ("locked", "gone"), "tcp": ("stopped",), "etcd": ("stopped", "leader-killed")}
-"""How the register of each kind can be away."""
+"""The ways in which each kind of register can be away."""
 
 
 class RegisterAway(FaultType, frozen=True, kw_only=True):
-    """The job's register cannot be used. `how`, for a file: "locked": another process holds its write lock; "gone": it
-    is not where it was. For a server: "stopped": none of its processes runs. For etcd: "leader-killed": the node that
-    leads is killed, the others elect another; it is started again after `lasts`.
+    """The job's register cannot be used.
+
+    `how`, for a file: "locked": another process holds its write lock; "gone": it is not where it was. For a server:
+    "stopped": none of its processes runs. For etcd: "leader-killed": the leading node is killed, the others elect
+    another; it is started again after `lasts`.
     """
 
     summary: ClassVar[str] = "register away"

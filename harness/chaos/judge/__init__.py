@@ -1,1 +1,1 @@
-"""What came of a run: checks, figures, the verdict."""
+"""The result of a run: checks, figures, the verdict, pages."""

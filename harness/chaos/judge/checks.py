@@ -1,4 +1,4 @@
-"""What the invariants of a job do not say, and a workload does: checkers of its own, over the same events."""
+"""Checkers of a workload, over the same events as the invariants of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANING = {
 
 
 class EverySampleOnce(Checker):
-    """Of each step all shards were worked on, each once, in the attempt that was committed."""
+    """In the committed attempt at each step the ranks worked on all shards, each once."""
 
     name: ClassVar[str] = "every sample once"
     meaning: ClassVar[str] = (
@@ -30,7 +30,7 @@ class EverySampleOnce(Checker):
         self._committed: dict[int, Event] = {}
         self._members: dict[int, int] = {}
         self.torn = False
-        """Whether logs may lack the last lines of those that died: a full disk."""
+        """Whether logs may lack the last lines of dead processes: the disk was full."""
 
     def observe(self, event: Event) -> None:
         if event.kind == "installed":
@@ -58,7 +58,7 @@ class EverySampleOnce(Checker):
 
 
 class OnlyFaultyMembersLeave(Checker):
-    """Nobody is evicted whom no fault has struck: slowness, a bad network or a register that is away are no deaths."""
+    """No process is evicted without a fault of its own: slowness, a bad network or an absent register is no death."""
 
     name: ClassVar[str] = "only the struck leave"
     meaning: ClassVar[str] = "A process that is in one view and not in a later one was struck by a fault before."
@@ -81,7 +81,7 @@ class OnlyFaultyMembersLeave(Checker):
 
 
 class RegisterAwayBreaksNothing(Checker):
-    """An epoch that runs needs no register: while that is away, and nothing else is broken, no epoch ends."""
+    """No epoch ends while only the register is away: a running epoch does not need it."""
 
     name: ClassVar[str] = "a register away breaks no epoch"
     meaning: ClassVar[str] = "While the register is away, and nothing else has been broken, no epoch ends."
@@ -107,7 +107,7 @@ class RegisterAwayBreaksNothing(Checker):
 
 
 class RightBytes(Checker):
-    """Readers of a store got, for each version, the bytes that were published as that version."""
+    """Readers of a store get, for each version, the bytes that were published as that version."""
 
     name: ClassVar[str] = "readers get the right bytes"
     meaning: ClassVar[str] = "Every byte that a reader fetched is that of the version that it was told it has."
@@ -120,7 +120,7 @@ class RightBytes(Checker):
 
 
 def same_weights(digests: dict[str, str], reference: str) -> CheckResult:
-    """Whether all hold the same, and the same as without faults ("" if that is not known)."""
+    """Check that all digests are equal, and equal to `reference`, that of the fault-free run ("": unknown)."""
     violations = []
     for name, digest in digests.items():
         if reference and digest != reference:
@@ -137,12 +137,14 @@ def same_weights(digests: dict[str, str], reference: str) -> CheckResult:
 
 
 SLACK = {"descriptors": 12, "threads": 4}
-"""How much may come and go: connections of a rebuild that is under way, a thread that ends later."""
+"""How much may come and go: connections of an unfinished rebuild, a thread that ends later."""
 
 
 def growth(events: list[Event], least_rebuilds: int = 3) -> CheckResult:
-    """What grew in processes that lived through several rebuilds: the most in the first third of their time after the
-    second of them, against the least in the last third. Members and spares that come and go are on both sides.
+    """Find leaks in processes that lived through several rebuilds.
+
+    Compares the most in the first third of their time after the second rebuild with the least in the last third.
+    Connections to members and spares that come and go are in both.
     """
     rebuilt: dict[str, int] = defaultdict(int)
     used: dict[str, list[Event]] = defaultdict(list)
@@ -167,7 +169,7 @@ def growth(events: list[Event], least_rebuilds: int = 3) -> CheckResult:
 
 
 def examine(events: list[Event], bounds: Bounds) -> list[CheckResult]:
-    """What the checkers of this file find, as far as they looked at anything."""
+    """The results of the checkers of this file that looked at any event."""
     samples = EverySampleOnce(bounds)
     samples.torn = any(event.kind == "fault" and event.text("what") == "disk-full" for event in events)
     checkers: list[Checker] = [

@@ -1,4 +1,4 @@
-"""Two runs of one scenario side by side: which figures changed, and for the better or the worse."""
+"""Compares two runs of one scenario: which figures changed, and for the better or the worse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """A figure of both runs, in its own words; `judgement` is about the second."""
+    """A figure of both runs, formatted; `judgement` is about the second run."""
 
     name: str
     before: str

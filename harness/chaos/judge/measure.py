@@ -1,4 +1,4 @@
-"""From the events of a run to figures: what each fault led to and when, how fast steps were committed, who did what."""
+"""Computes the figures of a run from its events: recoveries, speed, and what each process did when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import RecoveryStage, Span
 
 DETECTED = frozenset(["detected", "suspected", "fenced", "holders_died", "replica_condemned"])
-"""Events by which a process says that it knows of a fault."""
+"""Events that show that a process knows of a fault."""
 
 STAGES = ("detected", "rebuilt", "resumed")
-"""Of a recovery: the first process knows; all have the next communicator, or the replica is made again; the next step
-is committed.
+"""The stages of a recovery: the first process knows of the fault; all have the next communicator, or the replica is
+made again; the next step is committed.
 """
 
 
@@ -32,7 +32,7 @@ def speed(events: Iterable[Event]) -> Speed:
 
 
 def rebuilds(events: Iterable[Event]) -> int:
-    """How often a communicator replaced another: epochs in which anybody rebuilt, but the first."""
+    """How often a communicator replaced another: the epochs with a rebuild, but the first."""
     return max(0, len({event.integer("epoch") for event in events if event.kind == "rebuilt"}) - 1)
 
 
@@ -65,7 +65,7 @@ def injected_faults(raw: Raw) -> tuple[InjectedFault, ...]:
 
 
 def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
-    """What followed the fault before the next one, or, where two overlap, the recovery from both."""
+    """The stages between the fault and the next one; where two overlap, those of the recovery from both."""
     assert fault.time is not None
     at = fault.time
     later = [event for event in events if event.time > at]
@@ -85,8 +85,10 @@ def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Itera
 
 
 def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> float | None:
-    """When, after `since`, all were in the next communicator, or the replica was made again; None if nothing had to be:
-    the death of a spare ends no epoch. `mine` are the events up to the next fault, which may fall into the rebuild.
+    """When, after `since`, all were in the next communicator, or the replica was made again.
+
+    None if nothing had to be rebuilt: the death of a spare ends no epoch. `mine` are the events up to the next fault,
+    which may fall into the rebuild.
     """
     replica = next((event for event in mine if event.kind == "replica_made" and event.time > since), None)
     if replica is not None:
@@ -98,7 +100,7 @@ def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> flo
 
 
 def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:
-    """Of every stage, over the faults that led to a recovery; "undisturbed": of others, to the next step."""
+    """Percentiles of each stage over the faults with a recovery; "undisturbed": of the others, to the next step."""
     seconds: dict[str, list[float]] = {}
     for fault in found:
         recovered = any(stage.name == "detected" for stage in fault.stages)
@@ -108,7 +110,7 @@ def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles:
-    """By the nearest rank: always a value that was measured."""
+    """Percentiles by the nearest-rank method: always a measured value."""
 
     def at(share: float) -> float:
         return values[max(0, math.ceil(share * len(values)) - 1)]
@@ -117,7 +119,7 @@ def _percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def spans(raw: Raw, names: Mapping[int, str]) -> tuple[Span, ...]:
-    """What each process did: steps, waits for commits, rebuilds, transfers of state. `names` by process id."""
+    """The spans of each process: steps, waits for commits, rebuilds, transfers of state. `names` by process id."""
     found = []
     open_at: dict[tuple[int, str], Event] = {}
     for event in raw.events:
@@ -156,11 +158,11 @@ def _closed(event: Event, open_at: dict[tuple[int, str], Event]) -> Iterator[tup
 
 
 POINTS = 400
-"""Most points of a curve."""
+"""The most points of a curve."""
 
 
 def progress(raw: Raw) -> tuple[tuple[float, int], ...]:
-    """How many steps were committed at which time, thinned out, stalls kept."""
+    """How many steps were committed at which time, thinned out but with all stalls."""
     found: list[tuple[float, int]] = []
     newest = -1
     for event in raw.events:
@@ -178,11 +180,11 @@ def progress(raw: Raw) -> tuple[tuple[float, int], ...]:
 
 MOST_SPANS = 6000
 CLOSE_UPS = 12
-"""Of so many faults what was done around them is kept call by call in long runs."""
+"""The number of faults around which long runs keep every span."""
 
 
 def thinned(found: tuple[Span, ...], faults: Sequence[InjectedFault], seconds: float) -> tuple[Span, ...]:
-    """Spans for a picture of the whole run: in long runs, away from the first faults, neighbours become one."""
+    """Spans for a picture of the whole run: long runs merge neighbours away from the first faults."""
     if len(found) <= MOST_SPANS:
         return found
     times = [fault.time for fault in faults if fault.time is not None][:CLOSE_UPS]

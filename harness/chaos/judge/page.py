@@ -1,4 +1,4 @@
-"""The report of chaos runs: one page for one run or many, and one that sets two reports side by side."""
+"""Renders chaos runs: a page for one run or many, and a page that sets two reports side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.harness.report.strip import draw_strip
 from holdfast.harness.report.timeline import draw_timeline
 
 SCENES = 6
-"""How many recoveries are shown call by call."""
+"""The most recoveries that a page shows call by call."""
 
 _ORDER = ("rank", "spare", "trainer", "generator", "publisher", "holder", "reader")
 
@@ -43,7 +43,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_report(report: ChaosReport, path: Path) -> None:
-    """Write the page of a report to `path`, whose folder exists."""
+    """Write the page of a report to `path`, in an existing folder."""
     from markupsafe import Markup
 
     sections = [_section(run, Markup) for run in report.runs]

@@ -1,4 +1,4 @@
-"""The data of a finished run: all that a table, a report, a comparison or another program needs.
+"""The data of a finished run, for tables, reports, comparisons and other programs.
 
 All times are seconds since the run began; durations are seconds.
 """
@@ -16,7 +16,7 @@ SCHEMA = 1
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault of the schedule, and what became of it. `time` is None if its moment never came."""
+    """A fault of the schedule, and its effect. `time` is None if its moment never came."""
 
     number: int
     type: str
@@ -31,7 +31,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the faults that have the stage."""
+    """Percentiles of one stage in seconds, over the `count` faults that have it."""
 
     count: int
     p50: float
@@ -48,7 +48,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What went from one process to another through the proxy."""
+    """The traffic from one process to another through the proxy."""
 
     source: str
     target: str
@@ -61,7 +61,7 @@ class LinkTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one scenario. `failures` says why it is not what was expected; none: it is."""
+    """One run of one scenario. `failures` are the differences from the expected outcome."""
 
     schema: int = SCHEMA
     name: str
@@ -105,7 +105,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `holdfast chaos run` writes as run.json."""
+    """The content of run.json, as `holdfast chaos run` writes it."""
 
     version: str
     machine: str

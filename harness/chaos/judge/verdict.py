@@ -1,4 +1,4 @@
-"""Whether a run came out as its scenario says, and if not, why not."""
+"""Judges whether a run had the outcome that its scenario expects, and says why not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.harness.invariants import CheckResult
 
 LEFT = OnlyFaultyMembersLeave.name
 SHOWN = 3
-"""Violations of one invariant that are told."""
+"""The most violations of one invariant that a verdict lists."""
 
 
 def violated(findings: Sequence[CheckResult]) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def failures(
     reference: Speed | None,
     rebuilds: int,
 ) -> list[str]:
-    """Everything in which the run is not what was expected."""
+    """All differences between the run and its scenario's expectation, in words."""
     expect = scenario.expect
     found = list(_of_invariants(scenario, findings))
     found += [f"fault {each.number} ({each.words}) could not strike: {each.refused}" for each in faults if each.refused]
@@ -70,16 +70,14 @@ def failures(
 
 
 def _outlived(raw: Raw) -> set[int]:
-    """The faults whose moment a run that was faster than planned did not live to see: those that come again and again,
-    if they came at all.
-    """
+    """Recurring faults that a run faster than planned ended before, if one of their type came at all."""
     recurring = [each for each in raw.faults if each.planned.again]
     came = {each.planned.type for each in recurring if each.time is not None}
     return {each.planned.number for each in recurring if each.waits and each.planned.type in came}
 
 
 def _lost(raw: Raw) -> list[str]:
-    """Who ended badly of itself. Where it is replaced the run may go on as if nothing had been."""
+    """Processes that failed without a fault. Where they are replaced the run may end well all the same."""
     faults = {victim.process.pid for each in raw.faults for noted in each.noted for victim in noted.victims}
     return [
         f"{life.name} {life.how}, and nobody had struck it"

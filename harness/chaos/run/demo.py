@@ -1,4 +1,4 @@
-"""The reference workload as a scenario: `holdfast demo`, broken where the scenario says, as a chaos run."""
+"""Runs `holdfast demo` as the workload of a scenario, and records it as a chaos run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STAGES = {
     "unit redone": "resumed",
     "replicated again": "resumed",
 }
-"""The demo's words for stages, in those of all chaos runs."""
+"""The demo's names of stages -> those of all chaos runs."""
 
 
 class Watching:
@@ -46,7 +46,7 @@ class Watching:
 
 
 def plan_of(scenario: Scenario, planned: Sequence[Planned]) -> DemoPlan:
-    """The demo's plan. Raises ValueError for a fault that the demo cannot have."""
+    """The demo's plan. Raises ValueError for a fault that the demo does not support."""
     workload = scenario.workload
     assert isinstance(workload, Demo)
     kills: dict[Victim, PlannedKill] = {}
@@ -63,7 +63,7 @@ def plan_of(scenario: Scenario, planned: Sequence[Planned]) -> DemoPlan:
 
 
 def play(plan: DemoPlan, watch: Callable[[int, int], None]) -> DemoRun:
-    """One run of the demo. Raises what it raises."""
+    """Run the demo once. Raises the errors of `DemoRunner.run`."""
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
         setup = RunSetup.prepare(plan, Path(directory), time.monotonic())
         return DemoRunner(plan, setup, Watching(plan.recipe.steps, watch)).run()
@@ -78,7 +78,7 @@ def judged(
     run: DemoRun,
     quiet: DemoRun | None,
 ) -> ChaosRun:
-    """The record of a demo, and of the same one without faults, as a chaos run."""
+    """A demo run as a chaos run; `quiet` is the same run without faults."""
     faults = tuple(_injected(number, blow, planned) for number, blow in enumerate(run.blows, start=1))
     reference = "" if quiet is None else quiet.outcome.digest
     weights = same_weights({"trainers": run.outcome.digest}, reference)

@@ -1,4 +1,4 @@
-"""What a fault may lay hands on: the processes of a running scenario, their links and files, and the log."""
+"""What a fault can act on: the processes of a running scenario, their links and files, and the log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast.harness.processes.zygote_client import ForkedProcess
 
 
 class NobodyThere(HoldfastError):
-    """A fault found no process that it could strike."""
+    """A fault found no process that it applies to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process, under the name that it has in the event logs; `rank` where it has one now."""
+    """A process, under its name in the event logs; `rank` if it has one now."""
 
     name: str
     process: ForkedProcess
@@ -35,17 +35,17 @@ class Victim:
 
 
 class ProcessSet(ABC):
-    """The processes of a run, by who they are now."""
+    """The processes of a run, by their current ranks and roles."""
 
     directory: Path
-    """Their files. In it: the register and the folder of event logs."""
+    """The folder of their files, with the register and the folder of event logs."""
 
     events_directory: Path
 
     @property
     @abstractmethod
     def register_url(self) -> str:
-        """The register that they use."""
+        """The URL of their register."""
 
     @abstractmethod
     def find(self, name: int | str) -> list[Victim]:
@@ -53,7 +53,7 @@ class ProcessSet(ABC):
 
     @abstractmethod
     def everybody(self) -> list[Victim]:
-        """All processes that live, whatever they are."""
+        """All living processes, in every role."""
 
     @abstractmethod
     def of_pid(self, pid: int) -> Victim | None:
@@ -66,7 +66,7 @@ class ProcessSet(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What a fault said that it is about to do, on `time.monotonic()`."""
+    """The announcement of a fault right before its injection, on `time.monotonic()`."""
 
     number: int
     what: str
@@ -75,7 +75,7 @@ class Noted:
 
 
 class FaultContext:
-    """Given to a fault that strikes. `directory` holds the job's files."""
+    """What `FaultType.inject` is given. `directory` holds the job's files."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class FaultContext:
         self.reached: Victim | None = None
         self.noted: list[Noted] = []
 
-    # -- who
+    # -- processes
 
     def find(self, name: int | str) -> list[Victim]:
         """The processes that hold a rank or a role now. Raises `NobodyThere`."""
         return self._processes.find(name)
 
     def reacher(self) -> Victim:
-        """The process that has reached the point of the fault. Raises `NobodyThere` for a fault without a point."""
+        """The process that reached the point of the fault. Raises `NobodyThere` for a fault without a point."""
         if self.reached is None:
             raise NobodyThere("a fault without `who` strikes the process that reached its point, and this has no point")
         return self.reached
@@ -110,17 +110,17 @@ class FaultContext:
         return frozenset(victim.process.pid for rank in ranks for victim in self.find(rank))
 
     def everybody(self) -> frozenset[int]:
-        """The process ids of all."""
+        """The ids of all living processes."""
         return frozenset(victim.process.pid for victim in self._processes.everybody())
 
     def found(self, pids: Iterable[int]) -> list[Victim]:
         """The processes with these ids."""
         return [victim for pid in sorted(pids) if (victim := self._processes.of_pid(pid)) is not None]
 
-    # -- what
+    # -- actions
 
     def note(self, what: str, victims: Sequence[Victim], **more: Any) -> None:
-        """Say, in the job's event log, what is about to be broken: to be called right before that."""
+        """Write into the job's event log what is about to be broken. Call it right before that."""
         now = self._clock()
         for victim in (*victims,) or (None,):
             target = {} if victim is None else {"target": victim.name, "target_pid": victim.process.pid}
@@ -129,7 +129,7 @@ class FaultContext:
         self.noted.append(Noted(self.number, what, tuple(victims), now))
 
     def rule(self, rules: Iterable[LinkRule]) -> Callable[[], None]:
-        """Let rules hold on the links between the processes; returns what takes them back."""
+        """Apply rules to the links between the processes; returns a call that removes them."""
         links = self._links
         if links is None:
             raise HoldfastError("this job has no links that can be broken: job.links = true")
@@ -137,7 +137,7 @@ class FaultContext:
         return lambda: links.remove(numbers)
 
     def hosts(self) -> Hosts:
-        """The hosts that are network namespaces. Raises `HoldfastError` for a job without."""
+        """The network namespaces of the job's hosts. Raises `HoldfastError` for a job without."""
         if self._hosts is None:
             raise HoldfastError('this job has no hosts of its own: job.hosts = "namespaces"')
         return self._hosts
@@ -150,7 +150,7 @@ class FaultContext:
         return path_of(url)
 
     def register_server(self) -> RegisterServer:
-        """What serves the job's register. Raises `HoldfastError` for a file."""
+        """The server of the job's register. Raises `HoldfastError` for a file."""
         if self._register is None:
             raise HoldfastError(f"nobody serves the register {self._processes.register_url}: it is a file")
         return self._register

@@ -1,4 +1,4 @@
-"""Network namespaces as the hosts of a job's processes, one each: who is on which, and whose cable is pulled."""
+"""Network namespaces as the hosts of a job's processes, one host for each process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERFACE = "eth0"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """In a process: move to a host that nobody has yet. Its number and this process are written down in `folder`."""
+    """Called in a process: moves it to a free host, and records the host's number and the process in `folder`."""
 
     folder: Path
     entries: tuple[Entry, ...]
@@ -52,11 +52,11 @@ class Hosts:
 
     @property
     def network(self) -> Network:
-        """The network, whose cables can be pulled."""
+        """The network between the hosts; its cables can be pulled."""
         return self._network
 
     def claim(self) -> Claim:
-        """What each process calls before it uses the network."""
+        """The call that each process makes before it uses the network."""
         addresses = self._network.addresses
         return Claim(self._folder, tuple(self._network.entry(number) for number in range(len(addresses))), addresses)
 

@@ -1,4 +1,4 @@
-"""Points of the protocol as moments to strike at: a process that reaches one waits there until the harness has acted.
+"""Injects faults at points of the protocol: a process that reaches one waits there until the harness has acted.
 
 In the process a `PointAgent` is armed (`holdfast.ft.faultpoints`); it asks the harness's `Gate` over a Unix socket.
 """
@@ -18,10 +18,10 @@ from holdfast.comms.system.paths import bind_unix, connect_unix
 from holdfast.harness.chaos.scenario.planning import Trigger
 
 HELD_SECONDS = 10.0
-"""How long a process waits at a point at most."""
+"""The longest that a process waits at a point."""
 
 LATE_STEPS = 5
-"""So many steps after the one whose commit they wait for, faults have struck: nobody commits the next one before."""
+"""So many steps after the step that a fault waits for, processes stop until the fault is injected."""
 
 _COMMIT, _FINISH = "commit.before_prepare", "finish.before_propose"
 
@@ -36,7 +36,7 @@ class Arrival(msgspec.Struct, frozen=True):
     epoch: int
 
     def fits(self, when: Trigger) -> bool:
-        """Whether this is what a trigger waits for, or as far as the job may go before it."""
+        """Whether this is the point that a trigger waits for, or the last step that the job may take before it."""
         if when.step is not None:
             late = self.point == _COMMIT and self.step == when.step + LATE_STEPS
             return late or self.point == _FINISH
@@ -45,7 +45,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class PointAgent:
-    """In a process of the job: stops at the points of `triggers`. Called from any thread, one at a time each."""
+    """Runs in a process of the job, and stops it at the points of `triggers`. Safe to call from any thread."""
 
     def __init__(self, path: Path, triggers: Sequence[Trigger]) -> None:
         self._triggers = tuple(triggers)
@@ -58,7 +58,7 @@ class PointAgent:
         self._line.settimeout(HELD_SECONDS)
 
     def reach(self, point: str, step: int, rank: int, epoch: int) -> None:
-        """Wait at a point, if a fault may strike there."""
+        """Wait at a point if a fault may be injected there."""
         if point not in self._points:
             return
         here = Arrival(os.getpid(), point, step, rank, epoch)
@@ -80,7 +80,7 @@ class WaitingProcess:
     line: socket.socket
 
     def release(self) -> None:
-        """Let it go on; nothing happens if it is dead."""
+        """Let the process go on. Does nothing if it is dead."""
         try:
             self.line.send(b"!")
         except OSError:
@@ -88,7 +88,7 @@ class WaitingProcess:
 
 
 class Gate:
-    """In the harness: where agents ask. A context manager. `path` is given to agents; used from one thread."""
+    """The harness's side: agents connect to its socket `path`. A context manager, for one thread."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "gate"
@@ -102,7 +102,7 @@ class Gate:
         return [self._door.fileno(), *self._lines]
 
     def take(self) -> list[WaitingProcess]:
-        """Who waits at a point since the last time."""
+        """The processes that have come to a point since the last call."""
         self._admit()
         found = []
         for number, line in list(self._lines.items()):
@@ -128,7 +128,7 @@ class Gate:
             self._lines[line.fileno()] = line
 
     def close(self) -> None:
-        """Let everybody go on. Idempotent."""
+        """Let all processes go on. Idempotent."""
         for line in self._lines.values():
             line.close()
         self._lines.clear()

@@ -1,4 +1,4 @@
-"""The processes of a run, and who they are: those of a job of sessions, and those around a weight store."""
+"""Starts and ends the processes of a run: those of a job of sessions, and those around a weight store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ END_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Begun:
-    """A process that was started, on `time.monotonic()`. `ended` is 0 while it lives."""
+    """A started process, with times on `time.monotonic()`. `ended` is 0 while it lives."""
 
     name: str
     role: str
@@ -47,7 +47,7 @@ class Begun:
 
 @dataclass(slots=True)
 class Results:
-    """What processes returned by name, and why others did not."""
+    """The results of processes by name, and the errors of others."""
 
     values: dict[str, Any] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Results:
 
 
 class DrivenProcessSet(ProcessSet):
-    """A cast that the loop of a run drives."""
+    """A set of processes that the loop of a run drives."""
 
     def __init__(self) -> None:
         self.begun: list[Begun] = []
@@ -66,7 +66,7 @@ class DrivenProcessSet(ProcessSet):
 
     @abstractmethod
     def results(self) -> Results:
-        """What came out, once it is over."""
+        """The results, once the run is over."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,7 +79,7 @@ class DrivenProcessSet(ProcessSet):
         return next((self._victim(each) for each in self.begun if each.process.pid == pid), None)
 
     def outputs(self) -> str:
-        """The end of what each process printed, for those that failed."""
+        """The end of the output of each process."""
         found = ((each.name, tail(each.process.output, 2000)) for each in self.begun)
         return "\n".join(f"[{name}] {text}" for name, text in found if text)
 
@@ -87,7 +87,7 @@ class DrivenProcessSet(ProcessSet):
         return Victim(begun.name, begun.process)
 
     def _note_ends(self) -> list[Begun]:
-        """Those that have ended since the last time."""
+        """The processes that have ended since the last call."""
         new = [each for each in self.begun if not each.ended and not each.process.alive()]
         for each in new:
             each.ended = time.monotonic()
@@ -96,12 +96,12 @@ class DrivenProcessSet(ProcessSet):
 
 
 Step = Callable[[], Mapping[str, Any] | None]
-"""Something that a process does before its session; it may return options of that."""
+"""A call that a process makes before its session; it may return options of the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """What each process of a job does before its session. Travels to it, so it holds data only."""
+    """The calls that each process of a job makes before its session. It is pickled, so it holds data only."""
 
     steps: tuple[Step, ...]
 
@@ -114,7 +114,7 @@ class Prelude:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Stop at the points at which faults may strike."""
+    """Makes a process stop at the points of `triggers`."""
 
     gate: Path
     triggers: tuple[Trigger, ...]
@@ -127,7 +127,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class HostOfItsOwn:
-    """Take this process to be on a host of its own."""
+    """Makes a process appear to be on a host of its own."""
 
     def __call__(self) -> None:
         from holdfast.comms.transport import liveness
@@ -187,7 +187,7 @@ class SessionProcesses(DrivenProcessSet):
         return self.job.register_url
 
     def view(self) -> View | None:
-        """The newest view that could be had; None before the first."""
+        """The newest known view; None before the first."""
         with contextlib.suppress(HoldfastError):
             self._view = self.job.newest_view() or self._view
         return self._view
@@ -260,7 +260,7 @@ class SessionProcesses(DrivenProcessSet):
 
 
 class StoreProcesses(DrivenProcessSet):
-    """A publisher, holders and readers around one store. Whoever dies is started anew."""
+    """A publisher, holders and readers around one store. A process that dies is started anew."""
 
     def __init__(self, scenario: Scenario, spec: StoreWorkload, directory: Path, register: str | None = None) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class StoreProcesses(DrivenProcessSet):
         self.begun.append(Begun(name, role, process, time.monotonic()))
 
     def _take(self, each: Begun) -> None:
-        """What a process sent before it ended."""
+        """Take the message that a process sent before it ended."""
         try:
             value = each.process.channel.recv(1.0)
         except (EOFError, TimeoutError):
@@ -350,7 +350,7 @@ class StoreProcesses(DrivenProcessSet):
         self._values[each.name] = value
 
     def _done(self) -> bool:
-        """Whether the publisher and the readers have come to the end, as their logs say; or somebody has given up."""
+        """Whether the publisher and the readers are done, as their logs say, or a process has failed."""
         if self._errors:
             return True
         waiting = {"publisher": "finished", "reader": "read"}

@@ -1,4 +1,4 @@
-"""What serves the register of a run's job, where that is no file: started before the job, ended after it, broken."""
+"""Servers of registers that are no file: started before a run's job, broken on order, ended after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RegisterServer(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """SIGSTOP all of it: nobody refuses, and nobody answers."""
+        """SIGSTOP all processes of the server: connections are neither refused nor answered."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -42,11 +42,11 @@ class RegisterServer(ABC):
 
     @abstractmethod
     def kill_leader(self) -> Callable[[], None]:
-        """SIGKILL the node that leads; returns what starts it again. Raises `HoldfastError` where none does."""
+        """SIGKILL the leading node; returns a call that restarts it. Raises `HoldfastError` without a leader."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the server. Idempotent."""
 
     def __enter__(self) -> RegisterServer:
         return self
@@ -58,7 +58,7 @@ class RegisterServer(ABC):
 
 
 class TcpServer(RegisterServer):
-    """A process that serves torch's TCPStore and does nothing else."""
+    """A process that only serves torch's TCPStore."""
 
     def __init__(self, folder: Path) -> None:
         self._process = zygote().spawn(_serve, name="register", output=folder / "register.log")
@@ -120,9 +120,9 @@ class EtcdServer(RegisterServer):
 
 
 def serve(job: JobSpec, folder: Path) -> RegisterServer | None:
-    """What the job's register needs, started, with its files in `folder`; None for a file.
+    """Start the server of the job's register, with its files in `folder`; None for a register that is a file.
 
-    Raises `HoldfastError`, saying what to install, where there is no such server on this machine.
+    Raises `HoldfastError`, naming what to install, where this machine has no such server.
     """
     if job.register == "tcp":
         return TcpServer(folder)
@@ -132,7 +132,7 @@ def serve(job: JobSpec, folder: Path) -> RegisterServer | None:
 
 
 def _serve(channel: ProcessChannel) -> None:
-    """A process's whole life: serve until the other end of the channel is closed."""
+    """The body of the process: serve until the other end of the channel is closed."""
     with tcp.serving() as url:
         channel.send(url)
         while True:

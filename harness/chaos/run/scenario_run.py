@@ -1,4 +1,4 @@
-"""One run: starts the processes, strikes every fault at its moment, mends it in time, and waits for the end."""
+"""One run: starts the processes, injects and heals each fault at its moment, and waits for the end."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from holdfast.harness.processes.zygote_client import zygote
 
 LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
-"""How much of the start of the processes belongs to a run: before its first step they only import."""
+"""How much time before the first step belongs to a run: before that the processes only import."""
 FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
 PRELOAD = ("holdfast.harness.chaos.run.process_set", "holdfast.harness.chaos.workloads.session")
 
 Watch = Callable[[int, int], None]
-"""Told how many steps of how many are committed, a few times a second."""
+"""Called a few times a second with the number of committed steps and of all steps."""
 
 
 @dataclass(slots=True)
 class FaultOutcome:
-    """What became of a planned fault, on `time.monotonic()`."""
+    """A planned fault and its injection, with times on `time.monotonic()`."""
 
     planned: Planned
     time: float | None = None
@@ -59,13 +59,13 @@ class FaultOutcome:
 
     @property
     def waits(self) -> bool:
-        """Whether it has neither struck nor been refused."""
+        """Whether the fault is neither injected nor refused yet."""
         return self.time is None and not self.refused
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLifetime:
-    """A process, on `time.monotonic()`. `ended` is 0 if it lived to the end; `member` is its name in the logs."""
+    """A process, with times on `time.monotonic()`. `ended` is 0 if it lived to the end."""
 
     name: str
     role: str
@@ -77,7 +77,7 @@ class ProcessLifetime:
 
 @dataclass(slots=True)
 class Raw:
-    """All that a run left behind, on `time.monotonic()`."""
+    """The raw data of a run, with times on `time.monotonic()`."""
 
     began: float
     ended: float = 0.0
@@ -92,8 +92,9 @@ class Raw:
 
 
 class ScenarioRun:
-    """One run of a scenario with the faults in `planned`. `body(session, *args)` is what ranks do, for workloads of
-    sessions.
+    """One run of a scenario with the faults in `planned`.
+
+    For workloads of sessions each rank runs `body(session, *args)`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ScenarioRun:
         self._waiting: list[WaitingProcess] = []
 
     def run(self) -> Raw:
-        """Everything, from the first process to the last. No process is left behind. Raises what starting raises."""
+        """Do the whole run; leaves no process behind. Raises the errors of starting processes."""
         scenario, raw = self._scenario, self._raw
         zygote().preload(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
         with contextlib.ExitStack() as undo:
@@ -188,7 +189,7 @@ class ScenarioRun:
             poller.poll(LOOK_SECONDS * 1000)
 
     def _look(self) -> None:
-        """Take in what the processes have written."""
+        """Read what the processes have logged since the last call."""
         new = self._tail.new()
         for event in new:
             if event.kind == "committed":
@@ -205,13 +206,13 @@ class ScenarioRun:
             self._watch(self._newest_step + 1, self._steps)
 
     def _ready(self) -> bool:
-        """Whether all spares stood by once: before that nothing is broken, so that equal seeds meet equal jobs."""
+        """Whether all spares stand by. No fault is injected before: equal seeds then meet equal jobs."""
         if not self._complete:
             self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
         return self._complete
 
     def _arrived(self, waiting: WaitingProcess, processes: DrivenProcessSet) -> None:
-        """A process is at a point: strike what waits for that, and what is late, and let it go on."""
+        """Handle a process at a point: inject the faults that wait for it and those overdue, then release it."""
         try:
             for fault in self._raw.faults:
                 if not fault.waits or not waiting.arrival.fits(fault.planned.when):
@@ -247,7 +248,7 @@ class ScenarioRun:
         fault.time = fault.noted[0].time if fault.noted else time.monotonic()
 
     def _mend(self, now: float) -> None:
-        """Undo what has lasted long enough; everything, if `now` is infinite."""
+        """Undo the faults that have lasted long enough; all of them if `now` is infinite."""
         for fault in self._raw.faults:
             lasts = fault.planned.lasts
             if fault.undo is None or fault.time is None:
@@ -262,11 +263,11 @@ class ScenarioRun:
 
 
 FOR_GOOD = 1e6
-"""Seconds that a process stands still which nobody continues."""
+"""Seconds reported for a pause without an end."""
 
 
 def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:
-    """What the harness knows of those that it struck, as events of theirs: checkers ask who was gone."""
+    """Events of the killed and paused processes, which log nothing themselves: checkers need them."""
     found = []
     for each in faults:
         for noted in each.noted:

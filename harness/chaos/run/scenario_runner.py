@@ -1,4 +1,4 @@
-"""A scenario from beginning to end: the run without faults, the run with them, and what is to be said about it."""
+"""Runs whole scenarios: the run without faults, the run with them, and the record of both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.harness.invariants import Bounds, examine
 from holdfast.harness.report.model import ProcessRecord
 
 SAMPLE_SECONDS = 20.0
-"""How long a run without faults is, where it only serves to tell the speed."""
+"""The length of a run without faults that only serves to measure the speed."""
 
 SAMPLE_STEPS = 400
 
@@ -35,7 +35,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a run without faults came to. `digest` is "" if it is not known; `values` are those that ranks returned."""
+    """The result of a run without faults. `digest` is "" if unknown; `values` are the results of ranks."""
 
     speed: Speed
     digest: str
@@ -44,20 +44,20 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioOutcome:
-    """A run, and what its ranks returned by name ("rank 0", ...)."""
+    """A run, and the results of its ranks by name ("rank 0", ...)."""
 
     run: ChaosRun
     values: Mapping[str, Any]
 
 
 class WorkloadFailed(HoldfastError, RuntimeError):
-    """The workload fails without any fault: there is nothing to compare with."""
+    """The workload fails without any fault, so there is nothing to compare with."""
 
 
 class ScenarioRunner:
-    """Performs scenarios one after the other; runs without faults are kept and used again where they are the same.
+    """Runs scenarios one after the other, and reuses fault-free runs of equal workload and job.
 
-    `watch(phase, done, total)` is told how it goes.
+    `watch(phase, done, total)` is called with the progress.
     """
 
     def __init__(self, watch: Callable[[str, int, int], None] = lambda phase, done, total: None) -> None:
@@ -76,10 +76,10 @@ class ScenarioRunner:
         args: Sequence[Any] = (),
         repeat: str = "",
     ) -> ScenarioOutcome:
-        """The scenario with the faults that `seed` draws.
+        """Run the scenario with the faults that `seed` draws.
 
-        `minutes`: so long, at the speed of a run without faults (for workloads of steps). `compare`: run it without
-        faults too. `body(session, *args)`: instead of the workload's own.
+        `minutes`: the length, at the speed of a run without faults (for workloads of steps). `compare`: run it without
+        faults, too. `body(session, *args)` replaces the workload's own.
         """
         if scenario.workload.family == "demo":
             return self._demo(scenario, seed, source, compare, repeat)
@@ -156,12 +156,12 @@ def _with_steps(scenario: Scenario, steps: int, limit: float) -> Scenario:
 
 
 def _shortened(scenario: Scenario) -> Scenario:
-    """The same for a while: enough to know its speed."""
+    """The scenario cut to `SAMPLE_SECONDS`: enough to measure its speed."""
     return _with_steps(scenario, SAMPLE_STEPS, scenario.limit)
 
 
 def _fast(scenario: Scenario) -> Scenario:
-    """The same steps as fast as they go, on one rank: for the bits, which do not depend on who does what."""
+    """The same steps without pauses on one rank: the bits of the result do not depend on the number of ranks."""
     job = JobSpec(backend="shm", ranks=1, shards=scenario.job.shards or scenario.job.ranks)
     workload = scenario.workload
     if isinstance(workload, AllReduce):
@@ -170,7 +170,7 @@ def _fast(scenario: Scenario) -> Scenario:
 
 
 def _digests(scenario: Scenario, raw: Raw) -> dict[str, str]:
-    """What everybody ended with, as checksums."""
+    """The final state of every process, as checksums."""
     if isinstance(scenario.workload, StoreWorkload):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
     return {name: digest_of(value) for name, value in raw.results.values.items()}
@@ -261,7 +261,7 @@ def _lives(raw: Raw) -> tuple[ProcessRecord, ...]:
 
 
 def _in_a_line(raw: Raw) -> str:
-    """Why a run failed, and the line of code that raised; or the last that was printed by ranks that said nothing."""
+    """Why a run failed, and the line that raised; or the last output of ranks that reported no error."""
     why, *trace = raw.results.errors[0].splitlines()
     frames = _FRAME.findall("\n".join(trace))
     if frames:
@@ -287,7 +287,7 @@ def _links(raw: Raw, names: Mapping[int, str]) -> tuple[LinkTotals, ...]:
 
 
 def _configuration(scenario: Scenario) -> dict[str, str]:
-    """The numbers of the scenario, in words."""
+    """The settings of the scenario that differ from the defaults, as text."""
     workload = msgspec.to_builtins(scenario.workload)
     job = msgspec.to_builtins(scenario.job)
     default = msgspec.to_builtins(JobSpec())

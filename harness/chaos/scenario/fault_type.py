@@ -1,4 +1,4 @@
-"""What a fault type is, and which there are: those of holdfast and of every plugin (hook `holdfast_faults`).
+"""The base class of fault types, and their registry: holdfast's and those of plugins (hook `holdfast_faults`).
 
 A fault type is a frozen `msgspec.Struct`: its fields are the keys that a `[[fault]]` table may have besides `type`,
 `at` and `lasts`.
@@ -8,7 +8,7 @@ class Freeze(FaultType):
     rank: int = 0
 
     def inject(self, context):
-        victims = context.ranks(self.rank)
+        victims = context.find(self.rank)
         context.note("pause", victims)
         ...
         return heal                     # called after `lasts` seconds, or at the end
@@ -35,29 +35,29 @@ _log = logging.getLogger(__name__)
 
 
 class FaultType(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that can be broken. `summary` says what, in a few words."""
+    """A kind of fault. `summary` says what it breaks, in a few words."""
 
     summary: ClassVar[str] = ""
 
     def check(self, scenario: Scenario) -> None:
-        """Raise ValueError, saying why, if this cannot strike in the scenario."""
+        """Raise ValueError, saying why, if this cannot be injected in the scenario."""
         return
 
     def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
-        """This fault with everything settled that is left to chance: all chance comes from `dice`."""
+        """This fault with all random choices made, from `dice` alone."""
         return self
 
     def inject(self, context: FaultContext) -> Undo | None:
-        """Break it, having said so by `context.note`. Returns what mends it, or None if that cannot be mended."""
+        """Call `context.note`, then break it. Returns a call that heals it, or None if it cannot be healed."""
         raise NotImplementedError
 
     def words(self) -> str:
-        """What is broken, for people."""
+        """A description of the fault for people."""
         return self.summary
 
 
 def fault_types() -> dict[str, type[FaultType]]:
-    """Name -> type, from every plugin; one that fails to say, or says what is no fault type, is left out and logged.
+    """The fault types of all plugins by name. A plugin that fails, or offers something else, is logged and left out.
 
     Raises ValueError if two plugins claim one name.
     """

@@ -15,7 +15,7 @@ def names() -> list[str]:
 
 
 def path_of(name_or_file: str) -> Path:
-    """The file of a scenario: one that comes with holdfast by its name, any other by its path. Raises `BadScenario`."""
+    """The file of a scenario: by the name of one that comes with holdfast, or by path. Raises `BadScenario`."""
     shipped = FOLDER / f"{name_or_file}.toml"
     if "/" not in name_or_file and not name_or_file.endswith(".toml") and shipped.is_file():
         return shipped

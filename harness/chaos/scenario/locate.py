@@ -1,4 +1,4 @@
-"""Finds the line of a TOML document where a value is written, for error messages: tomllib keeps no places."""
+"""Finds the line of a value in a TOML document, for error messages: tomllib keeps no positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path_of(text: str) -> Path:
 
 
 def line_of(document: str, path: Path) -> int | None:
-    """The number (from 1) of the line that has the value at `path`, or the nearest that holds it; None for none."""
+    """The line (from 1) of the value at `path`, or of the nearest table that holds it; None if there is none."""
     found: dict[Path, int] = {}
     counts: dict[str, int] = {}
     here: Path = ()

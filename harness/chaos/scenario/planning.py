@@ -1,7 +1,7 @@
-"""From a scenario and a seed to a schedule: which fault strikes whom, when. The same for the same seed, everywhere.
+"""Draws a schedule from a scenario and a seed: which fault hits which process, when. Equal seeds, equal schedules.
 
-All chance of a run is drawn here, in the order of the faults, each from dice of its own: adding a fault to a scenario
-does not change what is drawn for those before it.
+All random choices of a run are made here, in the order of the faults, each from a generator of its own: adding a fault
+to a scenario does not change the choices for those before it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from holdfast.harness.chaos.scenario.scenario import At, Scenario
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True):
-    """When: at the commit of `step`, `seconds` after the job began to run, or when a process is at `point` (with the
-    given step, rank and epoch, -1 for any).
+    """The moment of a fault.
+
+    At the commit of `step`, `seconds` after the job began to run, or when a process is at `point` (with the given step,
+    rank and epoch, -1 for any).
     """
 
     step: int | None = None
@@ -28,7 +30,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = -1
 
     def words(self) -> str:
-        """When, for people."""
+        """The moment in words."""
         if self.step is not None:
             return f"step {self.step}"
         if self.seconds is not None:
@@ -41,9 +43,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault with nothing left to chance. `number` counts from 1. `again`: it is one of those that come again and
-    again for as long as the run lasts.
-    """
+    """A fault with all random choices made. `number` counts from 1. `again`: it recurs as long as the run lasts."""
 
     number: int
     type: str
@@ -56,9 +56,9 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 def schedule(
     scenario: Scenario, seed: int, *, steps: int | None = None, seconds: float | None = None
 ) -> tuple[Planned, ...]:
-    """Every fault of a run, in the order of the scenario; those that come again and again up to `seconds`.
+    """Every fault of a run, in the order of the scenario, with recurring ones up to `seconds`.
 
-    `steps` (default: the workload's) is what shares of a run are taken of. Raises ValueError for what cannot be placed.
+    Shares of a run count in `steps` (default: the workload's). Raises ValueError for a fault that cannot be placed.
     """
     found: list[tuple[Trigger, FaultType, str, float | None, bool]] = []
     total = steps if steps is not None else scenario.workload.steps
@@ -84,7 +84,7 @@ def schedule(
 
 
 def encoded(planned: tuple[Planned, ...]) -> bytes:
-    """The schedule as JSON: equal bytes are equal schedules."""
+    """The schedule as JSON: equal schedules have equal bytes."""
     return msgspec.json.encode(planned, order="sorted")
 
 

@@ -1,6 +1,6 @@
-"""A scenario: what runs, what is broken in it and when, and what must come out. Data, read from TOML and checked whole.
+"""Scenarios as data, read from TOML and validated: the workload, the faults and their moments, the expected outcome.
 
-A scenario that is refused says where: the line, what is wrong with it and what is allowed.
+The error of an invalid scenario names the line, what is wrong with it and what is allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=60)]
 
 
 class BadScenario(HoldfastError, ValueError):
-    """A scenario cannot be used. `source` and `line` say where."""
+    """A scenario is invalid. `source` and `line` say where."""
 
     def __init__(self, source: str, line: int | None, reason: str) -> None:
         self.source, self.line, self.reason = source, line, reason
@@ -37,7 +37,7 @@ class BadScenario(HoldfastError, ValueError):
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What unknown keys are refused in."""
+    """A table that refuses unknown keys."""
 
 
 class Patience(_Strict, frozen=True, kw_only=True):
@@ -54,15 +54,15 @@ class Patience(_Strict, frozen=True, kw_only=True):
 
 
 class JobSpec(_Strict, frozen=True, kw_only=True):
-    """What runs the workload.
+    """The job that runs the workload.
 
-    `replace`: a process that has died is replaced by a new one, as a cluster manager would. `links`: the links between
-    ranks lead through a proxy (needed by faults of links; also in the fault-free run that this one is compared with).
-    `hosts` "many": every process takes itself to be on a host of its own, and knows of others by the network alone;
+    `replace`: a new process replaces a dead one, as a cluster manager would do. `links`: the links between ranks lead
+    through a proxy (needed by faults of links; also in the fault-free run that this one is compared with).
+    `hosts` "many": every process believes that it is on a host of its own, and knows of others by the network alone;
     "namespaces": it has a network namespace of its own, with a cable that can be pulled (as root).
-    `shards`: parts of a step; by default as many as ranks. `disk`: the job's files lie on a file system of their own,
-    of so many megabytes (as root). `register`: where the job's views are kept: a file, torch's TCPStore served by a
-    process, or a real etcd of `register_nodes` nodes; what serves it is started for the run.
+    `shards`: parts of a step; by default as many as ranks. `disk`: the job's files are on a file system of their own,
+    of so many megabytes (as root). `register`: the place of the job's views: a file, torch's TCPStore served by a
+    process, or a real etcd of `register_nodes` nodes; the server is started for the run.
     """
 
     backend: Annotated[str, Meta(min_length=1)] = "shm"
@@ -89,12 +89,12 @@ class JobSpec(_Strict, frozen=True, kw_only=True):
 
 
 class At(_Strict, frozen=True, kw_only=True):
-    """When a fault strikes. Exactly one of:
+    """When a fault is injected. Exactly one of:
 
     `step`: when this step is committed. `seconds`: so long after the job began to run. `random = [low, high]`: at a
     step in this part of the run (shares of all its steps), drawn from the seed. `point`: when a process is at this
-    point of the protocol, and before it goes on; `in_step`, `rank` and `epoch` narrow it down. `every`: again and again
-    at this distance in seconds, the first time after `start` seconds (by default `every`).
+    point of the protocol, before it goes on; `in_step`, `rank` and `epoch` narrow it down. `every`: repeatedly, at this
+    interval in seconds, the first time after `start` seconds (by default `every`).
     """
 
     step: Annotated[int, Meta(ge=0)] | None = None
@@ -123,7 +123,7 @@ class At(_Strict, frozen=True, kw_only=True):
 
 
 class ScenarioFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault: `what` is broken, `at` which moment, and for how long (`lasts` seconds; None: for good)."""
+    """One fault: `what` to break, `at` which moment, and for how long (`lasts` seconds; None: for good)."""
 
     type: str
     at: At
@@ -132,7 +132,7 @@ class ScenarioFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Expect(_Strict, frozen=True, kw_only=True):
-    """What must come out.
+    """The expected outcome.
 
     `verdict`: "held", or "broken" if one or more of the invariants named in `broken` are violated, and no other (for a
     limit that is known, or a bug that is shown). `weights`: "identical" to those of a run without faults, or "any".
@@ -164,8 +164,8 @@ class Expect(_Strict, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """A whole scenario. `title` in a few words, `summary` what it shows and why that matters; `limit` in seconds.
 
-    `minutes`: how long a run is by default, at the speed of a run without faults; without it the workload says how many
-    steps there are.
+    `minutes`: the default length of a run, at the speed of a run without faults; without it the workload sets the
+    number of steps.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Document(_Strict, frozen=True, kw_only=True):
-    """The TOML document; faults are read by their types."""
+    """The TOML document; the type of each fault decodes its table."""
 
     title: Annotated[str, Meta(min_length=1, max_length=120)]
     summary: str = ""
@@ -260,7 +260,7 @@ def _floats(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def check_fits(scenario: Scenario, fault: ScenarioFault) -> None:
-    """Raise ValueError, saying why, for a fault that cannot strike in this scenario."""
+    """Raise ValueError, saying why, for a fault that cannot be injected in this scenario."""
     if fault.lasts is not None and fault.lasts <= 0:
         raise ValueError(f"lasts = {fault.lasts} must be positive seconds")
     steps = scenario.workload.steps
@@ -295,7 +295,7 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Scenario
 
 
 _NAMED = re.compile(r"(\w+) ?= ?")
-"""What a reason begins with that is about one key of a table."""
+"""The start of a reason that is about one key of a table."""
 
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 _TABLES: dict[tuple[str | int, ...], Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
@@ -309,7 +309,7 @@ def _explained(
     prefix: tuple[str | int, ...] = (),
     kind: type[msgspec.Struct] | None = None,
 ) -> BadScenario:
-    """The error with the line, and, for an unknown key, what is allowed there."""
+    """The error with the line and, for an unknown key, the allowed ones."""
     reason, _, where = str(error).partition(" - at `")
     path = (*prefix, *path_of(where.rstrip("`")))
     if unknown := _UNKNOWN.match(reason):

@@ -1,4 +1,4 @@
-"""What a scenario runs while it is broken: the kinds of workloads, and their numbers. What they do: `workloads/`."""
+"""The kinds of workloads that a scenario can run, and their settings. Their code is in `workloads/`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ Family = Literal["session", "store", "demo"]
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """A workload. `family` says what runs it."""
+    """A workload. `family` selects the set of processes that runs it."""
 
     family: ClassVar[Family] = "session"
 
     def placed(self, folder: Path) -> Self:
-        """This workload as a scenario's file in `folder` means it. Raises ValueError for a file that is not there."""
+        """This workload with paths relative to `folder`, that of its scenario. Raises ValueError for a missing file."""
         return self
 
 
 class AllReduce(_Kind, frozen=True, kw_only=True, tag="all_reduce"):
-    """Every step sums vectors of `elements` floats, one a shard, into a state that all ranks hold, in the same bits
-    whoever sums what. `pause` seconds of other work are in each step.
+    """Every step sums vectors of `elements` floats, one a shard, into a state that all ranks hold.
+
+    The sum has the same bits for every assignment of shards to ranks. Each step has `pause` seconds of other work.
     """
 
     steps: Count = 300
@@ -35,7 +36,7 @@ class AllReduce(_Kind, frozen=True, kw_only=True, tag="all_reduce"):
 
 
 class Ddp(_Kind, frozen=True, kw_only=True, tag="ddp"):
-    """torch's DistributedDataParallel trains a small network, one shard a rank, and is made anew in each epoch."""
+    """torch's DistributedDataParallel trains a small network, one shard a rank; each epoch constructs it anew."""
 
     steps: Count = 200
     hidden: Count = 64
@@ -44,9 +45,11 @@ class Ddp(_Kind, frozen=True, kw_only=True, tag="ddp"):
 
 
 class Python(_Kind, frozen=True, kw_only=True, tag="python"):
-    """Your own training: `target` is `path/to/file.py:function` or `module:function`, called as
-    `function(session, **arguments)` on every rank; a path counts from the folder of the scenario's file. `steps` is how
-    many it takes: needed for faults at a random step. What it returns on rank 0 is compared with a run without faults.
+    """Your own training, called as `function(session, **arguments)` on every rank.
+
+    `target` is `path/to/file.py:function` or `module:function`; a path counts from the folder of the scenario's file.
+    `steps` is how many it takes: needed for faults at a random step. The result of rank 0 is compared with that of a
+    run without faults.
     """
 
     target: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
@@ -64,8 +67,9 @@ class Python(_Kind, frozen=True, kw_only=True, tag="python"):
 
 
 class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
-    """A publisher brings `versions` versions of weights (`megabytes` each) into a store, `holders` keep them in
-    `replicas` copies, and `readers` fetch the latest again and again and compare every byte with what it must be.
+    """A publisher puts `versions` versions of weights (`megabytes` each) into a store.
+
+    `holders` keep them in `replicas` copies; `readers` repeatedly fetch the latest and check every byte.
     """
 
     family: ClassVar[Family] = "store"
@@ -78,7 +82,7 @@ class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
 
     @property
     def steps(self) -> int:
-        """Versions are this workload's steps."""
+        """The number of versions: each is a step of this workload."""
         return self.versions
 
 

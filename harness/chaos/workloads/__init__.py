@@ -1,1 +1,1 @@
-"""What runs while it is broken: each file has the bodies of the processes of one workload."""
+"""The workloads of scenarios: each file has the bodies of the processes of one family."""

@@ -1,4 +1,4 @@
-"""What the harness tells a process of the store workload, over the channel between the two."""
+"""The messages of the harness to a process of the store workload, over their channel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spoil:
-    """To a holder: flip a bit of the newest version in your memory."""
+    """A holder flips a bit of the newest version in its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run is over: leave."""
+    """The run is over: the process ends."""

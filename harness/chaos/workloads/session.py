@@ -1,7 +1,7 @@
 """The workloads of jobs with an `ft.Session`: one function a kind, run by every process of the job.
 
 Each writes into the job's event log what the checkers need: which shards it worked on in which attempt (`samples`), a
-digest of what it holds after each step (`state`), and now and then how much it uses (`resources`).
+digest of its state after each step (`state`), and now and then its use of resources (`resources`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ RESOURCES_SECONDS = 1.0
 
 
 class Notes:
-    """What a rank writes down about its work, under the name that its session has in the logs."""
+    """The event log of a rank's work, under the name of its session in the logs."""
 
     def __init__(self, session: Session) -> None:
         self._log = EventLog(session.identity)
         self._next = 0.0
 
     def samples(self, attempt: Attempt) -> None:
-        """The shards that this rank works on in an attempt."""
+        """Log the shards that this rank works on in an attempt."""
         self._log.emit("samples", step=attempt.step, epoch=attempt.epoch, shards=attempt.shards)
 
     def state(self, step: int, digest: str) -> None:
-        """What it holds after a committed step."""
+        """Log the digest of the state after a committed step."""
         self._log.emit("state", step=step, digest=digest)
         now = time.monotonic()
         if now >= self._next:
@@ -60,7 +60,7 @@ class Notes:
 
 
 def resources() -> dict[str, int]:
-    """How many descriptors and threads this process has, and how many bytes of memory are resident."""
+    """The numbers of descriptors and threads of this process, and its resident bytes."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
@@ -96,7 +96,7 @@ def _feed(found: xxhash.xxh3_128, thing: Any) -> None:
 
 
 class Vector:
-    """A state of one tensor, which newcomers are given."""
+    """A state of one tensor, which new members receive."""
 
     def __init__(self, elements: int) -> None:
         self.tensor = torch.zeros(elements)
@@ -109,7 +109,7 @@ class Vector:
 
 
 def contribution(spec: AllReduce, step: int, shard: int) -> torch.Tensor:
-    """What a shard adds in a step: the same wherever it is made."""
+    """The vector that a shard adds in a step: the same on every rank."""
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + step * 1009 + shard)
     return torch.randn(spec.elements, generator=generator)
 
@@ -164,8 +164,9 @@ def ddp(session: Session, spec: Ddp, steps: int) -> Any:
 
 
 def _reproducibly(comm: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket of gradients, in bits that do not depend on where in the bucket a gradient lies: a new
-    DistributedDataParallel begins with other buckets than one that has made a step.
+    """The mean of a bucket of gradients, in bits that do not depend on a gradient's place in the bucket.
+
+    A new DistributedDataParallel begins with other buckets than one that has made a step.
     """
     gradients = bucket.buffer()
     comm.all_reduce(gradients, reproducible=True)

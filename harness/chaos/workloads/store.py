@@ -1,6 +1,6 @@
-"""The workload of the weight store: bodies of its publisher, holders and readers, each a process of its own.
+"""The workload of the weight store: the bodies of its publisher, holders and readers, each in its own process.
 
-Every byte of a version follows from its number, so a reader knows what it must get.
+Every byte of a version follows from its number, so a reader can check it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from holdfast.store import StoreTimeout, WeightStore
 TENSORS = 4
 KEEP = 4
 NAMES = {"copied": "published", "published": "visible"}
-"""Readers may see a version before its publisher knows that they do: checkers ask from when on they may."""
+"""Readers may see a version before its publisher returns: checkers need the moment from which on they may."""
 
 RETRY_SECONDS = 0.1
 READ_SECONDS = 0.02
 PATIENCE = 20.0
-"""Seconds that one publish or get may take, whatever is broken."""
+"""Seconds that one publish or get may take, with any fault."""
 
 
 def weights(spec: StoreWorkload, version: int) -> dict[str, torch.Tensor]:
-    """All of a version."""
+    """All weights of a version."""
     elements = max(1, int(spec.megabytes * 1e6 / 4 / TENSORS))
     base = torch.arange(elements, dtype=torch.float32)
     return {f"layer.{number}": (base * (number + 1) + version).sin_() for number in range(TENSORS)}
@@ -50,7 +50,7 @@ def _opened(spec: StoreWorkload, log: EventLog, *, hold: bool) -> WeightStore:
 
 
 def publish(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, Any]:
-    """Publish what is not there yet, up to the last version."""
+    """Publish the versions that are missing, up to the last."""
     log = EventLog(name)
     with _opened(spec, log, hold=False) as store:
         first = (_trying(store.latest) or 0) + 1
@@ -77,7 +77,7 @@ def hold(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
 
 
 def read(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, Any]:
-    """Fetch the newest version again and again, up to the last, and compare it with what it must be."""
+    """Fetch the newest version repeatedly, up to the last, and check its bytes."""
     log = EventLog(name)
     reads, newest = 0, 0
     into = {key: torch.empty_like(tensor) for key, tensor in weights(spec, 1).items()}
@@ -98,7 +98,7 @@ def read(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
 
 
 def _trying(action: Callable[[], Any]) -> Any:
-    """Do it again while the register is away. Raises after `PATIENCE` seconds."""
+    """Retry `action` while the register is away. Raises after `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -110,7 +110,7 @@ def _trying(action: Callable[[], Any]) -> Any:
 
 
 def _spoil(store: WeightStore) -> int:
-    """Flip a bit in the newest version that is kept here; how many replicas that hit."""
+    """Flip a bit in the newest version held here; returns how many replicas changed."""
     newest = store.latest()
     hit = 0
     for (version, _, _), kept in list(store._keeper._kept.items()):
@@ -125,7 +125,7 @@ BODIES: dict[str, Body] = {"publisher": publish, "holder": hold, "reader": read}
 
 
 def target_of(role: str, spec: StoreWorkload, name: str) -> Callable[[ProcessChannel], None]:
-    """What a process runs: its body, and at the end it sends what that returned, or in words why it failed."""
+    """The target of a process: runs its body, then sends the result, or the failure in words."""
 
     def target(channel: ProcessChannel) -> None:
         torch.set_num_threads(1)
