@@ -1,6 +1,6 @@
 """Reports of runs: one self-contained HTML file that works offline, in light and dark, on a laptop and a phone.
 
-from holdfast.harness.report import Report, write
+from holdfast.harness.report import RunReport, write
 write(report, Path("report.html"))
 """
 

@@ -56,8 +56,9 @@ class Operation:
         return max(1, nbytes // (itemsize * blocks))
 
     def in_a_row(self, ranks: int) -> float:
-        """How many ops may run in a row on one input. A sum in place multiplies it by `ranks`, and an infinite float32
-        is summed at another speed.
+        """How many ops may run in a row on one input.
+
+        A sum in place multiplies it by `ranks`, and the sum of an infinite float32 takes another path.
         """
         if not self.once or self.layout != "in_place":
             return math.inf
@@ -188,11 +189,3 @@ def parse_counts(text: str, least: int = 1) -> tuple[int, ...]:
             count *= 2
         counts.append(last)
     return tuple(dict.fromkeys(counts))
-
-
-def show_size(nbytes: int) -> str:
-    """`nbytes` with a unit: 8 B, 64 KiB, 1 MiB."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"

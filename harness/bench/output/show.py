@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.units import counted, format_bytes
+from holdfast.ft.console.units import counted, format_bytes, format_seconds
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.launch import HOLDFAST
@@ -29,11 +29,8 @@ QUIET = 0.1
 
 
 def show_time(microseconds: float) -> str:
-    """A time with three significant figures and a unit."""
-    for unit, name in ((1e6, "s"), (1e3, "ms")):
-        if microseconds >= unit:
-            return f"{microseconds / unit:.3g} {name}"
-    return f"{microseconds:.3g} us"
+    """Microseconds to three figures, with a unit."""
+    return format_seconds(1e-6 * microseconds)
 
 
 def _short(contestant: str) -> str:
