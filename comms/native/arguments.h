@@ -19,7 +19,7 @@ static int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t exp
     return 1;
 }
 
-/* Whether bytes can lie there; otherwise Python has an error. */
+/* Check that `nbytes` bytes can lie at `address`; if not, set a Python error and return 0. */
 static int is_memory(uint64_t address, uint64_t nbytes) {
     if (address || !nbytes)
         return 1;

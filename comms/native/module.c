@@ -1,26 +1,26 @@
-/* holdfast.comms._native: waiting, small ops and large ones on a board of shared memory, without the interpreter.
+/* holdfast.comms._native: waits, small and large ops on a board of shared memory, without the interpreter.
  *
- * Nothing here decides anything: which op runs, over what, and what a rank that does not come means is said in Python.
- * Whatever may take longer than a microsecond lets go of the GIL. */
+ * This module makes no decisions: Python chooses the ops and their algorithms, and decides what a missing rank means.
+ * Everything that may take longer than a microsecond releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "calls/board_path.h"
 #include "board/board_type.h"
+#include "board/words.h"
+#include "calls/board_path.h"
 #include "calls/call_path.h"
-#include "kernels/exact_sum.h"
 #include "calls/group_call.h"
 #include "calls/order.h"
-#include "process_copy.h"
 #include "calls/request_call.h"
 #include "calls/window.h"
-#include "board/words.h"
+#include "kernels/exact_sum.h"
+#include "process_copy.h"
 
 /* -- without a board */
 
-/* kind(dtype, op): the number of a reduction, -1 if there is none. */
+/* kind(dtype, op): the number of a reduction, -1 if it does not exist. */
 static PyObject *kind(PyObject *module, PyObject *args) {
     (void)module;
     const char *dtype, *op;
@@ -55,8 +55,8 @@ static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t co
 
 #define MOST_INPUTS 256
 
-/* sum_exactly(dtype, out, count, inputs): the correctly rounded sums of the numbers at several addresses. Returns how many
- * were done: it stops before a chunk that needs more than two doubles, or holds what is not finite. */
+/* sum_exactly(dtype, out, count, inputs): the correctly rounded sums of the numbers at several addresses. Returns how
+ * many were computed: it stops before a chunk that needs more than two doubles, or has a number that is not finite. */
 static PyObject *sum_exactly(PyObject *module, PyObject *args) {
     (void)module;
     const char *dtype;
@@ -85,7 +85,7 @@ static PyObject *sum_exactly(PyObject *module, PyObject *args) {
     return PyLong_FromSize_t(done);
 }
 
-/* make_nans_alike(dtype, address, count): torch's own NaN in place of every one. */
+/* make_nans_alike(dtype, address, count): replace every NaN by torch's own. */
 static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
     (void)module;
     const char *dtype;
@@ -105,7 +105,7 @@ static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pieces(address, nbytes, count[, but]): memory in `count` pieces of `nbytes` each, flat; piece `but` is empty. */
+/* pieces(address, nbytes, count[, but]): a flat tuple of `count` adjacent pieces of `nbytes` each; piece `but` is empty. */
 static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[4] = {0, 0, 0, UINT64_MAX};
@@ -121,7 +121,7 @@ static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t coun
     return flat;
 }
 
-/* copy(into, from, nbytes): between two addresses of this process; nothing where they are one. */
+/* copy(into, from, nbytes): copy between two addresses of this process; nothing if they are equal. */
 static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3];
@@ -136,8 +136,9 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState(module))->known; }
 
-/* know_tensors(example, storage_nbytes, storage_offset, locate): of which type tensors are that `plain` and `span` are quick
- * with, the addresses of torch's functions for their storage, and what tells where all others lie. */
+/* register_tensor_type(example, storage_nbytes, storage_offset, locate): set the tensor type for which `plain` and
+ * `span` are fast, the addresses of torch's functions for its storage, and the function that locates all other
+ * tensors. */
 static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     PyObject *example, *locate;
     unsigned long long storage_nbytes, storage_offset;
@@ -147,7 +148,7 @@ static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* plain(tensor): whether it is dense CPU memory in row-major order that can be taken as it is. */
+/* plain(tensor): whether it is dense CPU memory in row-major order that can be used directly. */
 static PyObject *plain(PyObject *module, PyObject *tensor) {
     dlpack_tensor where;
     uint64_t nbytes;
@@ -172,7 +173,7 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* 0, or -1 with a Python error; the reference goes to `keep`, where that is given. */
+/* 0, or -1 with a Python error. `keep`, if given, gets the reference. */
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyObject **keep) {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
     if (!type || PyModule_AddObjectRef(module, name, type) < 0) {

@@ -1,5 +1,5 @@
-/* Copies between this process and another, by the kernel. One call moves at most MOST_AT_ONCE bytes, and may move less, which
- * is no error: so everything that copies comes through `copy_pieces`, which goes on until all has been moved. */
+/* Copies between this process and another, by the kernel. One system call moves at most MOST_AT_ONCE bytes, and may
+ * move less without an error, so `copy_pieces` repeats it until all bytes are moved. All copies go through it. */
 
 #ifndef HOLDFAST_PROCESS_COPY_H
 #define HOLDFAST_PROCESS_COPY_H
@@ -16,8 +16,9 @@
 #define MOST_AT_ONCE 0x7ffff000u /* MAX_RW_COUNT of a kernel with pages of 4 KiB */
 enum { MOST_PIECES = 8 };
 
-/* Copy `count` pieces, alike in size here and there, in order; from process `pid`, or to it if `writes`. At most `most` bytes
- * a call. Returns how much was moved; unless that is all, `failed` is why: ESRCH, EPERM, or EFAULT for what is not mapped. */
+/* Copy `count` pieces in order, the same sizes on both sides, from process `pid`, or to it if `writes`; at most `most`
+ * bytes a system call. Returns the bytes moved. If that is not all, `failed` tells why: ESRCH, EPERM, or EFAULT for
+ * memory that is not mapped. */
 static uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *there, size_t count, uint64_t most,
                             int *failed) {
     uint64_t done = 0;
@@ -56,7 +57,7 @@ static uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iove
     return done;
 }
 
-/* copy_process(pid, writes, most, here, there, nbytes, ...): as `copy_pieces`. OSError if nothing could be moved. */
+/* copy_process(pid, writes, most, here, there, nbytes, ...): see `copy_pieces`. OSError if nothing could be moved. */
 static PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3 + 3 * MOST_PIECES], wanted = 0, done;

@@ -1,8 +1,8 @@
-/* Where a tensor lies, without asking it attribute by attribute: torch tells it through DLPack's table of functions for C
- * (https://dmlc.github.io/dlpack/latest/python_spec.html, `__dlpack_c_exchange_api__`), of which what is used is declared
- * here as DLPack 1 has it. How large its storage is now, which `resize_` changes, DLPack does not tell: two functions of
- * torch's stable C interface do (torch/csrc/inductor/aoti_torch/c/shim.h), whose handle is the address of a pointer to the
- * tensor's implementation: that which the Python object holds. */
+/* Find the memory of a tensor without reading its attributes one by one. torch describes it through DLPack's table of
+ * C functions (https://dmlc.github.io/dlpack/latest/python_spec.html, `__dlpack_c_exchange_api__`); the used part of
+ * DLPack 1 is declared here. DLPack does not tell the current size of the storage, which `resize_` changes: two
+ * functions of torch's stable C interface do (torch/csrc/inductor/aoti_torch/c/shim.h). Their handle is the address of
+ * the pointer to the tensor's implementation in the Python object. */
 
 #ifndef HOLDFAST_TENSORS_H
 #define HOLDFAST_TENSORS_H
@@ -31,19 +31,19 @@ typedef struct dlpack_api {
     void *current_stream;
 } dlpack_api;
 
-/* 0, or an error of torch's. */
+/* Returns 0, or an error of torch's. */
 typedef int32_t (*tensor_number)(void *handle, int64_t *into);
 
 typedef struct {
-    PyObject *type; /* of the tensors that are known: NULL until `know` */
+    PyObject *type; /* the tensor type; NULL until `learn_tensor_type` */
     const dlpack_api *api;
     tensor_number storage_nbytes, storage_offset;
-    PyObject *locate; /* the address and size of a tensor of any other kind, or an error */
+    PyObject *locate; /* returns the address and size of any other tensor, or raises */
     PyObject *requires_grad, *is_neg;
-    Py_ssize_t implementation; /* where in the Python object the pointer to the tensor's implementation is */
+    Py_ssize_t implementation; /* offset in the Python object of the pointer to the tensor's implementation */
 } tensors;
 
-/* Where in a tensor's object the pointer is that it calls `_cdata`; -1 if not among the first words. */
+/* The offset in a tensor's object of the pointer that it shows as `_cdata`; -1 if it is not in the first words. */
 static Py_ssize_t find_implementation(PyObject *tensor) {
     PyObject *number = PyObject_GetAttrString(tensor, "_cdata");
     void *implementation = number ? PyLong_AsVoidPtr(number) : NULL;
@@ -57,8 +57,9 @@ static Py_ssize_t find_implementation(PyObject *tensor) {
     return -1;
 }
 
-/* Tensors of the type of `example` are described from now on. 0, or -1 with a Python error. */
-static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset, PyObject *locate) {
+/* Describe tensors of the type of `example` from now on. 0, or -1 with a Python error. */
+static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset,
+                             PyObject *locate) {
     PyObject *type = (PyObject *)Py_TYPE(example);
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     if (!capsule)
@@ -88,7 +89,7 @@ static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage
     return 0;
 }
 
-/* Takes the reference; a question that failed is not answered with no. */
+/* Whether an attribute or a result is False. Takes the reference; an error counts as not False. */
 static int is_false(PyObject *answer) {
     int no = answer == Py_False;
     if (!answer)
@@ -97,7 +98,7 @@ static int is_false(PyObject *answer) {
     return no;
 }
 
-/* Whether its storage holds so many bytes from where it begins: it may have been resized, or freed. */
+/* Whether the storage still holds that many bytes from the offset: it may have been resized or freed. */
 static int is_covered(const tensors *known, PyObject *tensor, uint64_t itemsize, uint64_t nbytes) {
     void *handle = (char *)tensor + known->implementation;
     int64_t held, offset;
@@ -105,7 +106,8 @@ static int is_covered(const tensors *known, PyObject *tensor, uint64_t itemsize,
            (uint64_t)offset * itemsize + nbytes <= (uint64_t)held;
 }
 
-/* Whether it is of a known type, and dense CPU memory in row-major order, all of it there; then where it lies. */
+/* Whether the tensor is of the known type, and dense CPU memory in row-major order that its storage covers; then
+ * `where` describes it. */
 static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
     if (!known->type || (PyObject *)Py_TYPE(tensor) != known->type)
         return 0;
@@ -126,8 +128,8 @@ static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where
     return !count || (where->data && is_covered(known, tensor, itemsize, *nbytes));
 }
 
-/* Whether it is that, and its memory is what it says: not of lazily conjugated or negated numbers, of which DLPack does not
- * tell, nor one that autograd follows. */
+/* Whether it is dense, outside autograd, and holds the numbers themselves. DLPack does not tell of lazily conjugated
+ * or negated tensors. */
 static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
     if (!is_dense(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
         return 0;
@@ -135,7 +137,7 @@ static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where
            is_false(PyObject_CallMethodObjArgs(tensor, known->is_neg, NULL));
 }
 
-/* Its address and size in bytes; of one that does not lie plainly, Python says them. 0, or -1 with a Python error. */
+/* Find the address and size in bytes; Python locates tensors that are not dense. 0, or -1 with a Python error. */
 static int find_tensor(const tensors *known, PyObject *tensor, char **data, uint64_t *nbytes) {
     dlpack_tensor where;
     if (is_dense(known, tensor, &where, nbytes)) {
@@ -167,7 +169,7 @@ static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
     return flat;
 }
 
-/* What the module keeps: the tensors that are known, and types of its own. */
+/* The state of the module: the known tensor type, and types of its own. */
 typedef struct {
     tensors known;
     PyObject *board, *order;

@@ -1,8 +1,8 @@
-/* A board: memory that all ranks map, a row a rank (see holdfast/comms/algorithms/board.py, which says what is where).
+/* A board: memory that all ranks map, one row a rank. The layout is in comms/algorithms/shared_memory/board.py.
  *
- * Flags are written by their owner with release, and read with acquire. A rank that is about to sleep says so before it
- * looks one last time, and a rank that raises a flag looks for sleepers afterwards, each with a full fence between, so
- * that no wake-up is lost. */
+ * Each rank writes its own flags with release; the others read them with acquire. To lose no wake-up, a rank sets
+ * ASLEEP before its last check of the flags, and a rank that raises a flag checks ASLEEP afterwards; a full fence
+ * stands between the two steps on both sides. */
 
 #ifndef HOLDFAST_BOARD_H
 #define HOLDFAST_BOARD_H
@@ -21,10 +21,10 @@
 
 enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, IN_PLACE_BITS = 5, UNSTAGED = 6 };
 enum { ASLEEP = 8, FUTEX = 16, STATE = 24, EPOCH = 26, LINES = 32, PROBE = 128, TABLE = 256 };
-enum { ABORTED = 2 }; /* the least state in which a rank ends what others wait for */
-enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* instead of a flag; the value is the number of an op */
+enum { ABORTED = 2 }; /* a rank in this state, or a higher one, ends the waits of the others */
+enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* given instead of a flag; the value is then an op number */
 
-enum { SLEEP_NANOSECONDS = 2000000 }; /* nanoseconds: who sleeps for so long looks at its deadline, and whether its peers live */
+enum { SLEEP_NANOSECONDS = 2000000 }; /* nanoseconds of one sleep; after it the rank checks its deadline and its peers */
 
 typedef struct {
     char *at;
@@ -32,22 +32,22 @@ typedef struct {
 } span;
 
 typedef struct {
-    uint64_t current, previous; /* how far others were: the farthest in this op, and in the last that told (see core_locality.h) */
+    uint64_t current, previous; /* nanoseconds of the slowest probe: in this op, in the last one that published it */
 } read_latency;
 
 typedef struct {
     char *base;
     size_t nbytes;
     int rank, size;
-    uint64_t ready;                                 /* what EPOCH of a row says once it is ready for this board */
-    uint64_t row, table, places, slots, slot, stage, block; /* bytes; places, slots and stage from the start of a row */
-    const int32_t *pids;                            /* of each rank's process; NULL: nobody's memory can be read */
-    int depth;                                      /* blocks a rank may be ahead of another in a staged op */
-    long spins, yields;                             /* looks of a wait before it gives way, and after */
-    uint32_t futex_value;                                  /* what the bell said when this rank lay down */
-    uint64_t all_finished;                          /* an op that all ranks are known to have finished */
+    uint64_t ready;                                 /* value of EPOCH in a row that is ready for this board */
+    uint64_t row, table, places, slots, slot, stage, block; /* bytes; places, slots, stage: from the start of a row */
+    const int32_t *pids;                            /* process id of each rank; NULL: the kernel may not read their memory */
+    int depth;                                      /* blocks that a rank may be ahead of another in a staged op */
+    long spins, yields;                             /* checks of a wait before it yields the processor, and after */
+    uint32_t futex_value;                           /* value of the futex word in `prepare_wait` */
+    uint64_t all_finished;                          /* the newest op that all ranks are known to have finished */
     atomic_int stopped;
-    _Atomic uint64_t no_yield_below; /* waits for less than this do not give way */
+    _Atomic uint64_t no_yield_below;                /* waits for smaller values do not yield */
     read_latency latency;
 } board;
 
@@ -61,19 +61,19 @@ static inline uint64_t flag_of(const board *b, int rank, int flag) {
     return atomic_load_explicit(word_of(b, rank, flag), memory_order_acquire);
 }
 
-/* Where `src` stages a block of its input for `dst`, or, for itself, one that is for all. */
+/* The stage block of `src` for `dst`; with `dst` = `src`, the block for all ranks. */
 static inline char *staged(const board *b, int src, int dst, uint64_t step) {
     uint64_t place = (uint64_t)b->depth * (uint64_t)dst + step % (uint64_t)b->depth;
     return b->base + (uint64_t)src * b->row + b->stage + place * b->block;
 }
 
-/* All sleep on one bell, so that one call wakes any number of them: between several calls the first who is woken may well take
- * the processor from who wakes the rest. */
+/* All ranks sleep on one futex word, so one system call wakes any number of them. With one call each, the first rank
+ * woken could preempt the waker before it wakes the others. */
 static inline word *futex_of(const board *b) { return word_of(b, 0, FUTEX); }
 
 static inline uint32_t bit_of(int rank) { return (uint32_t)1 << (rank & 31); }
 
-/* Wake the ranks of these bits, if they sleep. */
+/* Wake the ranks with these bits, if they sleep. */
 static inline void futex_wake(board *b, uint32_t ranks) {
     atomic_fetch_add_explicit(futex_of(b), 1, memory_order_release);
     syscall(SYS_futex, futex_of(b), FUTEX_WAKE_BITSET, 1 << 30, NULL, NULL, ranks);
@@ -102,7 +102,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* The line on which `rank` tells of an op; its first word is the number of the op that it tells of. */
+/* The line on which `rank` publishes a tiny op. Its first word is the op number. */
 static inline word *line_at(const board *b, int rank, uint64_t op) { return word_of(b, rank, LINES + 8 * (int)(op & 1)); }
 
 static inline int published_on_line(const board *b, int rank, uint64_t op) {
@@ -113,8 +113,8 @@ static inline int published(const board *b, int rank, uint64_t op) {
     return published_on_line(b, rank, op) || flag_of(b, rank, FLAG) >= 4 * op + 1;
 }
 
-/* Whether `rank` has raised a flag to `value`, or published op `value`. Where a line is expected the flag, which lies on
- * another, is looked at now and then: it is raised just as well by a rank whose op is another. */
+/* Whether `rank` has raised `flag` to `value`, or published op `value`. PUBLISHED_ON_LINE also reads the flag, on
+ * another cache line, once in 16 turns: a rank that publishes a different op may raise only its flag. */
 static inline int has_reached(const board *b, int rank, int flag, uint64_t value, long turn) {
     switch (flag) {
     case PUBLISHED:
@@ -126,8 +126,9 @@ static inline int has_reached(const board *b, int rank, int flag, uint64_t value
     }
 }
 
-/* Look until `rank` (-1: every other rank) has come, then give way between looks. Returns the rank that has not: -1 if all
- * have. Gives up early once the board is stopped, or where the caller is to sleep at once. */
+/* Wait by polling until `rank` (-1: every other rank) has reached `value`: first spin, then yield between checks.
+ * Returns a rank that has not, or -1. Returns early once the board is stopped, or instead of yielding if `phase` is
+ * below `no_yield_below`. */
 static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
     uint64_t phase = flag < 0 ? 4 * value + 1 : value;
@@ -147,7 +148,7 @@ static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, 
     }
 }
 
-/* Whether another rank has said that no more ops can end here. */
+/* Whether another rank has aborted, so that no more ops can complete here. */
 static inline int is_over(const board *b) {
     for (int rank = 0; rank < b->size; rank++)
         if (rank != b->rank && flag_of(b, rank, STATE) >= ABORTED && flag_of(b, rank, EPOCH) == b->ready)
@@ -155,7 +156,7 @@ static inline int is_over(const board *b) {
     return 0;
 }
 
-/* Whether all other ranks have these bits in a word of their rows. */
+/* Whether all other ranks have `bits` set in word `number` of their rows. */
 static inline int all_have_bits(const board *b, int number, uint64_t bits) {
     for (int rank = 0; rank < b->size; rank++)
         if (rank != b->rank && (flag_of(b, rank, number) & bits) != bits)
@@ -175,7 +176,7 @@ static inline void prepare_wait(board *b) {
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-/* Sleep until the bell rings for this rank, unless it has since it lay down. */
+/* Sleep until a rank wakes this one, unless one has since `prepare_wait`. */
 static inline void futex_wait(board *b, uint64_t until) {
     struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)}; /* CLOCK_MONOTONIC */
     syscall(SYS_futex, futex_of(b), FUTEX_WAIT_BITSET, b->futex_value, &end, NULL, bit_of(b->rank));
@@ -185,8 +186,8 @@ static inline void finish_wait(board *b) {
     atomic_store_explicit(word_of(b, b->rank, ASLEEP), 0, memory_order_relaxed);
 }
 
-/* Sleep until `rank` (-1: every other rank) has come. Returns as `look`, after `DOZE` at the most, and as soon as no more ops
- * can end here. */
+/* Sleep until `rank` (-1: every other rank) has reached `value`. Returns like `spin_wait`, after SLEEP_NANOSECONDS at
+ * most, and as soon as the board is over. */
 static int sleep_wait(board *b, int rank, int flag, uint64_t value) {
     uint64_t until = nanoseconds() + SLEEP_NANOSECONDS;
     int missing;
@@ -201,8 +202,8 @@ static int sleep_wait(board *b, int rank, int flag, uint64_t value) {
     return missing;
 }
 
-/* `memmove`, in small pieces where it is slow in one: AMD's Zen 3 and 4 move strings (`rep movsb`, which glibc uses from
- * 2 KiB on) at a sixteenth of the speed to what lies 1 to 15 bytes further into its page than where they come from. */
+/* `memmove`, split into small pieces where one call is slow. On AMD's Zen 3 and 4, `rep movsb` (which glibc uses from
+ * 2 KiB on) is 16 times slower if the target lies 1 to 15 bytes further into its page than the source. */
 static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
     char *into = to;
     const char *at = from;
@@ -213,8 +214,8 @@ static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
     memmove(into, at, nbytes);
 }
 
-/* Copy into memory of this row, past the caches, for whoever runs on a core that may share no cache with this one (see
- * core_locality.h). Seen by all who see a flag that is raised afterwards. */
+/* Copy into this rank's row with stores that bypass the caches, for a reader that may share no cache with this core
+ * (see core_locality.h). A rank that sees a flag raised afterwards sees the data. */
 static void stream(char *to, const char *from, uint64_t nbytes) {
     uint64_t i = 0;
 #ifdef __SSE2__

@@ -1,4 +1,4 @@
-/* A rank's hands on a board, as an object of Python: its beginning and end, its flags, and its waits. */
+/* The `Board` type of Python: its fields, creation and release, its flags and waits. */
 
 #ifndef HOLDFAST_BOARD_OBJECT_H
 #define HOLDFAST_BOARD_OBJECT_H
@@ -14,13 +14,13 @@ typedef struct {
     Py_buffer memory;
     board b;
     pipeline p;
-    uint64_t number;  /* of the newest op that was begun in Python */
-    uint64_t begun;   /* an op that was published, and is still to be gone on with */
-    const char *from; /* where its first input lay */
-    int copied;       /* whether its inputs are in the slot */
+    uint64_t number;  /* the newest op that Python has begun */
+    uint64_t begun;   /* an op that was published and has still to be completed */
+    const char *from; /* address of its first input */
+    int copied;       /* whether its inputs were copied into the slot */
 } Board;
 
-/* The processes of all ranks; none at all: nobody's memory can be read. */
+/* Set the process id of each rank. An empty tuple means that no rank's memory can be read. */
 static int set_pids(Board *self, PyObject *pids) {
     Py_ssize_t count = PyTuple_Size(pids);
     if (count && count != self->b.size) {
@@ -101,7 +101,7 @@ static int check_rank(const Board *self, uint64_t rank) {
     return 0;
 }
 
-/* A tuple of (address, nbytes) pairs, flat, into `spans`; those that it does not reach are empty. */
+/* Parse a flat tuple of (address, nbytes) pairs into `spans`; the remaining entries become empty. */
 static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
     Py_ssize_t count = PyTuple_Size(flat);
     if (count < 0)
@@ -120,7 +120,7 @@ static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
     return count / 2;
 }
 
-/* `look`, then `doze`, and without the GIL if that takes time. */
+/* `spin_wait`, then `sleep_wait`; without the GIL unless the first check succeeds. */
 static int wait_for(Board *self, int rank, int flag, uint64_t value) {
     board *b = &self->b;
     int missing = spin_wait(b, rank, flag, value, 0, 0);
@@ -144,7 +144,7 @@ static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
-/* The rank of an argument, of which the size of the board stands for every other rank; -2 with a Python error. */
+/* Convert a rank argument: the size of the board means every other rank (-1). Returns -2 with a Python error. */
 static int peer_argument(const Board *self, uint64_t rank) {
     if (rank == (uint64_t)self->b.size && rank)
         return -1;

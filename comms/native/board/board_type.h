@@ -1,4 +1,4 @@
-/* The `Board` of Python: ops on a board, small ones and large ones. */
+/* The methods of `Board` that run ops, small and large. */
 
 #ifndef HOLDFAST_BOARD_TYPE_H
 #define HOLDFAST_BOARD_TYPE_H
@@ -7,13 +7,14 @@
 
 #include "board/board_object.h"
 
-/* -- small ops: publish, meet, take */
+/* -- small ops */
 
 enum { EARLY = -1, FAILED = -2, ALIKE = -1, LATE = -2 };
-enum { COPIED = 1, NOT_MET = 2, DONE = 4 }; /* what has become of an op in one call */
+enum { COPIED = 1, NOT_MET = 2, DONE = 4 }; /* progress of an op in one call */
 
-/* Publish `count` inputs, which are in `p.give`: 1 if they were copied, 0 if they are too large, EARLY if a rank has still to
- * read what lies in their place, FAILED if Python has an error. Nothing more for an op that was begun: it is gone on with. */
+/* Publish the `count` inputs in `p.give`. Returns 1 if they were copied, 0 if they are too large, EARLY if a rank
+ * still reads what their slot holds, FAILED with a Python error. An op that was begun already is only checked to be
+ * the same. */
 static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count) {
     const char *from = count ? self->p.give->at : NULL;
     if (op == self->begun) {
@@ -28,7 +29,8 @@ static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t cou
     return self->copied = publish(&self->b, op, signature, self->p.give, (int)count);
 }
 
-/* ALIKE once all ranks have published the same, LATE if that takes long, else one whose op is another. */
+/* Wait until all ranks have published. Returns ALIKE if all published the same op, LATE if that takes long, else a
+ * rank that published another op. */
 static int match_all(Board *self, uint64_t op, int how) {
     board *b = &self->b;
     if (wait_for(self, -1, how, op) >= 0)
@@ -40,7 +42,7 @@ static int match_all(Board *self, uint64_t op, int how) {
     return ALIKE;
 }
 
-/* After `publish_`: whether all ranks have published the same. */
+/* After `publish_`: whether all ranks have published the same op. */
 static int all_match(Board *self, uint64_t op, int copied) {
     int how = copied && line_of(&self->b, self->b.rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
     return match_all(self, op, how) == ALIKE;
@@ -51,7 +53,7 @@ static int finish(Board *self, uint64_t op, int copied) {
     return copied | DONE;
 }
 
-/* Without the GIL if that takes time. */
+/* Copy, without the GIL from 16 KiB on. */
 static void move(span into, const void *from) {
     if (!into.nbytes || into.at == from)
         return;
@@ -64,8 +66,8 @@ static void move(span into, const void *from) {
     Py_END_ALLOW_THREADS;
 }
 
-/* `publish_`; copy from `own` what this rank keeps; meet all; collect input `index` of the others, and say so. As `publish_`,
- * and NOT_MET or DONE. */
+/* A whole move: `publish_`, copy what this rank keeps from `own`, match all ranks, collect input `index` of the
+ * others, finish. Returns what `publish_` returns, plus NOT_MET or DONE. */
 static int exchange_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count, const span *into, uint64_t index,
                     const void *own) {
     int copied = publish_(self, op, signature, count);
@@ -78,7 +80,7 @@ static int exchange_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t
     return collect(&self->b, op, index, into) == TAKEN_ALL ? finish(self, op, copied) : copied;
 }
 
-/* `publish_`; meet all; reduce input `index` of all ranks, and say so. As `exchange_all`. */
+/* A whole reduction: `publish_`, match all ranks, reduce input `index` of all, finish. Returns like `exchange_all`. */
 static int reduce_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count, uint64_t index, long kind, span into) {
     int copied = publish_(self, op, signature, count);
     if (copied < 0)
@@ -92,7 +94,7 @@ static int reduce_all(Board *self, uint64_t op, uint64_t signature, Py_ssize_t c
 
 static PyObject *outcome(int of) { return of == FAILED ? NULL : PyLong_FromLong(of); }
 
-/* next(): the number of one more op. */
+/* next(): the number of the next op. */
 static PyObject *board_next(Board *self, PyObject *nothing) {
     (void)nothing;
     return PyLong_FromUnsignedLongLong(++self->number);
@@ -111,7 +113,7 @@ static PyObject *board_publish(Board *self, PyObject *const *args, Py_ssize_t co
     return inputs < 0 ? NULL : outcome(publish_(self, a[0], a[1], inputs));
 }
 
-/* exchange(op, signature, inputs, into, index, own): as `exchange_all`; -1 if it is too early. */
+/* exchange(op, signature, inputs, into, index, own): see `exchange_all`; -1 if it is too early. */
 static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2], b[2];
     if (count != 6) {
@@ -127,14 +129,15 @@ static PyObject *board_exchange(Board *self, PyObject *const *args, Py_ssize_t c
     return outcome(exchange_all(self, a[0], a[1], inputs, places ? self->p.take : NULL, b[0], (const void *)(uintptr_t)b[1]));
 }
 
-/* reduce(op, signature, inputs, index, kind, into, nbytes): as `reduce_all`; -1 if it is too early. */
+/* reduce(op, signature, inputs, index, kind, into, nbytes): see `reduce_all`; -1 if it is too early. */
 static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2], b[4];
     if (count != 7) {
         PyErr_SetString(PyExc_TypeError, "op, signature, inputs, index, kind, into and nbytes are needed");
         return NULL;
     }
-    if (!parse_numbers(args, 2, 2, a) || !parse_numbers(args + 3, 4, 4, b) || !check_rank(self, 0) || !check_rank(self, b[0]) || !is_memory(b[2], b[3]))
+    if (!parse_numbers(args, 2, 2, a) || !parse_numbers(args + 3, 4, 4, b) || !check_rank(self, 0) ||
+        !check_rank(self, b[0]) || !is_memory(b[2], b[3]))
         return NULL;
     if (!kernel_of((long)b[1])) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
@@ -145,7 +148,8 @@ static PyObject *board_reduce(Board *self, PyObject *const *args, Py_ssize_t cou
     return inputs < 0 ? NULL : outcome(reduce_all(self, a[0], a[1], inputs, b[0], (long)b[1], into));
 }
 
-/* meet(rank, op) and meet_all(op): -1 once published and alike, -2 if that takes long, else a rank whose op is another. */
+/* match(rank, op) and match_all(op): -1 once the same op is published, -2 if that takes long, else a rank that
+ * published another op. */
 static PyObject *board_match(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
     if (!parse_numbers(args, count, 2, a) || !check_rank(self, a[0]))
@@ -166,7 +170,7 @@ static int has_input(const Board *self, uint64_t rank, uint64_t index) {
     return check_rank(self, rank) && check_rank(self, index);
 }
 
-/* input(rank, op, index): (nbytes, whether it lies in the slot). */
+/* input(rank, op, index): (nbytes, whether the slot holds it). */
 static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3], nbytes;
     if (!parse_numbers(args, count, 3, a) || !has_input(self, a[0], a[2]))
@@ -175,7 +179,7 @@ static PyObject *board_input(Board *self, PyObject *const *args, Py_ssize_t coun
     return Py_BuildValue("KO", (unsigned long long)nbytes, at ? Py_True : Py_False);
 }
 
-/* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the size that it really has. */
+/* fetch(rank, op, index, into, nbytes): copy an input out of its slot. -1 if done, else the actual size of the input. */
 static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5], nbytes;
     if (!parse_numbers(args, count, 5, a) || !has_input(self, a[0], a[2]) || !is_memory(a[3], a[4]))
@@ -189,8 +193,9 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
     return PyLong_FromLong(-1);
 }
 
-/* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; to
- * nowhere if `into` is empty. -1 if done, -2 if they are not all in slots, else a rank whose input has another size. */
+/* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; an
+ * empty `into` copies nothing. -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another
+ * size. */
 static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
     if (count != 3) {
@@ -203,8 +208,8 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
     return places < 0 ? NULL : PyLong_FromLong(collect(&self->b, a[0], a[1], places ? self->p.take : NULL));
 }
 
-/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose input
- * has another size. */
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose
+ * input has another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5];
     if (!parse_numbers(args, count, 5, a) || !has_input(self, 0, a[1]) || !is_memory(a[3], a[4]))
@@ -219,8 +224,9 @@ static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t co
 
 /* -- large ops */
 
-/* Begin a pipeline (see pipeline.h) of what is in `p.give` and `p.take`. kind -1: a move. False with a Python error. */
-static int begin_pipeline(Board *self, uint64_t op, uint64_t longest, long kind, int reduces_all, int shared, const char *own) {
+/* Set up a pipeline (see pipeline.h) over `p.give` and `p.take`; kind -1 is a move. 0 with a Python error. */
+static int begin_pipeline(Board *self, uint64_t op, uint64_t longest, long kind, int reduces_all, int shared,
+                          const char *own) {
     pipeline *p = &self->p;
     if (kind >= 0 && !p->scratch && !(p->scratch = PyMem_Malloc(self->b.block))) {
         PyErr_NoMemory();
@@ -242,7 +248,8 @@ static int run_without_gil(Board *self) {
     return done;
 }
 
-/* begin(op, longest, kind, reduces_all, shared, give, take, own): as `begin`; nothing more for an op that was begun. */
+/* begin(op, longest, kind, reduces_all, shared, give, take, own): see `begin_pipeline`; does nothing if this op is
+ * already under way. */
 static PyObject *board_begin(Board *self, PyObject *args) {
     pipeline *p = &self->p;
     unsigned long long op, longest, own;
@@ -264,8 +271,8 @@ static PyObject *board_begin(Board *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* run(): None once the op is complete, else (rank, value, flag) that it has waited for, or (rank, error number, -1): that
- * rank's memory cannot be read. */
+/* run(): None once the op is complete; (rank, value, flag) if it still waits for that flag; (rank, error number, -1)
+ * if the memory of `rank` cannot be read. */
 static PyObject *board_run(Board *self, PyObject *nothing) {
     (void)nothing;
     if (!check_rank(self, 0))

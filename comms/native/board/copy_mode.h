@@ -1,9 +1,10 @@
-/* Two ways for a large op to bring a rank what others give: staged, where every byte is copied twice, by the ranks; or read
- * where it is, where the kernel copies it once and looks for every page of it. Which is faster depends on processor, kernel
- * and size: on AMD's Zen 3 one is by up to two thirds, on Intel's Ice Lake the other by as much.
+/* Choose how a large op moves data: STAGED, where the ranks copy every byte twice, or IN_PLACE, where the kernel
+ * copies it once but looks up every page. The faster mode depends on processor, kernel and size: on AMD's Zen 3 one
+ * wins by up to two thirds, on Intel's Ice Lake the other by as much.
  *
- * So every rank takes the time of its ops, by their kind and size, and says which way it wants the next of that sort. One
- * that writes goes the way that all others want. The other way is tried now and then: machines change. */
+ * Every rank times its ops by class (kind and size) and publishes the mode it prefers for the next op of that class. A
+ * rank that gives data uses the mode that all others prefer. The other mode is retried now and then, since machines
+ * change. */
 
 #ifndef HOLDFAST_COPY_MODE_H
 #define HOLDFAST_COPY_MODE_H
@@ -11,14 +12,15 @@
 #include "board/board.h"
 
 enum { STAGED, IN_PLACE };
-enum { OP_CLASSES = 32, SIZES = 8, RETRY_EVERY = 64, WARM_UP = 2 }; /* the first op of a sort touches memory for the first time */
+enum { OP_CLASSES = 32, SIZES = 8, RETRY_EVERY = 64 };
+enum { WARM_UP = 2 }; /* the first op of a class touches its memory for the first time */
 
 typedef struct {
-    uint64_t best[2]; /* nanoseconds that an op took each way, lately; 0: not known */
+    uint64_t best[2]; /* recent best nanoseconds of an op in each mode; 0: not known */
     uint64_t ops;
 } class_times;
 
-/* Ops of one sort are alike in what ranks do (`kind`, below SORTS / SIZES) and, within a factor of two, in size. */
+/* The class of an op: its `kind` (below OP_CLASSES / SIZES), and its size to a factor of two. */
 static inline int class_of(int kind, uint64_t nbytes) {
     int size = 0;
     for (uint64_t limit = 1 << 18; size < SIZES - 1 && nbytes > limit; limit *= 2)
@@ -26,7 +28,8 @@ static inline int class_of(int kind, uint64_t nbytes) {
     return kind * SIZES + size;
 }
 
-/* Another op of this sort took so long (0: this rank took nothing, or not all in one way). Say which way is wanted next. */
+/* Record the time of one more op of this class, and publish the preferred mode. `took` is 0 if this rank took nothing,
+ * or used both modes. */
 static inline void record_time(board *b, class_times *of, int bit, int mode, uint64_t took) {
     uint64_t *best = of->best;
     of->ops++;
@@ -42,7 +45,7 @@ static inline void record_time(board *b, class_times *of, int bit, int mode, uin
     atomic_store_explicit(bits, preferred ? before | one : before & ~one, memory_order_release);
 }
 
-/* Whether all others want to read what this rank gives. They said so before they began this op. */
+/* Whether all others prefer to read in place. They published that before they began this op. */
 static inline int all_prefer_in_place(const board *b, int bit) { return all_have_bits(b, IN_PLACE_BITS, (uint64_t)1 << bit); }
 
 #endif

@@ -1,20 +1,21 @@
 /* Large collectives as a pipeline of blocks.
  *
- * In a *move* every rank gives blocks to the others (`give`), and each copies what it is to get from them, or reduces it into
- * its own (`take`). In an *all_reduce* each rank owns a part: blocks are given to their owner, who adds them up (`reduce`);
- * the others take the results. A rank copies what it gives into its stage, and may be `depth` blocks ahead of others there;
- * or it says where its inputs are, and waits at the end until all have taken them (see copy_mode.h).
+ * In a *move*, every rank gives blocks to the others (`give`), and each copies the blocks for it, or reduces them into
+ * its own (`take`). In an *all_reduce*, each rank owns a part: the others give their blocks to the owner, which adds
+ * them up (`reduce`), and then take the results. A rank copies what it gives into its stage, where it may be `depth`
+ * blocks ahead of the others; or it publishes where its inputs lie, and waits at the end until all have read them (see
+ * copy_mode.h).
  *
- * `run` stops where a rank has to wait for long, and goes on from there when it is called again. Before it begins, every
- * rank must know that all have completed the ops before: nothing in a stage is still to be read then. */
+ * `run_pipeline` returns when a rank has to wait for long, and continues from there in the next call. Before an op
+ * begins, every rank must know that all have completed the ops before: the stages then hold nothing unread. */
 
 #ifndef HOLDFAST_PIPELINE_H
 #define HOLDFAST_PIPELINE_H
 
-#include "board/core_locality.h"
-#include "kernels/reductions.h"
-#include "board/in_place_read.h"
 #include "board/copy_mode.h"
+#include "board/core_locality.h"
+#include "board/in_place_read.h"
+#include "kernels/reductions.h"
 
 #define NEVER UINT64_MAX
 #define LEAST_BLOCK (32 * 1024)
@@ -22,21 +23,21 @@
 
 typedef struct {
     board *b;
-    span *give, *take; /* give[d]: this rank's bytes for d (for itself: for all); take[s]: where those of s belong */
-    const char *own;   /* of a reducing move: this rank's own input to what it takes */
-    char *scratch;     /* a block that was read, to be reduced */
+    span *give, *take; /* give[d]: this rank's bytes for rank d (own entry: for all); take[s]: where the bytes of rank s go */
+    const char *own;   /* in a reducing move: this rank's own input to its result */
+    char *scratch;     /* holds a block that was read in place, to be reduced */
     int reduces_all, shared, near;
-    int mode; /* in which this rank gives */
+    int mode; /* the mode in which this rank gives */
     kernel combine;
     uint64_t itemsize, block, steps;
-    uint64_t op, base; /* its number, 0: none is under way; the blocks of all ops before */
-    uint64_t step; /* where it has got to: step, what is being done in it, and for which of the others */
+    uint64_t op, base; /* number of the op, 0: none is under way; blocks of all earlier ops */
+    uint64_t step; /* position: the step, the phase within it, and which other rank */
     int phase, other;
     int awaited, flag; /* what it waits for */
     uint64_t value;
-    int unreadable; /* an error number: why the memory of `awaited` could not be read */
+    int unreadable; /* error number of a failed read of `awaited` */
     class_times classes[OP_CLASSES];
-    int op_class, taken[2]; /* which blocks were taken this way, and that */
+    int op_class, taken[2]; /* blocks taken in each mode */
     uint64_t began;
 } pipeline;
 
@@ -49,7 +50,7 @@ static inline span block_of(const pipeline *p, span whole, uint64_t step) {
     return part;
 }
 
-/* Whether `rank` has reached block `value` of this op, counted from 1. */
+/* Whether `rank` has reached block `value` (from 1) of this op; waits for it, but not for long. */
 static inline int wait_block(pipeline *p, int rank, int flag, int64_t value) {
     if (value <= 0)
         return 1;
@@ -63,12 +64,12 @@ static inline int wait_block(pipeline *p, int rank, int flag, int64_t value) {
 
 static inline int peer_at(const pipeline *p) { return (p->b->rank + p->other) % p->b->size; }
 
-/* -- what is given */
+/* -- giving */
 
 static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.at < a.at + a.nbytes; }
 
-/* Whether what others are to read stays as it is until they have: an op in place may write there first. Not an all_reduce,
- * which writes a block of another's part only once that rank has read it. */
+/* Whether inputs that others read in place stay unchanged until then: an op whose output overlaps its input may write
+ * there first. An all_reduce may not: it writes a block of another's part only once that rank has read it. */
 static int inputs_stay_intact(const pipeline *p) {
     int rank = p->b->rank;
     for (int to = 0; to < p->b->size && !p->reduces_all; to++)
@@ -78,7 +79,7 @@ static int inputs_stay_intact(const pipeline *p) {
     return 1;
 }
 
-/* Say where what this rank gives to each other lies, and to all; whether they can read that. */
+/* Publish where the pieces for each rank, and for all, lie. 0 if the others cannot read one of them. */
 static int expose_inputs(const pipeline *p) {
     for (int to = 0; to < p->b->size; to++) {
         span part = to == p->b->rank && p->reduces_all ? p->take[to] : p->give[to];
@@ -89,7 +90,7 @@ static int expose_inputs(const pipeline *p) {
     return 1;
 }
 
-/* Begin an op that is set up but for these. `longest`: the bytes of the longest piece that any rank gives to another. */
+/* Start an op whose other fields are set. `longest`: size in bytes of the longest piece that any rank gives to another. */
 static void start_pipeline(pipeline *p, uint64_t op, uint64_t longest) {
     board *b = p->b;
     uint64_t ahead = (uint64_t)b->depth * PAGE, wanted = (longest + ahead - 1) / ahead * PAGE;
@@ -136,12 +137,13 @@ static int give(pipeline *p, uint64_t step) {
     return 1;
 }
 
-/* -- what is taken */
+/* -- taking */
 
-/* Whether `from`, which has begun this op, lets the others read its inputs where they are. */
+/* Whether `from`, which has begun this op, lets the others read its inputs in place. */
 static inline int in_place(const pipeline *p, int from) { return flag_of(p->b, from, UNSTAGED) == p->base + 1; }
 
-/* Read `nbytes` of what `from` has for `to` (itself: for all) into `into`; whether that worked, and ops can still end here. */
+/* Read `nbytes` of the piece of `from` for `to` (`to` = `from`: for all) into `into`. 0 if the read failed, or the
+ * board is over. */
 static int fetch_in_place(pipeline *p, int from, int to, uint64_t step, void *into, uint64_t nbytes) {
     uint64_t at = atomic_load_explicit(place_of(p->b, from, to), memory_order_relaxed) + step * p->block;
     p->unreadable = read_from(p->b, from, into, at, nbytes);
@@ -151,7 +153,7 @@ static int fetch_in_place(pipeline *p, int from, int to, uint64_t step, void *in
     return 0;
 }
 
-/* out = a (op) what `from` has for `to` (itself: for all). As `fetch_in_place`. */
+/* out = a (op) the block of `from` for `to` (`to` = `from`: for all). Returns like `fetch_in_place`. */
 static int take_block(pipeline *p, int from, int to, uint64_t step, span out, const char *a, int combines) {
     int mode = in_place(p, from);
     const char *block = staged(p->b, from, to, step);
@@ -205,9 +207,9 @@ static int take(pipeline *p, uint64_t step) {
     return 1;
 }
 
-/* -- the whole */
+/* -- the whole op */
 
-/* Whether all have taken what this rank let them read. */
+/* Whether all ranks have read what this rank exposed. */
 static int all_have_taken(pipeline *p) {
     for (; p->other < p->b->size; p->other++)
         if (!wait_block(p, peer_at(p), TAKEN, (int64_t)p->steps))
@@ -215,7 +217,7 @@ static int all_have_taken(pipeline *p) {
     return 1;
 }
 
-/* Go on until the op is complete (1), or has waited for long or failed (0). */
+/* Continue until the op is complete (1), or has waited for long or failed (0). */
 static int run_pipeline(pipeline *p) {
     int last = p->reduces_all ? 2 : 1;
     for (; p->step < p->steps + (uint64_t)last; p->step++, p->phase = 0) {

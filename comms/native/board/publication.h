@@ -1,9 +1,9 @@
-/* Small ops: a rank publishes what an op is and its inputs, and takes those of the others, out of their rows.
+/* Small ops: a rank publishes an op and its inputs in its row, and takes the inputs of the others from theirs.
  *
- * An op has one of two tables of a row: its signature, then where each input lies and how long it is. Small inputs lie in
- * one of two slots. One input of a few bytes, or none, is told on a single line instead, with the signature and the number
- * of the op: a cache line is all that has to cross from core to core, which takes longer than all else that such an op
- * does. Whoever looks at a rank's flag finds the same said there. */
+ * An op uses one of two tables of a row: its signature, then the place and size of each input. Small inputs lie in one
+ * of two slots. A single input of up to 40 bytes, or none, goes on one line instead, with the signature and the op
+ * number: then only one cache line crosses between cores, which is most of what such an op costs. The flag is raised
+ * as well, for ranks that read it. */
 
 #ifndef HOLDFAST_PUBLICATION_H
 #define HOLDFAST_PUBLICATION_H
@@ -13,8 +13,8 @@
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
-#define STREAMED (1 << 14) /* bytes from which on inputs go past the caches if ranks are far from each other */
-enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* instead of a rank */
+#define STREAMED (1 << 14) /* inputs of this size bypass the caches if ranks are far apart */
+enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* given instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
     return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
@@ -24,12 +24,12 @@ static inline char *slot_of(const board *b, int rank, uint64_t op) {
     return b->base + (uint64_t)rank * b->row + b->slots + (op & 1) * b->slot;
 }
 
-/* The line of `rank` if it tells of this op, else NULL. */
+/* The line of `rank` if it holds this op, else NULL. */
 static inline const uint64_t *line_of(const board *b, int rank, uint64_t op) {
     return published_on_line(b, rank, op) ? (const uint64_t *)line_at(b, rank, op) : NULL;
 }
 
-/* Publish an op: 1 if its inputs were copied, 0 if they are too large. All ranks have finished the op before the last. */
+/* Publish an op. 1 if its inputs were copied, 0 if they are too large. All ranks must have finished op - 2. */
 static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int count) {
     uint64_t *table = table_of(b, b->rank, op), total = 0;
     table[0] = signature;
@@ -62,13 +62,13 @@ static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs
     return fits;
 }
 
-/* Whether a rank that has published an op has published the same as this one. */
+/* Whether `rank`, which has published an op, published the same one as this rank. */
 static inline int has_same_op(const board *b, int rank, uint64_t op) {
     const uint64_t *line = line_of(b, rank, op);
     return (line ? line[LINE_SIGNATURE] : *table_of(b, rank, op)) == *table_of(b, b->rank, op);
 }
 
-/* Input `index` of `rank` in an op, where it was copied to; NULL if it was not. */
+/* Where input `index` of `rank` was copied to; NULL if it was not. */
 static inline const char *input(const board *b, int rank, uint64_t op, uint64_t index, uint64_t *nbytes) {
     const uint64_t *line = index ? NULL : line_of(b, rank, op);
     if (line) {
@@ -83,14 +83,14 @@ static inline const char *input(const board *b, int rank, uint64_t op, uint64_t 
     return b->base + offset;
 }
 
-/* An input of `rank` is about to be read. */
+/* Call before an input of `rank` is read: probes the locality if it is large. */
 static inline void probe_large_input(board *b, int rank, uint64_t nbytes) {
     if (nbytes >= STREAMED && rank != b->rank)
         probe_read(b, rank);
 }
 
-/* Copy input `index` of every other rank to its piece of `into`, or (NULL) to nowhere. TAKEN_ALL, NOT_COPIED if some inputs
- * were too large to be copied, else a rank whose input has another size. */
+/* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL, NOT_COPIED if some
+ * inputs were too large for slots, or a rank whose input has another size. */
 static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
     uint64_t nbytes;
     int all = 1;
@@ -113,7 +113,8 @@ static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
     return TAKEN_ALL;
 }
 
-/* Reduce input `index` of all ranks, in rank order: reduction `kind`. TAKEN_ALL, or a rank whose input has another size. */
+/* Reduce input `index` of all ranks in rank order, by reduction `kind`. Returns TAKEN_ALL, or a rank whose input has
+ * another size. */
 static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span into) {
     uint64_t nbytes;
     for (int rank = 0; rank < b->size; rank++)

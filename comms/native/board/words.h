@@ -1,9 +1,10 @@
-/* The `Words` of Python: 8-byte words that other processes or threads change, with the order that messages through them need.
+/* The `Words` type of Python: 8-byte words that other processes or threads change, with the memory order that messages
+ * need.
  *
- * A word that is read is read after all that this thread has read before, and before all that follows (acquire). A word that
- * is written is written after all that this thread has read or written before (release), and before all that it writes
- * later. On x86 these are plain loads and stores. `fence` is for the one case that they leave open: to write a word, and
- * then read another. */
+ * A read is an acquire: it happens after all earlier reads of this thread, and before all that follows. A write is a
+ * release: it happens after all earlier reads and writes of this thread, and before all its later writes. On x86 both
+ * are plain loads and stores. The one order that they leave open, a write followed by a read of another word, needs
+ * `fence`. */
 
 #ifndef HOLDFAST_WORDS_H
 #define HOLDFAST_WORDS_H
@@ -106,7 +107,7 @@ static PyType_Slot words_slots[] = {
 
 static PyType_Spec words_spec = {"holdfast.comms._native.Words", sizeof(Words), 0, Py_TPFLAGS_DEFAULT, words_slots};
 
-/* fence(): all that this thread has read and written before comes before all that follows. */
+/* fence(): order all earlier reads and writes of this thread before all later ones. */
 static PyObject *fence(PyObject *module, PyObject *nothing) {
     (void)module, (void)nothing;
     atomic_thread_fence(memory_order_seq_cst);

@@ -1,5 +1,5 @@
-/* The `BoardPath` of Python: ops over a board. One that cannot be finished while it looks for the others is left to the way
- * through Python, which goes on with it. */
+/* The `BoardPath` type of Python: fast paths over a board. If a peer is late, the slow path in Python resumes the same
+ * op. */
 
 #ifndef HOLDFAST_BOARD_PATH_H
 #define HOLDFAST_BOARD_PATH_H
@@ -21,9 +21,9 @@ static void cut(span *into, char *at, uint64_t nbytes, int pieces) {
         into[i].at = at + (uint64_t)i * nbytes, into[i].nbytes = nbytes;
 }
 
-/* -- small ops. As `exchange_all`, which gives 0 for what has met and is too large for slots. */
+/* -- small ops; they return like `exchange_all`: 0 if all ranks match and the inputs are too large for slots */
 
-/* What this rank gives is in `give`. */
+/* The input is in `give`. */
 static int broadcast_all(Board *board, uint64_t op, uint64_t signature, int src, span into) {
     int here = src == board->b.rank, copied = publish_(board, op, signature, here);
     uint64_t nbytes;
@@ -50,7 +50,7 @@ static uint64_t input_size(const board *b, int rank, uint64_t op, int index) {
     return nbytes;
 }
 
-/* Whether all ranks give each other pieces of this size; what does not is refused elsewhere. */
+/* Whether all ranks give each other pieces of this size; the slow path refuses other sizes. */
 static int sizes_fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes) {
     for (int from = 0; from < b->size; from++)
         for (int to = 0; to < b->size; to++)
@@ -59,7 +59,7 @@ static int sizes_fit(const board *b, fast_op kind, uint64_t op, uint64_t nbytes)
     return 1;
 }
 
-/* Set out with an op that all have published. 1, 0 if it is for the other way, or -1 with a Python error. */
+/* Begin an op that all ranks have published. 1; 0 if the slow path has to run it; -1 with a Python error. */
 static int begin_large(Board *board, uint64_t op, const fast_call *call) {
     pipeline *p = &board->p;
     char *from = call->tensor.where.data, *to = call->output.where.data;
@@ -101,13 +101,13 @@ static int begin_large(Board *board, uint64_t op, const fast_call *call) {
     return !fits ? 0 : begin_pipeline(board, op, longest, call->as->kind, all, shared, p->give[rank].at) ? 1 : -1;
 }
 
-/* As `exchange_all`. */
+/* Returns like `exchange_all`. */
 static int run_large(Board *board, uint64_t op, const fast_call *call) {
     int begun = board->b.size > 1 ? begin_large(board, op, call) : 0;
     return begun < 0 ? FAILED : begun && run_without_gil(board) ? finish(board, op, 0) : NOT_MET;
 }
 
-/* -- all of them */
+/* -- all ops */
 
 static int run_on_board(Board *board, fast_call *call) {
     char *from = call->tensor.where.data, *to = call->output.where.data;
@@ -154,7 +154,7 @@ static int board_path_run(fast_path *path, fast_call *call) {
         return leave_journal(path, Py_None) < 0 ? RAISED : COMPLETED;
     }
     if (done == FAILED)
-        PyErr_Clear(); /* whoever goes the other way meets it again */
+        PyErr_Clear(); /* the slow path meets the same error again */
     if (done > 0)
         board->begun = board->number + 1;
     return done > 0 || path->enter ? STARTED : DECLINED;

@@ -1,5 +1,5 @@
-/* The `CallPath` of Python: ops of any transport. What there is to do before and after an op is done here; the op itself is
- * a call to a function of Python, with the tensors and a deadline. */
+/* The `CallPath` type of Python: fast paths of any transport. The work before and after an op is done here; the op
+ * itself is a call of a Python function with the tensors and a deadline. */
 
 #ifndef HOLDFAST_CALL_PATH_H
 #define HOLDFAST_CALL_PATH_H
@@ -10,7 +10,7 @@
 
 typedef struct {
     fast_path path;
-    PyObject *failed; /* is called with the error of an op, and raises */
+    PyObject *failed; /* called with the error of an op; raises */
     double timeout;
 } CallPath;
 
@@ -20,7 +20,7 @@ static double monotonic(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* The error of an op goes to Python, and what that raises is raised. */
+/* Pass the error of an op to Python, which raises what the caller gets. */
 static int raise_failure(CallPath *self, fast_op op, unsigned long long seq, unsigned long long joint) {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);

@@ -1,8 +1,8 @@
-/* Fast paths: ops that are usual, from the tensors to the end, in one call from Python.
+/* Fast paths: usual ops, from the tensors to the result, in one call from Python.
  *
- * What is usual: plain tensors, sizes that fit each other, no other op before, around or behind. Whatever is not goes the way
- * that all ops can go, where it is done or refused. By what an op is called (its signature and kernel, or a function) is
- * asked of Python once, and kept. How it is done says `run`, which differs from type to type (board_path.h, call_path.h). */
+ * Usual means: plain tensors, matching sizes, and no other op before, around or behind. All else takes the slow path,
+ * which runs or refuses it. What an op needs (its signature and kernel, or a function) is asked of Python once and
+ * cached. `run`, which differs by type (board_path.h, call_path.h), carries the op out. */
 
 #ifndef HOLDFAST_FAST_PATH_H
 #define HOLDFAST_FAST_PATH_H
@@ -15,11 +15,12 @@ static const char *const fast_ops[] = {"all_reduce", "reduce_scatter_single", "b
                                        "all_to_all_single", "barrier"};
 
 enum { PLANS = 64 };
-enum { DECLINED, COMPLETED, STARTED, RAISED }; /* an op: nothing was done; it was done; it is to be gone on with; Python has an error */
+/* Results: nothing was done; the op is complete; the slow path has to complete it; a Python error is set. */
+enum { DECLINED, COMPLETED, STARTED, RAISED };
 
 typedef struct {
-    uint64_t what, count, root; /* the op and the dtype as DLPack says it; elements */
-    PyObject *reduction, *detail, *answer; /* detail: for the journal; said: None if the op is not for a fast path */
+    uint64_t what, count, root; /* the op, and the dtype in DLPack's encoding; number of elements */
+    PyObject *reduction, *detail, *answer; /* detail: for the journal; answer: None if the op is not for a fast path */
     unsigned long long signature;
     long kind;
 } plan;
@@ -40,8 +41,8 @@ typedef struct {
 typedef struct fast_path {
     PyObject_HEAD
     Order *order;
-    PyObject *planner;                /* for plans */
-    PyObject *observers, *observed; /* their attribute, which says whether they watch ops */
+    PyObject *planner;                /* called for plans */
+    PyObject *observers, *observed; /* `observers.observed` tells whether any observer watches ops */
     PyObject *enter, *leave;        /* of the journal, or NULL */
     PyObject *names[BARRIER + 1];
     const tensors *known;
@@ -51,7 +52,7 @@ typedef struct fast_path {
     plan plans[PLANS];
 } fast_path;
 
-/* -- what is usual */
+/* -- usual tensors */
 
 static int is_plain_operand(const fast_path *self, PyObject *tensor, operand *into) {
     if (!is_plain(self->known, tensor, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
@@ -67,7 +68,7 @@ static int are_plain_operands(const fast_path *self, PyObject *const *args, fast
            call->output.dtype == call->tensor.dtype;
 }
 
-/* Whether an op may have both as they are: they share no memory, or `part` of the larger one is the smaller. */
+/* Whether an op may use both tensors directly: they share no memory, or the smaller one is `part` of the larger one. */
 static int overlap_is_allowed(const fast_call *call, const char *part, const operand *smaller) {
     const operand *tensor = &call->tensor, *output = &call->output;
     return tensor->where.data + tensor->nbytes <= output->where.data ||
@@ -78,7 +79,7 @@ static int divides(const operand *rows, int size) { return rows->where.ndim && r
 
 /* -- plans */
 
-/* What else than tensors must agree, as the long way says it to the journal. */
+/* What ranks must agree on beside the tensors, in the words of the slow path, for the journal. */
 static PyObject *detail_of(fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
     switch (op) {
     case ALL_REDUCE:
@@ -93,7 +94,7 @@ static PyObject *detail_of(fast_op op, PyObject *tensor, uint64_t root, PyObject
     }
 }
 
-/* Ask Python, and keep what it says. 0, or -1 with a Python error. */
+/* Ask Python for a plan and cache it. 0, or -1 with a Python error. */
 static int fetch_plan(fast_path *self, plan *at, fast_op op, PyObject *tensor, uint64_t root, PyObject *reduction) {
     at->what = 0;
     PyObject *answer = PyObject_CallFunction(self->planner, "OOKO", self->names[op], tensor ? tensor : Py_None,
@@ -187,7 +188,7 @@ static int is_open(const fast_path *self) {
     return !order->busy && !order->over && !order->queued && is_false(PyObject_GetAttr(self->observers, self->observed));
 }
 
-/* True if the op was done. */
+/* Run an op. Returns True if it is complete. */
 static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected) {
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
@@ -223,9 +224,9 @@ static PyMethodDef fast_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* -- its beginning and end */
+/* -- creation and release */
 
-/* Takes the arguments that all paths have. */
+/* Set the arguments that all paths share. */
 static int fast_init(fast_path *self, PyObject *order, PyObject *planner, PyObject *observers, PyObject *journal, int rank, int size,
                      const tensors *known) {
     self->order = (Order *)Py_NewRef(order);

@@ -1,4 +1,4 @@
-/* The `GroupCall` of Python: an op on one tensor by a process group of torch, begun and waited for. */
+/* The `GroupCall` type of Python: begin an op on one tensor by a torch process group, and wait for it. */
 
 #ifndef HOLDFAST_GROUP_CALL_H
 #define HOLDFAST_GROUP_CALL_H
@@ -7,9 +7,9 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *holder, *group, *op; /* the group is an attribute of its holder, which may let it go */
-    PyObject *options, *limit;     /* of the op; of a wait for it */
-    PyObject *failed;              /* is told of a RuntimeError */
+    PyObject *holder, *group, *op; /* the group is an attribute of `holder`, which may drop it */
+    PyObject *options, *limit;     /* options of the op; timeout of a wait */
+    PyObject *failed;              /* called with a RuntimeError */
     PyObject *wait;
 } GroupCall;
 
@@ -25,7 +25,7 @@ static int group_call_init(PyObject *object, PyObject *args, PyObject *named) {
     return self->wait ? 0 : -1;
 }
 
-/* What `failed(work, error, deadline)` makes of the error that Python has; others than a RuntimeError stay. */
+/* Pass a RuntimeError to `failed(work, error, deadline)` and return its result; other errors stay set. */
 static PyObject *report_failure(GroupCall *self, PyObject *work, PyObject *deadline) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return NULL;

@@ -1,4 +1,4 @@
-/* The `Order` of Python: whose turn it is among the ops of one communicator. The GIL guards it. */
+/* The `Order` type of Python: which thread may issue an op of a communicator. The GIL guards it. */
 
 #ifndef HOLDFAST_ORDER_H
 #define HOLDFAST_ORDER_H
@@ -10,13 +10,13 @@
 
 typedef struct {
     PyObject_HEAD
-    unsigned long long seq, joint; /* ops issued; those of all ranks together */
-    unsigned long begun_by;        /* the thread whose op was begun on a fast path, and is to be gone on with; or 0 */
-    char busy, begun;              /* one is being issued, or runs; it was begun on a fast path */
-    char over, queued;             /* no more can run; some wait for their turn */
+    unsigned long long seq, joint; /* ops issued; ops among them that all ranks share */
+    unsigned long begun_by;        /* thread that has to complete an op begun on a fast path; or 0 */
+    char busy, begun;              /* an op is being issued or runs; it was begun on a fast path */
+    char over, queued;             /* no more ops can run; some are queued */
 } Order;
 
-/* Whether this thread may issue an op now: none is being issued, or it is this thread's that was begun. */
+/* Whether this thread may issue an op now: no op is being issued, or this thread has begun one on a fast path. */
 static int enter(Order *self) {
     if (self->busy && (!self->begun_by || self->begun_by != PyThread_get_thread_ident()))
         return 0;

@@ -1,8 +1,8 @@
-/* The `RequestCall` and the `PersistentCall` of Python: an all_reduce of Open MPI on one tensor, in place, begun and looked at
- * until it is complete, or for as long as looking is all that one does. The first begins a request on the tensor itself; the
- * other has one that MPI keeps (a persistent one), on memory of its own that the tensor is copied to and from.
+/* The `RequestCall` and `PersistentCall` types of Python: an all_reduce of Open MPI on one tensor, in place, begun and
+ * tested until it is complete, or `max_tests` times. `RequestCall` begins a request on the tensor itself;
+ * `PersistentCall` has a persistent request of MPI on a buffer of its own, to and from which the tensor is copied.
  *
- * MPI's functions are called by their addresses, so that nothing here is linked with it. Its handles are pointers. */
+ * MPI's functions are called by their addresses, so this module is not linked with MPI. MPI's handles are pointers. */
 
 #ifndef HOLDFAST_REQUEST_CALL_H
 #define HOLDFAST_REQUEST_CALL_H
@@ -17,16 +17,16 @@ typedef int (*mpi_all_reduce)(const void *, void *, int, mpi_handle, mpi_handle,
 typedef int (*mpi_start)(mpi_handle *);
 typedef int (*mpi_test)(mpi_handle *, int *, void *);
 
-/* What both have. */
+/* The fields of both. */
 typedef struct {
     PyObject_HEAD
     const tensors *known;
-    uint64_t nbytes;          /* of a tensor */
-    PyObject *holder, *count; /* its attribute counts collectives */
+    uint64_t nbytes;          /* size of a tensor */
+    PyObject *holder, *count; /* this attribute of `holder` counts collectives */
     PyObject *one;
     mpi_test test;
     int max_tests;
-    PyObject *finish_request; /* is told of what is not complete, or failed */
+    PyObject *finish_request; /* called with a request that is incomplete or failed */
 } request_waits;
 
 typedef struct {
@@ -40,8 +40,8 @@ typedef struct {
 typedef struct {
     request_waits waits;
     mpi_start start;
-    PyObject *request; /* of mpi4py, */
-    mpi_handle *handle; /* which has it here; on these bytes: */
+    PyObject *request; /* of mpi4py */
+    mpi_handle *handle; /* where `request` holds its handle */
     Py_buffer stage;
 } PersistentCall;
 
@@ -56,7 +56,7 @@ static int waits_init(request_waits *self, uint64_t nbytes, PyObject *holder, Py
     return self->one ? 0 : -1;
 }
 
-/* The arguments of call(tensor, deadline), and one call more; 0, or -1 with a Python error. */
+/* Parse the arguments of call(tensor, deadline) and count the call. 0, or -1 with a Python error. */
 static int take_call(request_waits *self, PyObject *args, PyObject **tensor, char **data, PyObject **deadline) {
     uint64_t nbytes;
     if (!PyArg_UnpackTuple(args, "a call", 2, 2, tensor, deadline) || find_tensor(self->known, *tensor, data, &nbytes) < 0)
@@ -74,7 +74,7 @@ static int take_call(request_waits *self, PyObject *args, PyObject **tensor, cha
     return failed ? -1 : 0;
 }
 
-/* Whether a request that was begun is complete, after so many looks; what MPI says of it is in `code`. */
+/* Whether a begun request completes within `max_tests` tests. MPI's error code is put into `code`. */
 static int test_request(const request_waits *self, mpi_handle *request, int *code) {
     int complete = 0;
     for (int i = 0; i < self->max_tests && !complete && !*code; i++)
@@ -82,7 +82,7 @@ static int test_request(const request_waits *self, mpi_handle *request, int *cod
     return complete && !*code;
 }
 
-/* None for a call that is complete; otherwise Python goes on with it. `request` is NULL if it was not begun. */
+/* None for a complete call; otherwise `finish_request` completes it. `request` is NULL if it was not begun. */
 static PyObject *end_call(request_waits *self, int complete, mpi_handle request, int code, PyObject *memory,
                           PyObject *deadline) {
     if (complete)
@@ -154,7 +154,7 @@ static PyType_Spec request_call_spec = {
     "holdfast.comms._native.RequestCall", sizeof(RequestCall), 0, Py_TPFLAGS_DEFAULT, request_call_slots,
 };
 
-/* -- a persistent request on memory of its own */
+/* -- a persistent request on a buffer */
 
 static int persistent_call_init(PyObject *object, PyObject *args, PyObject *named) {
     PersistentCall *self = (PersistentCall *)object;

@@ -1,5 +1,5 @@
-/* Two things of Python that a call on a window begins with: `Calls`, which of them are under way, and `Reach`, what lies
- * within. The GIL guards both. */
+/* Types of Python that begin a call on a window: `ActiveCalls` counts the calls under way, `WindowBounds` checks that
+ * a transfer fits. The GIL guards both. */
 
 #ifndef HOLDFAST_WINDOW_H
 #define HOLDFAST_WINDOW_H
@@ -10,13 +10,13 @@
 #include "arguments.h"
 #include "tensors.h"
 
-/* -- calls: a context manager around each; none begins after the end, or once the exposed tensor has other memory */
+/* -- ActiveCalls: a context manager around each call; refuses calls after the end, or once the exposed tensor has moved */
 
 typedef struct {
     PyObject_HEAD
     const tensors *known;
     PyObject *refusal; /* makes the error of a call after the end */
-    PyObject *tensor;  /* that is exposed, or NULL; where it lay then, and what is called if it does not any more */
+    PyObject *tensor;  /* the exposed tensor, or NULL; its address and size at first; `moved` makes the error if they change */
     PyObject *moved;
     char *address;
     uint64_t nbytes;
@@ -38,7 +38,7 @@ static int calls_init(PyObject *object, PyObject *args, PyObject *named) {
     return find_tensor(self->known, tensor, &self->address, &self->nbytes);
 }
 
-/* Raise what one of the functions makes. */
+/* Raise the error that a function made. */
 static PyObject *calls_raise(PyObject *error) {
     if (error)
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
@@ -46,7 +46,7 @@ static PyObject *calls_raise(PyObject *error) {
     return NULL;
 }
 
-/* Whether the tensor lies where it lay; not if that cannot be told any more. */
+/* Whether the tensor has the same address and size; 0 if these cannot be found any more. */
 static int tensor_is_unmoved(const ActiveCalls *self) {
     char *address;
     uint64_t nbytes;
@@ -119,12 +119,12 @@ static PyType_Slot calls_slots[] = {
 
 static PyType_Spec calls_spec = {"holdfast.comms._native.ActiveCalls", sizeof(ActiveCalls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
 
-/* -- reach: the windows of all ranks, of one dtype */
+/* -- WindowBounds: the windows of all ranks, of one dtype */
 
 typedef struct {
     PyObject_HEAD
     const tensors *known;
-    uint64_t *sizes; /* of each rank's window, in bytes */
+    uint64_t *sizes; /* size of each rank's window in bytes */
     Py_ssize_t ranks;
     uint64_t itemsize;
     uint8_t code, bits;
@@ -154,8 +154,8 @@ static int bounds_init(PyObject *object, PyObject *args, PyObject *named) {
     return 0;
 }
 
-/* place(tensor, rank, offset): the byte at which a transfer begins that fits; -1 if it is to be looked at in Python, because
- * it does not, or is of an unusual kind. */
+/* byte_offset(tensor, rank, offset): where a transfer that fits begins, in bytes; -1 if it does not fit or is unusual,
+ * so that Python has to check it. */
 static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, Py_ssize_t count) {
     dlpack_tensor where;
     uint64_t nbytes;

@@ -1,10 +1,10 @@
-/* The correctly rounded sum of several blocks, elementwise: what holdfast/comms/exact_sum.py computes, where one partial
- * sum in double precision, or two, hold it exactly. That is so for nearly all numbers; the others are left to Python.
+/* The correctly rounded sum of several blocks, elementwise: what holdfast/comms/exact/exact_sum.py computes, for
+ * numbers whose sum one or two doubles hold exactly. That holds for nearly all numbers; Python computes the others.
  *
- * One holds all sums of a chunk whose numbers, from the last digit of the smallest to the first of the largest, span no
- * more than its 53 bits, those for carries included: floats of 24 bits that differ by a factor of less than 2^27. They
- * are simply added. Two: D. Knuth's TwoSum, cascaded twice. The last digit of what is rounded again is made odd
- * (S. Boldo, G. Melquiond, 2008). */
+ * One double suffices for a chunk whose numbers span, from the last digit of the smallest to the first of the largest,
+ * at most its 53 bits, including those for carries: floats of 24 bits that differ by a factor of less than 2^27. These
+ * are simply added. Two doubles use D. Knuth's TwoSum, cascaded twice. A result that is rounded again is first rounded
+ * to odd (S. Boldo, G. Melquiond, 2008). */
 
 #ifndef HOLDFAST_EXACT_SUM_H
 #define HOLDFAST_EXACT_SUM_H
@@ -25,17 +25,17 @@ static inline double double_of(uint64_t bits) {
     return value;
 }
 
-/* All ones where `bits` are those of a number other than zero, or of neither zero: masks, so that loops are vectorized. */
+/* Masks, so that loops are vectorized: all ones unless `bits` are those of a zero of either sign. */
 static inline uint64_t unless_zero(uint64_t bits) { return -(uint64_t)((bits << 1) != 0); }
 
-/* value + rest, of which `value` is the nearest double: the one of its two neighbours that is odd. */
+/* value + rest, where `value` is the nearest double: rounded to the odd neighbour. */
 static inline double odd(double value, double rest) {
     uint64_t bits = bits_of_double(value), others = bits_of_double(rest);
     uint64_t outwards = 1 - 2 * ((bits ^ others) >> 63);
     return double_of(bits + (outwards & unless_zero(others) & ((bits & 1) - 1)));
 }
 
-/* `value` as a float: one of the two neighbours that is odd, unless it is a float itself. */
+/* `value` as a float, rounded to the odd neighbour unless it is a float itself. */
 static inline float odd_float(double value) {
     float nearest = (float)value;
     uint32_t bits = bits_of(nearest);
@@ -67,7 +67,7 @@ FOR_EACH_CPU static uint64_t settle(double *sum, const double *carry, int rounde
         double s = sum[i], c = carry[i];
         double total = s + c, back = total - s;
         double rest = ((s - (total - back)) + (c - back)) * again;
-        uint64_t carried = unless_zero(bits_of_double(c)); /* a zero may be negative: then nothing is added to it */
+        uint64_t carried = unless_zero(bits_of_double(c)); /* a negative zero must stay one: nothing is added to it */
         total = double_of((bits_of_double(total) & carried) | (bits_of_double(s) & ~carried));
         beyond |= -(uint64_t)((bits_of_double(total) & 0x7ff0000000000000u) == 0x7ff0000000000000u);
         sum[i] = odd(total, rest);
@@ -87,7 +87,7 @@ FOR_EACH_CPU static void round_to_floats(float *into, const double *sum, size_t 
     INDEPENDENT for (size_t i = 0; i < count; i++) into[i] = (float)sum[i];
 }
 
-/* Cut off after 20 binary digits, the last of them odd if anything was cut off: what rounds to fewer as `sum` does. */
+/* Round to odd after 20 binary digits: that rounds to fewer digits as `sum` does. */
 FOR_EACH_CPU static void cut_to_floats(float *into, const double *sum, size_t count) {
     INDEPENDENT for (size_t i = 0; i < count; i++) {
         uint64_t bits = bits_of_double(sum[i]);
@@ -96,7 +96,7 @@ FOR_EACH_CPU static void cut_to_floats(float *into, const double *sum, size_t co
     }
 }
 
-/* `lowest`: one less than the least of the bit patterns, so that zeros count as the greatest. */
+/* `lowest`: one less than the smallest of the bit patterns, so that zeros count as the greatest. */
 #define EXTREMES(BITS)                                                                                                 \
     FOR_EACH_CPU static void extremes_##BITS(const uint##BITS##_t *from, size_t count, uint##BITS##_t *lowest,         \
                                              uint##BITS##_t *highest) {                                                \
@@ -112,7 +112,8 @@ FOR_EACH_CPU static void cut_to_floats(float *into, const double *sum, size_t co
 EXTREMES(16)
 EXTREMES(32)
 
-/* NAME_plainly: whether a chunk could simply be added, and was. NUMBERS of BITS bits have DIGITS binary digits. */
+/* NAME_plainly: add a chunk in one double if that is exact; whether it was. NUMBERS of BITS bits have DIGITS binary
+ * digits. */
 #define PLAINLY(NAME, TYPE, BITS, DIGITS, WIDEN, CUT, NARROW)                                                          \
     static int NAME##_plainly(TYPE *out, const void *const *inputs, size_t number, size_t at, size_t count) {          \
         uint##BITS##_t lowest = (uint##BITS##_t)~0ull, highest = 0;                                                    \
@@ -183,7 +184,7 @@ EXACT(f32, float, AS_IT_IS, TO_FLOAT, 1)
 EXACT(bf16, uint16_t, from_bf16, TO_BF16, 1)
 EXACT(f16, uint16_t, from_half, TO_HALF, 1)
 
-/* The one NaN that torch makes, in place of every one. */
+/* Replace every NaN by the one that torch makes. */
 #define NANS(NAME, TYPE, UNSIGNED, INFINITE, THE_NAN)                                                                  \
     FOR_EACH_CPU static int NAME##_has_nan(const TYPE *numbers, size_t count) {                                        \
         TYPE found = 0;                                                                                                \

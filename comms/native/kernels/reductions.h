@@ -1,7 +1,7 @@
 /* Reductions of two blocks of numbers, element by element: out = a op b, for every dtype that CPUs reduce.
  *
- * `out` may be `a` or `b` itself, but must not overlap them otherwise. Minima and maxima keep NaNs; integers wrap around;
- * 16-bit floats are computed as 32-bit ones and rounded to nearest even, as torch does. */
+ * `out` may be `a` or `b` itself, but must not overlap them otherwise. Minima and maxima keep NaNs; integers wrap
+ * around; 16-bit floats are computed as 32-bit floats and rounded to nearest even, as in torch. */
 
 #ifndef HOLDFAST_REDUCTIONS_H
 #define HOLDFAST_REDUCTIONS_H
@@ -142,7 +142,7 @@ COMPLEX(c128, double, f64_sum)
 CONVERSIONS(plain_f16, from_half, to_half)
 CONVERSIONS(bf16, from_bf16, to_bf16)
 
-/* Half precision by the instructions that x86 has for it: several times as fast. */
+/* Half precision by x86's own instructions: several times as fast. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -212,7 +212,7 @@ HALVES(max, UNLESS_NAN(_mm256_max_ps(x, y)))
 typedef struct {
     const char *dtype;
     size_t itemsize;
-    kernel ops[OPS]; /* in the order of op_names; NULL where there is none */
+    kernel ops[OPS]; /* in the order of op_names; NULL: no such reduction */
 } kernels;
 
 static const char *const op_names[OPS] = {"sum", "product", "min", "max", "band", "bor", "bxor"};
@@ -236,7 +236,7 @@ static const kernels all_kernels[] = {
 };
 #define DTYPES ((long)(sizeof all_kernels / sizeof all_kernels[0]))
 
-/* A kind is a dtype and an op in one number, as `kind()` gave it. */
+/* A kind is a dtype and an op in one number, as returned by `kind()`. */
 static inline kernel kernel_of(long kind) {
     return kind < 0 || kind >= DTYPES * OPS ? NULL : all_kernels[kind / OPS].ops[kind % OPS];
 }
