@@ -36,7 +36,7 @@ SHARE_BYTES = 8 << 20
 """Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""
 
 
-class Reach(ABC):
+class RegionAccess(ABC):
     """A hold on a region of somebody, for the time of one read or write."""
 
     nbytes: int
@@ -147,10 +147,10 @@ class CheckedPlane(MemoryPlane):
 
 
 class BlockCopyPlane(CheckedPlane):
-    """A memory plane that reaches memory through `_reach`."""
+    """A memory plane that reaches memory through `_open_region`."""
 
     @abstractmethod
-    def _reach(self, handle: Handle, writing: bool) -> Reach:
+    def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
     def _in_blocks(
@@ -163,16 +163,16 @@ class BlockCopyPlane(CheckedPlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        in_shares(
+        run_in_threads(
             nbytes,
-            1 if writing else shares(nbytes),
+            1 if writing else thread_count(nbytes),
             lambda _, at, piece: self._copy_share(handle, address + at, offset + at, piece, writing, look),
         )
 
     def _copy_share(
         self, handle: Handle, address: int, offset: int, nbytes: int, writing: bool, look: Callable[[], None]
     ) -> None:
-        region = self._reach(handle, writing)
+        region = self._open_region(handle, writing)
         unharmed = False
         try:
             if region.nbytes != handle.nbytes:
@@ -215,8 +215,8 @@ _own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.
 class TableRegion(HeldRegion):
     """A row in the table of this process, and the memory that it names. `strike_out(self)` is called once."""
 
-    def __init__(self, handle: Handle, memory: ExposedMemory, strike_out: Callable[[Any], None]) -> None:
-        self._strike_out = strike_out
+    def __init__(self, handle: Handle, memory: ExposedMemory, retract: Callable[[Any], None]) -> None:
+        self._strike_out = retract
         super().__init__(handle, memory)
 
     def close(self) -> None:
@@ -225,12 +225,12 @@ class TableRegion(HeldRegion):
             self._strike_out(self)
 
 
-def shares(nbytes: int) -> int:
+def thread_count(nbytes: int) -> int:
     """Into how many pieces a large read is cut, one for each thread that torch would use."""
     return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
 
 
-def in_shares(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
+def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
     """`copy(number, start, nbytes)` for so many pieces, each in a thread of its own, the first in this one. All have
     ended when this does, however it ends.
     """

@@ -77,12 +77,12 @@ def probe() -> Available | Unavailable:
         scope = int(_YAMA.read_text())
     except (OSError, ValueError):
         scope = 0
-    if scope >= 2 and not (scope == 2 and _may_trace_anybody()):
+    if scope >= 2 and not (scope == 2 and _may_trace_all()):
         return Unavailable(f"Yama forbids reading other processes (ptrace_scope {scope})", MEMORY_HINT)
     return Available("process_vm_readv")
 
 
-def _may_trace_anybody() -> bool:
+def _may_trace_all() -> bool:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> 19 & 1)

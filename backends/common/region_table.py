@@ -46,7 +46,7 @@ _SLOT_BYTES = 32
 _FLOCK = struct.Struct("hhqqi")
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class TableAddress(msgspec.Struct, frozen=True, array_like=True):
     """What a handle of the shm plane says: the owner, its table (a descriptor and an id), the slot and
     generation.
     """
@@ -61,7 +61,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> Address:
+    def decode(data: bytes) -> TableAddress:
         """Raises `CorruptData` for anything that no owner of a table can have written."""
         try:
             address = _addresses.decode(data)
@@ -79,7 +79,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return address
 
 
-_addresses = msgspec.msgpack.Decoder(Address)
+_addresses = msgspec.msgpack.Decoder(TableAddress)
 
 
 class RegionTable:
@@ -105,7 +105,7 @@ class RegionTable:
         """Where the table lies in this process, and its size in bytes."""
         return self._base, _SLOTS_AT + SLOTS * _SLOT_BYTES
 
-    def fill(self, address: int, nbytes: int, writable: bool) -> Address:
+    def fill(self, address: int, nbytes: int, writable: bool) -> TableAddress:
         """Write down a region. Raises `Unsupported` when a million are open already."""
         if self._free:
             slot = self._free.pop()
@@ -117,7 +117,7 @@ class RegionTable:
         words, row = self._words, _row(slot)
         words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
         words[row] = self._generation
-        return Address(self._owner, self._file.fileno(), self._id, slot, self._generation)
+        return TableAddress(self._owner, self._file.fileno(), self._id, slot, self._generation)
 
     def invalidate(self, slot: int) -> bool:
         """From here on no block of the region's is copied whole. Says whether a writer may be in the middle
@@ -152,7 +152,7 @@ def _row(slot: int) -> int:
 
 
 @contextmanager
-def open_table(address: Address) -> Iterator[tuple[int, int]]:
+def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
     """The table that `address` speaks of: a descriptor of its file, and where its owner has it mapped.
 
     Raises `RegionGone` if there is no such table (any more), `BackendUnavailable` if it may not be opened.

@@ -15,7 +15,7 @@ import threading
 import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, Reach, contiguous_address
+from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -23,7 +23,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class InprocAddress(msgspec.Struct, frozen=True, array_like=True):
     """What a handle of the inproc plane says: the process, and the number of the region in it (never used
     again).
     """
@@ -53,7 +53,7 @@ class InprocRegion(HeldRegion):
     def __init__(self, plane: InprocPlane, memory: ExposedMemory, writable: bool) -> None:
         self.number, self.writable = next(_numbers), writable
         self.writing = threading.Lock()
-        address = msgspec.msgpack.encode(Address(_process(os.getpid()), self.number))
+        address = msgspec.msgpack.encode(InprocAddress(_process(os.getpid()), self.number))
         super().__init__(Handle(plane.name, address, memory.nbytes), memory)
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class InprocPlane(BlockCopyPlane):
         self._exposed = [each for each in self._exposed if each.open] + [region]
         return region
 
-    def _reach(self, handle: Handle, writing: bool) -> Reach:
+    def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         try:
-            address = msgspec.msgpack.decode(handle.address, type=Address)
+            address = msgspec.msgpack.decode(handle.address, type=InprocAddress)
         except msgspec.DecodeError as error:
             raise CorruptData(f"not the address of a region: {error}") from error
         if address.owner != _process(os.getpid()):
@@ -95,7 +95,7 @@ class InprocPlane(BlockCopyPlane):
         region.check()
         if writing and not region.writable:
             raise Unsupported("writing to a read-only region", "expose it with writable=True")
-        return _Here(region)
+        return _LocalRegion(region)
 
     def close(self) -> None:
         self._closed = True
@@ -104,7 +104,7 @@ class InprocPlane(BlockCopyPlane):
         self._exposed.clear()
 
 
-class _Here(Reach):
+class _LocalRegion(RegionAccess):
     """A region of this process; keeps its memory alive for the length of a copy."""
 
     def __init__(self, region: InprocRegion) -> None:

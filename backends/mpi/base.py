@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import at
-from holdfast.backends.mpi.handshake import meet
-from holdfast.backends.mpi.out_of_band import Word, ended, mailbox
-from holdfast.backends.mpi.window import Desk, MpiWindow
+from holdfast.backends.mpi.handshake import create_group
+from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
+from holdfast.backends.mpi.window import MpiWindow, WindowService
 from holdfast.comms.algorithms.message_passing.cost import DEFAULTS
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
@@ -91,16 +91,16 @@ class MpiMessages(MessageTransport):
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
             super().__init__(context, _LINK)
-            meeting = meet(context, self._liveness)
+            meeting = create_group(context, self._liveness)
         except BaseException:
             self._liveness.close()
             raise
         self._token, self._comm = meeting.token, meeting.comm
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
         self._peers, self._processes = context.peers, meeting.processes
-        self._desk: Desk | None = None
+        self._service: WindowService | None = None
         mailbox.open(self._token)
-        mailbox.send(Word(self._token, self.rank, "built"), self._others)
+        mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
 
     # -- how an op completes, or ends
 
@@ -174,7 +174,7 @@ class MpiMessages(MessageTransport):
                 raise self._error.again()
             if now >= next_look:
                 if not said and now - began > _WAITING_SECONDS:
-                    mailbox.send(Word(self._token, self.rank, "waits", seq), self._others)
+                    mailbox.send(StatusMessage(self._token, self.rank, "waits", seq), self._others)
                     said = True
                 verdict = self._look(seq, awaited)
                 if verdict is not None:
@@ -194,7 +194,7 @@ class MpiMessages(MessageTransport):
         if dead := self._liveness.dead():
             return PeerFailed(dead, "the kernel says that the process is gone")
         closed = dict(self._closed)
-        self._hear()
+        self._read_messages()
         if self._aborted:
             return Revoked(self._epoch, self._aborted)
         for rank, number in closed.items():
@@ -202,7 +202,7 @@ class MpiMessages(MessageTransport):
                 return Revoked(self._epoch, f"rank {rank} closed it")
         return None
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         """Note what the others have said."""
         for word in mailbox.read(self._token):
             if word.kind == "built":
@@ -242,16 +242,16 @@ class MpiMessages(MessageTransport):
     # -- windows
 
     def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
-        if self._desk is None:
+        if self._service is None:
             mark = int(self._token[:16], 16)
-            self._desk = Desk(mark, self._processes, self._peers, self.rank, self._judge, abandon)
-        return MpiWindow(self._desk, self, tensor, deadline)
+            self._service = WindowService(mark, self._processes, self._peers, self.rank, self._check_live, abandon)
+        return MpiWindow(self._service, self, tensor, deadline)
 
-    def _judge(self) -> None:
+    def _check_live(self) -> None:
         """Raise if this communicator has ended, here or elsewhere."""
         if self._error is not None:
             raise self._error.again()
-        self._hear()
+        self._read_messages()
         if self._aborted or self._comm.Is_revoked():
             raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
 
@@ -265,19 +265,19 @@ class MpiMessages(MessageTransport):
             if self._error is None:
                 self._error = error
             reason = error.reason if isinstance(error, Revoked) else str(error)
-            mailbox.send(Word(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
-            self._hear()
+            mailbox.send(StatusMessage(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
+            self._read_messages()
             if len(self._built) == self.size - 1 and not self._comm.Is_revoked():
                 self._comm.Revoke()
 
     def close(self) -> None:
         """A communicator that was revoked is not freed: messages under way could reach one that took its place."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._service is not None:
+            self._service.close()
         self._liveness.close()
         mailbox.close(self._token)
         if self._error is None and not self._comm.Is_revoked():
-            mailbox.send(Word(self._token, self.rank, "closed", self._op), self._others)
+            mailbox.send(StatusMessage(self._token, self.rank, "closed", self._op), self._others)
             self._comm.Free()
 
     # -- messages, for the algorithms

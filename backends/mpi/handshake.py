@@ -23,7 +23,7 @@ from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
 
-class _Card(msgspec.Struct, frozen=True):
+class _MpiProcess(msgspec.Struct, frozen=True):
     """What a rank tells the others: the MPI job it belongs to, its rank in it, whether it knows of a failure there."""
 
     job: str
@@ -33,7 +33,7 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MpiGroup:
     """The communicator, its name, and each rank's process in MPI_COMM_WORLD."""
 
     comm: MPI.Intracomm
@@ -41,14 +41,14 @@ class Meeting:
     processes: tuple[int, ...]
 
 
-def meet(context: Context, liveness: Liveness) -> Meeting:
+def create_group(context: Context, liveness: Liveness) -> MpiGroup:
     """Make the communicator; collective. Raises `Mismatch`, `OpTimeout`, `PeerFailed`."""
     world = MPI.COMM_WORLD
     failed = world.Get_failed()
-    card = _Card(os.environ.get("PMIX_NAMESPACE", ""), world.rank, failed.size > 0, uuid.uuid4().hex)
+    card = _MpiProcess(os.environ.get("PMIX_NAMESPACE", ""), world.rank, failed.size > 0, uuid.uuid4().hex)
     failed.Free()
     context.store.set(f"mpi/{context.rank}", msgspec.json.encode(card).decode())
-    cards = [card if rank == context.rank else _card(context, rank, liveness) for rank in range(context.size)]
+    cards = [card if rank == context.rank else _fetch_process(context, rank, liveness) for rank in range(context.size)]
     strangers = [rank for rank, other in enumerate(cards) if other.job != card.job]
     if strangers:
         raise Mismatch(f"ranks {strangers} were started by another mpirun; all ranks must be of one MPI job")
@@ -67,7 +67,7 @@ def meet(context: Context, liveness: Liveness) -> Meeting:
         return comm
 
     try:
-        return Meeting(bounded(create, context.deadline, liveness), token, processes)
+        return MpiGroup(bounded(create, context.deadline, liveness), token, processes)
     except MPI.Exception as error:
         raise _explain(error, liveness) from error
     finally:
@@ -75,10 +75,10 @@ def meet(context: Context, liveness: Liveness) -> Meeting:
         everybody.Free()
 
 
-def _card(context: Context, rank: int, liveness: Liveness) -> _Card:
+def _fetch_process(context: Context, rank: int, liveness: Liveness) -> _MpiProcess:
     began = time.monotonic()
     try:
-        return fetch_as(context.store, f"mpi/{rank}", _Card, context.deadline, liveness)
+        return fetch_as(context.store, f"mpi/{rank}", _MpiProcess, context.deadline, liveness)
     except TimeoutError as error:
         raise OpTimeout("connect", 0, time.monotonic() - began, (rank,)) from error
 

@@ -20,7 +20,7 @@ _EARLY = 4096
 """How many words are kept for communicators that this process has not connected yet."""
 
 
-class Word(msgspec.Struct, frozen=True, array_like=True):
+class StatusMessage(msgspec.Struct, frozen=True, array_like=True):
     """What `rank` says to the others of the communicator `token`: that it has `built` its end, `waits` in collective
     `number`, has `closed` after it, or `aborted` for `reason`."""
 
@@ -32,7 +32,7 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _PendingSend:
     request: MPI.Request
     data: bytes
 
@@ -42,9 +42,9 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unsent: list[_Letter] = []
-        self._boxes: dict[str, list[Word]] = {}
-        self._early: deque[Word] = deque(maxlen=_EARLY)
+        self._unsent: list[_PendingSend] = []
+        self._boxes: dict[str, list[StatusMessage]] = {}
+        self._early: deque[StatusMessage] = deque(maxlen=_EARLY)
 
     def open(self, token: str) -> None:
         """Collect what is said to a communicator from now on, and what was said before."""
@@ -56,7 +56,7 @@ class Mailbox:
         with self._lock:
             self._boxes.pop(token, None)
 
-    def send(self, word: Word, processes: Iterable[int]) -> None:
+    def send(self, word: StatusMessage, processes: Iterable[int]) -> None:
         """Say `word` to these processes of MPI_COMM_WORLD; those that are gone do not hear it."""
         data = msgspec.msgpack.encode(word)
         with self._lock:
@@ -65,10 +65,10 @@ class Mailbox:
                     request = MPI.COMM_WORLD.Isend([data, MPI.BYTE], process, TAG)
                 except MPI.Exception:
                     continue
-                self._unsent.append(_Letter(request, data))
+                self._unsent.append(_PendingSend(request, data))
             self._unsent = [letter for letter in self._unsent if not ended(letter.request)]
 
-    def read(self, token: str) -> list[Word]:
+    def read(self, token: str) -> list[StatusMessage]:
         """What was said to a communicator since the last look."""
         with self._lock:
             while (message := self._next()) is not None:
@@ -96,7 +96,7 @@ class Mailbox:
 
     def _sort(self, data: bytes) -> None:
         try:
-            word = msgspec.msgpack.decode(data, type=Word)
+            word = msgspec.msgpack.decode(data, type=StatusMessage)
         except msgspec.DecodeError:
             return
         if word.token in self._boxes:

@@ -32,7 +32,7 @@ from holdfast.backends.mpi.window_server import (
     REQUEST_TAG,
     SIGNAL,
     SWAP,
-    Exposed,
+    ExposedPart,
     data_tag,
     reply_tag,
     server,
@@ -54,10 +54,10 @@ _YIELDS = 2000
 _NAP_SECONDS = 0.0001
 
 
-class Desk:
+class WindowService:
     """What all windows of a communicator share. `processes` are its ranks' in MPI_COMM_WORLD.
 
-    `judge` raises what ended the communicator; `abandon` keeps a request that was given up, and the memory that MPI may
+    `check_live` raises what ended the communicator; `abandon` keeps a request that was given up, and the memory that MPI may
     still look at. `mark` is the communicator's own.
     """
 
@@ -67,13 +67,13 @@ class Desk:
         processes: Sequence[int],
         peers: Sequence[Peer],
         rank: int,
-        judge: Callable[[], None],
+        check_live: Callable[[], None],
         abandon: Callable[[MPI.Request, object], None],
     ) -> None:
         self.mark, self.processes, self.abandon = mark, processes, abandon
         self.ranks = {process: number for number, process in enumerate(processes)}
         self.numbers, self.windows = itertools.count(secrets.randbits(62)), itertools.count(1)
-        self._judge = judge
+        self._check_live = check_live
         self._looking, self._look_at = threading.Lock(), 0.0
         self._dead: tuple[int, ...] = ()
         self._liveness = Liveness(peers, rank)
@@ -88,7 +88,7 @@ class Desk:
     def check(self, rank: int) -> None:
         """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most)."""
         if time.monotonic() >= self._look_at:
-            self._judge()
+            self._check_live()
             with self._looking:
                 self._dead = self._liveness.dead()
                 self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -104,8 +104,8 @@ class Desk:
 class _Reply:
     """A reply that is expected."""
 
-    def __init__(self, desk: Desk, rank: int, number: int, room: int = 0) -> None:
-        self._desk, self._process, self._number = desk, desk.processes[rank], number
+    def __init__(self, service: WindowService, rank: int, number: int, room: int = 0) -> None:
+        self._service, self._process, self._number = service, service.processes[rank], number
         self._text = bytearray(REPLY.size + room)
         self.listen()
 
@@ -124,16 +124,16 @@ class _Reply:
         return outcome, value, memoryview(self._text)[REPLY.size :]
 
     def cancel(self) -> None:
-        withdraw(self._desk, self._request, self._text)
+        withdraw(self._service, self._request, self._text)
 
 
-def withdraw(desk: Desk, request: MPI.Request, kept: object) -> None:
+def withdraw(service: WindowService, request: MPI.Request, kept: object) -> None:
     """Stop expecting a message."""
     try:
         if request != MPI.REQUEST_NULL:
             request.Cancel()
             if not request.Test():
-                desk.abandon(request, kept)
+                service.abandon(request, kept)
     except MPI.Exception:
         pass
 
@@ -141,17 +141,17 @@ def withdraw(desk: Desk, request: MPI.Request, kept: object) -> None:
 class MpiWindow(WindowMemory):
     """See the module. Calls may come from several threads."""
 
-    def __init__(self, desk: Desk, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
-        self._desk, self._rank = desk, transport.rank
-        self._number = next(desk.windows)
-        self._mine = Exposed(tensor, transport.size)
+    def __init__(self, service: WindowService, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        self._service, self._rank = service, transport.rank
+        self._number = next(service.windows)
+        self._mine = ExposedPart(tensor, transport.size)
         self._waited = [0] * transport.size
-        server.add(desk.mark, self._number, self._mine, desk.ranks)
+        server.add(service.mark, self._number, self._mine, service.ranks)
         try:
             sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(transport.size)]
             transport.all_gather(sizes, torch.tensor([tensor.nbytes], device="cpu"), deadline)
         except BaseException:
-            server.drop(desk.mark, self._number)
+            server.drop(service.mark, self._number)
             raise
         self.sizes = [int(size) for size in sizes]
 
@@ -160,11 +160,11 @@ class MpiWindow(WindowMemory):
             raise closed_here()
         if self._mine.closed[rank]:
             raise closed_there(rank)
-        self._desk.check(rank)
+        self._service.check(rank)
 
     # -- one request
 
-    def _ask(
+    def _send_request(
         self,
         kind: int,
         rank: int,
@@ -177,16 +177,16 @@ class MpiWindow(WindowMemory):
         room: int = 0,
     ) -> tuple[_Reply, int]:
         """Send a request; its reply-to-be and its number."""
-        number = next(self._desk.numbers)
-        reply = _Reply(self._desk, rank, number, room)
-        frame = REQUEST.pack(self._desk.mark, kind, self._number, number, offset, nbytes, itemsize, *operands) + data
+        number = next(self._service.numbers)
+        reply = _Reply(self._service, rank, number, room)
+        frame = REQUEST.pack(self._service.mark, kind, self._number, number, offset, nbytes, itemsize, *operands) + data
         try:
-            self._desk.send(frame, rank)
+            self._service.send(frame, rank)
         except MPI.Exception as error:
             raise self._explain(rank, error) from error
         return reply, number
 
-    def _hear(self, reply: _Reply, rank: int, deadline: float, op: str) -> tuple[int, memoryview]:
+    def _await_reply(self, reply: _Reply, rank: int, deadline: float, op: str) -> tuple[int, memoryview]:
         """Wait for a reply: its value and data. Raises `RegionGone`, `OpTimeout`."""
         began, turns = time.monotonic(), 0
         try:
@@ -216,9 +216,9 @@ class MpiWindow(WindowMemory):
         return RegionGone(f"the window of rank {rank} cannot be reached: {error.Get_error_string()}")
 
     def _call(self, op: str, kind: int, rank: int, deadline: float, *arguments: object, **named: object) -> int:
-        reply, _ = self._ask(kind, rank, deadline, *arguments, **named)  # type: ignore[arg-type]
+        reply, _ = self._send_request(kind, rank, deadline, *arguments, **named)  # type: ignore[arg-type]
         try:
-            return self._hear(reply, rank, deadline, op)[0]
+            return self._await_reply(reply, rank, deadline, op)[0]
         finally:
             reply.cancel()
 
@@ -240,19 +240,19 @@ class MpiWindow(WindowMemory):
         if source.nbytes <= INLINE_BYTES:
             self.write(rank, offset, source, deadline)
             return
-        reply, number = self._ask(PUT, rank, deadline, offset, source.nbytes)
+        reply, number = self._send_request(PUT, rank, deadline, offset, source.nbytes)
         try:
-            self._hear(reply, rank, deadline, "put")
+            self._await_reply(reply, rank, deadline, "put")
             reply.listen()
-            sent = MPI.COMM_WORLD.Isend([at(source), MPI.BYTE], self._desk.processes[rank], data_tag(number))
+            sent = MPI.COMM_WORLD.Isend([at(source), MPI.BYTE], self._service.processes[rank], data_tag(number))
             try:
-                self._hear(reply, rank, deadline, "put")
+                self._await_reply(reply, rank, deadline, "put")
                 while not sent.Test():  # it has arrived, and MPI is about to notice
-                    self._desk.check(rank)
+                    self._service.check(rank)
                     yield_cpu()
             finally:
                 if sent != MPI.REQUEST_NULL:
-                    self._desk.abandon(sent, source)
+                    self._service.abandon(sent, source)
         except MPI.Exception as error:
             raise self._explain(rank, error) from error
         finally:
@@ -264,9 +264,9 @@ class MpiWindow(WindowMemory):
         if rank == self._rank:
             ctypes.memmove(address, self._mine.address + offset, nbytes)
         elif 0 < nbytes <= INLINE_BYTES:
-            reply, _ = self._ask(GET, rank, deadline, offset, nbytes, room=nbytes)
+            reply, _ = self._send_request(GET, rank, deadline, offset, nbytes, room=nbytes)
             try:
-                _, data = self._hear(reply, rank, deadline, "get")
+                _, data = self._await_reply(reply, rank, deadline, "get")
                 ctypes.memmove(address, (ctypes.c_char * nbytes).from_buffer(data), nbytes)
             finally:
                 reply.cancel()
@@ -292,9 +292,9 @@ class MpiWindow(WindowMemory):
                 if not pending:
                     break
                 reply, coming, bounce, at_byte = pending[0]
-                self._hear(reply, rank, deadline, "get")
+                self._await_reply(reply, rank, deadline, "get")
                 while not coming.Test():
-                    self._desk.check(rank)
+                    self._service.check(rank)
                     yield_cpu()
                 ctypes.memmove(address + at_byte, bounce.data_ptr(), bounce.nbytes)
                 reply.cancel()
@@ -304,15 +304,15 @@ class MpiWindow(WindowMemory):
         finally:
             for reply, coming, bounce, _ in pending:
                 reply.cancel()
-                withdraw(self._desk, coming, bounce)
+                withdraw(self._service, coming, bounce)
 
     def _begin(self, rank: int, offset: int, nbytes: int, deadline: float) -> tuple[_Reply, MPI.Request, torch.Tensor]:
         bounce = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        number = next(self._desk.numbers)
-        reply = _Reply(self._desk, rank, number)
-        coming = MPI.COMM_WORLD.Irecv([at(bounce), MPI.BYTE], self._desk.processes[rank], data_tag(number))
-        frame = REQUEST.pack(self._desk.mark, GET, self._number, number, offset, nbytes, 0, 0, 0)
-        self._desk.send(frame, rank)
+        number = next(self._service.numbers)
+        reply = _Reply(self._service, rank, number)
+        coming = MPI.COMM_WORLD.Irecv([at(bounce), MPI.BYTE], self._service.processes[rank], data_tag(number))
+        frame = REQUEST.pack(self._service.mark, GET, self._number, number, offset, nbytes, 0, 0, 0)
+        self._service.send(frame, rank)
         return reply, coming, bounce
 
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
@@ -368,12 +368,12 @@ class MpiWindow(WindowMemory):
             if mine.busy:
                 mine.memory.vacate()
             mine.memory = ExposedMemory(torch.empty(0, device="cpu"))
-        server.drop(self._desk.mark, self._number)
-        frame = REQUEST.pack(self._desk.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
+        server.drop(self._service.mark, self._number)
+        frame = REQUEST.pack(self._service.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
         for rank in range(len(self.sizes)):
             if rank == self._rank:
                 continue
             try:
-                self._desk.send(frame, rank)
+                self._service.send(frame, rank)
             except MPI.Exception:
                 continue  # it is gone

@@ -51,7 +51,7 @@ def data_tag(number: int) -> int:
     return reply_tag(number) + _NUMBERS
 
 
-class Exposed:
+class ExposedPart:
     """This rank's part of a window, and what the others said about theirs. `lock` is held around its changes."""
 
     def __init__(self, tensor: torch.Tensor, size: int) -> None:
@@ -69,7 +69,7 @@ class Exposed:
         return change(self.address + offset, itemsize, kind == ADD, first, second)
 
 
-class _Job:
+class _Transfer:
     """A transfer under way, what to do when it has ended, and the memory that it needs."""
 
     __slots__ = ("after", "kept", "request")
@@ -83,8 +83,8 @@ class Server:
 
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
-        self._windows: dict[tuple[int, int], tuple[Exposed, dict[int, int]]] = {}
-        self._jobs: list[_Job] = []
+        self._windows: dict[tuple[int, int], tuple[ExposedPart, dict[int, int]]] = {}
+        self._transfers: list[_Transfer] = []
         self._users, self._using = 0, threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,7 +98,7 @@ class Server:
                 self._thread = threading.Thread(target=self._run, name="holdfast-mpi-windows", daemon=True)
                 self._thread.start()
 
-    def add(self, mark: int, number: int, exposed: Exposed, ranks: dict[int, int]) -> None:
+    def add(self, mark: int, number: int, exposed: ExposedPart, ranks: dict[int, int]) -> None:
         """Answer for a window; `ranks` are those of its processes."""
         self._windows[mark, number] = exposed, ranks
 
@@ -114,8 +114,8 @@ class Server:
             self._stop.set()
             self._thread.join()
             self._thread = None
-            left = [(job.request, job.kept) for job in self._jobs]
-            self._jobs.clear()
+            left = [(job.request, job.kept) for job in self._transfers]
+            self._transfers.clear()
             return left
 
     # -- the thread
@@ -124,14 +124,14 @@ class Server:
         active = time.monotonic()
         while not self._stop.is_set():
             try:
-                worked = self._take_one() | self._finish_jobs()
+                worked = self._take_one() | self._finish_transfers()
             except MPI.Exception:
                 self._comm.Ack_failed(self._comm.size)  # or a message from anybody raises for the dead
                 worked = False
             now = time.monotonic()
             if worked:
                 active = now
-            elif now - active < _AWAKE_SECONDS or self._jobs:
+            elif now - active < _AWAKE_SECONDS or self._transfers:
                 yield_cpu()
             else:
                 time.sleep(_NAP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_NAP_SECONDS)
@@ -146,15 +146,15 @@ class Server:
         self._answer(status.Get_source(), frame)
         return True
 
-    def _finish_jobs(self) -> bool:
+    def _finish_transfers(self) -> bool:
         worked = False
-        for job in self._jobs[:]:
+        for job in self._transfers[:]:
             try:
                 ended, well = job.request.Test(), True
             except MPI.Exception:
                 ended, well = True, False
             if ended:
-                self._jobs.remove(job)
+                self._transfers.remove(job)
                 job.after(well)
                 worked = True
         return worked
@@ -191,7 +191,7 @@ class Server:
                 return
         self._reply(source, number, DONE)
 
-    def _transfer(self, exposed: Exposed, kind: int, source: int, number: int, offset: int, nbytes: int) -> None:
+    def _transfer(self, exposed: ExposedPart, kind: int, source: int, number: int, offset: int, nbytes: int) -> None:
         """Begin to move bytes straight into or out of the memory; say what became of it afterwards."""
         memory = [MPI.buffer.fromaddress(exposed.address + offset, nbytes), MPI.BYTE]
         exposed.busy += 1
@@ -208,12 +208,12 @@ class Server:
         else:
             request = self._comm.Irecv(memory, source, data_tag(number))
             self._reply(source, number, GO)
-        self._jobs.append(_Job(request, exposed.memory.held, after))
+        self._transfers.append(_Transfer(request, exposed.memory.held, after))
 
     def _reply(self, source: int, number: int, outcome: int, value: int = 0, data: bytes = b"") -> None:
         text = REPLY.pack(outcome, number, value) + data
         request = self._comm.Isend([text, MPI.BYTE], source, reply_tag(number))
-        self._jobs.append(_Job(request, text, lambda _: None))
+        self._transfers.append(_Transfer(request, text, lambda _: None))
 
 
 server = Server()

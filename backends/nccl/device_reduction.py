@@ -42,7 +42,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class DeviceReduction:
     """How one reduction is carried: `given` is what this rank passes to the library, to be reduced by `native` (a name
     of `ReduceOp`, with `factor`); `finish(reduced, target)` turns what comes out into the result.
 
@@ -54,32 +54,32 @@ class Carried:
     finish: Callable[[Tensor, Tensor, int], None]
 
 
-def carried(dtype: torch.dtype, op: ReduceOp) -> Carried | None:
+def device_reduction_of(dtype: torch.dtype, op: ReduceOp) -> DeviceReduction | None:
     """How numbers of `dtype` are reduced by `op`; None for what is gathered and combined. `Unsupported` if neither."""
     arithmetic.check_reducible(dtype, op)
     if dtype == torch.bool:
-        return Carried(_as_bytes, ReduceOp(_BOOLS[op.name]), _from_bytes)  # type: ignore[arg-type]
+        return DeviceReduction(_as_bytes, ReduceOp(_BOOLS[op.name]), _from_bytes)  # type: ignore[arg-type]
     if op.name in ("band", "bor", "bxor") or (dtype.is_complex and op.name == "product"):
         return None
     if dtype.is_complex:
-        return Carried(torch.view_as_real, op, _from_pairs)
+        return DeviceReduction(torch.view_as_real, op, _from_pairs)
     if op.name in ("min", "max"):
         if dtype.is_floating_point:
-            return Carried(lambda tensor: _ordered(tensor, op), op, _from_ordered)
+            return DeviceReduction(lambda tensor: _ordered(tensor, op), op, _from_ordered)
         if dtype in (torch.uint16, torch.uint32, torch.uint64):
-            return Carried(_turned, op, _from_turned)
+            return DeviceReduction(_flip_top_bit, op, _from_flipped)
     if dtype in EIGHT_BIT_FLOATS:
-        return Carried(lambda tensor: tensor.float(), op, _narrow)
+        return DeviceReduction(lambda tensor: tensor.float(), op, _narrow)
     if dtype in _PLAIN and dtype.is_floating_point:
         scaled = op.name == "premul_sum" and dtype == torch.bfloat16
-        return Carried(
+        return DeviceReduction(
             (lambda tensor: tensor * op.factor) if scaled else _itself, ReduceOp.SUM if scaled else op, _copy
         )
     if op.name == "avg":
         if dtype == torch.uint64:
             raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
-        return Carried(lambda tensor: tensor.to(torch.int64), ReduceOp.SUM, _divided)
-    return Carried(_wide, op, _narrow)
+        return DeviceReduction(lambda tensor: tensor.to(torch.int64), ReduceOp.SUM, _divide)
+    return DeviceReduction(_wide, op, _narrow)
 
 
 def combine(parts: Sequence[Tensor], op: ReduceOp, output: Tensor) -> None:
@@ -129,7 +129,7 @@ def _narrow(reduced: Tensor, target: Tensor, size: int) -> None:
         target.copy_(reduced.view(target.shape))
 
 
-def _divided(reduced: Tensor, target: Tensor, size: int) -> None:
+def _divide(reduced: Tensor, target: Tensor, size: int) -> None:
     """The sum, in 64 bits, divided by `size` towards zero."""
     quotient = torch.div(reduced.view(target.shape), size, rounding_mode="trunc")
     if target.dtype in (torch.uint16, torch.uint32):
@@ -143,7 +143,7 @@ def _top_bit(dtype: torch.dtype) -> int:
     return int(torch.iinfo(dtype).min)
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def _flip_top_bit(tensor: Tensor) -> Tensor:
     """Unsigned integers as signed ones of the same order."""
     if tensor.dtype == torch.uint16:
         return tensor.to(torch.int32)
@@ -151,7 +151,7 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.view(signed) ^ _top_bit(signed)
 
 
-def _from_turned(reduced: Tensor, target: Tensor, size: int) -> None:
+def _from_flipped(reduced: Tensor, target: Tensor, size: int) -> None:
     if target.dtype == torch.uint16:
         _narrow(reduced, target, size)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 _this_thread = threading.local()
 
 
-def in_a_group(group: Any, ops: Callable[[], None]) -> Any:
+def run_as_group(group: Any, ops: Callable[[], None]) -> Any:
     """Run `ops()`, sends and receives of torch's `group`, as one group call. However it ends, the group is closed."""
     group._start_coalescing()
     try:
@@ -35,7 +35,7 @@ def _closed(group: Any, close: str) -> bool:
     return True
 
 
-def may_leave_open(call: Callable[..., Any]) -> Callable[..., Any]:
+def marks_open_group(call: Callable[..., Any]) -> Callable[..., Any]:
     """A call that opens a group of its own inside torch, which nothing can close if it fails in between."""
 
     def marked(*arguments: Any) -> Any:

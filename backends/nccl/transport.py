@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.nccl import cuda_devices, settings
 from holdfast.backends.nccl.cuda_devices import own_device
-from holdfast.backends.nccl.device_reduction import carried, combine
-from holdfast.backends.nccl.grouped_calls import CallingThread, in_a_group, may_leave_open
+from holdfast.backends.nccl.device_reduction import combine, device_reduction_of
+from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
@@ -185,7 +185,7 @@ class NcclTransport(TorchGroup):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        plan = carried(tensor.dtype, op)
+        plan = device_reduction_of(tensor.dtype, op)
         if tensor.numel() == 0:
             return
         if plan is None:
@@ -199,7 +199,7 @@ class NcclTransport(TorchGroup):
         plan.finish(given, tensor, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        plan = carried(tensor.dtype, op)
+        plan = device_reduction_of(tensor.dtype, op)
         if tensor.numel() == 0:
             return
         if plan is None:
@@ -215,7 +215,7 @@ class NcclTransport(TorchGroup):
             plan.finish(given, tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        plan = carried(output.dtype, op)
+        plan = device_reduction_of(output.dtype, op)
         if plan is None:
             parts = [torch.empty_like(output) for _ in range(self.size)]
             self._exchange("reduce_scatter", parts, inputs, deadline)
@@ -278,7 +278,7 @@ class NcclTransport(TorchGroup):
         """Every rank's `inputs[j]` to rank j: NCCL's all-to-all is a group of sends and receives without empty ones."""
         limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)
         taken, given = [bytes_of(each) for each in outputs], [bytes_of(each) for each in inputs]
-        self._call(op, deadline, may_leave_open(self._group.alltoall), taken, given, limit)
+        self._call(op, deadline, marks_open_group(self._group.alltoall), taken, given, limit)
 
     def barrier(self, deadline: float) -> None:
         """Waits for the device, as torch's own does: a barrier is about the host."""
@@ -318,7 +318,7 @@ class NcclTransport(TorchGroup):
             for tensor, src, tag in recvs:
                 self._group.recv([bytes_of(tensor)], src, tag)
 
-        self._call("batch_send_recv", deadline, in_a_group, self._group, ops)
+        self._call("batch_send_recv", deadline, run_as_group, self._group, ops)
 
 
 def make_group(context: Context) -> Any:
@@ -423,14 +423,14 @@ def connect_over(context: Context, library: str) -> NcclTransport:
         transport.connect_ranks(context.deadline, context.over)
     except BaseException as error:
         over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
-        leaving = threading.Thread(target=_leave, args=(transport, over), name=f"holdfast-{library}-leave")
+        leaving = threading.Thread(target=_leave_group, args=(transport, over), name=f"holdfast-{library}-leave")
         leaving.start()
         leaving.join(_GRACE_SECONDS)
         raise
     return transport
 
 
-def _leave(transport: NcclTransport, error: HoldfastError) -> None:
+def _leave_group(transport: NcclTransport, error: HoldfastError) -> None:
     """End a group that has not connected. That takes as long as torch waits with the communicator's lock held."""
     transport.abort(error)
     transport.close()

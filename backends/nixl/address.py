@@ -13,7 +13,7 @@ from holdfast.comms.errors import CorruptData
 _MOST_BYTES = 1 << 16
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a region is: its place in the owner's table, where that table and the memory lie, and how to get there.
 
     `metadata` is NIXL's, of the agent `agent` with these two memories, compressed.
@@ -32,7 +32,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return xxhash.xxh3_64_digest(body) + body
 
     @staticmethod
-    def decode(data: bytes) -> tuple[Address, region_table.Address, bytes]:
+    def decode(data: bytes) -> tuple[NixlAddress, region_table.TableAddress, bytes]:
         """The address, its place, and NIXL's metadata.
 
         Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
@@ -48,10 +48,10 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptData(f"not the address of a region: {error}") from error
         if not unpacker.eof:
             raise CorruptData("not the address of a region: what describes its agent is too long")
-        return address, region_table.Address.decode(address.place), metadata
+        return address, region_table.TableAddress.decode(address.place), metadata
 
 
-_addresses = msgspec.msgpack.Decoder(Address)
+_addresses = msgspec.msgpack.Decoder(NixlAddress)
 
 
 def packed(metadata: bytes) -> bytes:

@@ -26,7 +26,7 @@ _PATIENT_SECONDS = 0.002
 _NAP_SECONDS = 0.0001
 
 _setting = threading.Lock()
-_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+_agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
 
 
 @forks.in_child
@@ -71,7 +71,7 @@ class Transfer:
         self.handle, self.who = handle, who
 
 
-class Agent:
+class NixlAgent:
     """An agent with NIXL's UCX backend. Raises `BackendUnavailable` if NIXL does not load.
 
     `local`: it moves memory between processes of this host only, by the kernel; no owner takes part, no transfer
@@ -111,7 +111,7 @@ class Agent:
         descriptors = self._api.get_reg_descs(ranges, "DRAM")
         return bytes(self._api.get_partial_agent_metadata(descriptors, True, ["UCX"]))
 
-    def meet(self, metadata: bytes, name: str) -> None:
+    def add_peer(self, metadata: bytes, name: str) -> None:
         """Learn of another agent's memory. Raises `RegionGone` if it is not what it says."""
         try:
             found = self._api.add_remote_agent(metadata)

@@ -25,8 +25,8 @@ from holdfast.backends.common import region_table
 from holdfast.backends.common.block_copy import CheckedPlane, TableRegion, contiguous_address
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import RegionTable, held_open, open_table, slot_address
-from holdfast.backends.nixl.address import Address, packed
-from holdfast.backends.nixl.agent import Agent, Registered, Transfer
+from holdfast.backends.nixl.address import NixlAddress, packed
+from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
@@ -50,16 +50,18 @@ class NixlRegion(TableRegion):
     """See `TableRegion`."""
 
     def __init__(
-        self, plane: NixlPlane, memory: ExposedMemory, registered: Registered | None, address: Address
+        self, plane: NixlPlane, memory: ExposedMemory, registered: Registered | None, address: NixlAddress
     ) -> None:
-        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
-        self.registered, self.slot = registered, region_table.Address.decode(address.place).slot
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.retract)
+        self.registered, self.slot = registered, region_table.TableAddress.decode(address.place).slot
 
 
-class _Way:
+class _RemoteRegion:
     """The way to a region of another process: where its words are, and whether that process lives."""
 
-    def __init__(self, address: Address, place: region_table.Address, stage: Registered, agent: Agent) -> None:
+    def __init__(
+        self, address: NixlAddress, place: region_table.TableAddress, stage: Registered, agent: NixlAgent
+    ) -> None:
         self.address, self.place = address, place
         self.here = place.owner.host == this_host()
         self._pidfd = open_pidfd(place.owner) if self.here else None
@@ -118,26 +120,26 @@ class NixlPlane(CheckedPlane):
         forks.begin_anew(self)
 
     def begin_in_child(self) -> None:
-        forks.keep((self._agent, self._ways))  # their ends would take away what is the parent's
+        forks.keep((self._agent, self._remote))  # their ends would take away what is the parent's
         if self._table is not None:
             self._table.close()
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._agent: Agent | None = None
+        self._agent: NixlAgent | None = None
         self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
         self._regions: set[NixlRegion] = set()
-        self._ways: dict[Handle, _Way] = {}
+        self._remote: dict[Handle, _RemoteRegion] = {}
         self._stage_memory: torch.Tensor | None = None
         self._stage: Registered | None = None
 
-    def _started(self) -> Agent:
+    def _started(self) -> NixlAgent:
         """The agent, made when it is first needed. The lock is held."""
         if self._agent is None:
             permit_peers()
-            self._agent = Agent()
+            self._agent = NixlAgent()
         return self._agent
 
     # -- exposing
@@ -157,7 +159,7 @@ class NixlPlane(CheckedPlane):
                 self,
                 memory,
                 registered,
-                Address(
+                NixlAddress(
                     place.encode(),
                     self._table_memory.address,
                     memory.address,
@@ -170,7 +172,7 @@ class NixlPlane(CheckedPlane):
             self._regions.add(region)
         return region
 
-    def strike_out(self, region: NixlRegion) -> None:
+    def retract(self, region: NixlRegion) -> None:
         """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
         with self._lock:
             table, agent = self._table, self._agent
@@ -204,34 +206,36 @@ class NixlPlane(CheckedPlane):
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """One block. The lock is held."""
-        way = self._ways.get(handle) or self._find(handle)
+        region = self._remote.get(handle) or self._find(handle)
         try:
-            way.alive()
+            region.alive()
             if writing:
-                self._push(way, address, offset, nbytes, deadline)
+                self._push(region, address, offset, nbytes, deadline)
             else:
                 if nbytes:
-                    self._transfer(way, address, offset, nbytes, deadline, writing=False)
-                way.check(deadline)
+                    self._transfer(region, address, offset, nbytes, deadline, writing=False)
+                region.check(deadline)
         except (RegionGone, OpTimeout):
-            self._forget(way)
+            self._forget(region)
             raise
 
-    def _push(self, way: _Way, address: int, offset: int, nbytes: int, deadline: float) -> None:
+    def _push(self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float) -> None:
         """Write a block while the owner's `close` waits."""
-        if not way.address.writable:
+        if not region.address.writable:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
-        if not way.here:
+        if not region.here:
             raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
-        with open_table(way.place) as (descriptor, _), held_open(descriptor, way.place.slot, deadline):
-            way.check(deadline)
+        with open_table(region.place) as (descriptor, _), held_open(descriptor, region.place.slot, deadline):
+            region.check(deadline)
             if nbytes:
-                self._transfer(way, address, offset, nbytes, deadline, writing=True)
-            way.check(deadline)
+                self._transfer(region, address, offset, nbytes, deadline, writing=True)
+            region.check(deadline)
 
-    def _transfer(self, way: _Way, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+    def _transfer(
+        self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float, writing: bool
+    ) -> None:
         agent = self._started()
-        there, name = way.address.memory + offset, way.address.agent
+        there, name = region.address.memory + offset, region.address.agent
         op = "memory write" if writing else "memory read"
         direct = agent.local and nbytes > STAGE_BYTES
         memory = agent.register(address, nbytes) if direct else self._staging(nbytes)
@@ -240,7 +244,7 @@ class NixlPlane(CheckedPlane):
             ctypes.memmove(here, address, nbytes)
         transfer = agent.prepare("WRITE" if writing else "READ", here, there, nbytes, name)
         try:
-            agent.run(transfer, deadline, op, way.suspect, self._stage_memory)
+            agent.run(transfer, deadline, op, region.suspect, self._stage_memory)
         except (RegionGone, OpTimeout):
             self._stage = None  # the transfer may go on
             raise
@@ -255,14 +259,14 @@ class NixlPlane(CheckedPlane):
     def _staging(self, nbytes: int) -> Registered:
         """Registered memory of the plane's own: a word for generations, and room for `nbytes`."""
         if self._stage is None or self._stage.nbytes < nbytes + 8:
-            for way in list(self._ways.values()):
-                self._forget(way)
+            for region in list(self._remote.values()):
+                self._forget(region)
             self._stage_memory = torch.empty(max(nbytes, STAGE_BYTES) + 8, dtype=torch.uint8, device="cpu")
             self._stage = self._started().register(self._stage_memory.data_ptr(), self._stage_memory.nbytes)
         return self._stage
 
-    def _find(self, handle: Handle) -> _Way:
-        address, place, metadata = Address.decode(handle.address)
+    def _find(self, handle: Handle) -> _RemoteRegion:
+        address, place, metadata = NixlAddress.decode(handle.address)
         if handle.nbytes != address.nbytes:
             raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
         agent = self._started()
@@ -271,29 +275,29 @@ class NixlPlane(CheckedPlane):
                 f"reaching process {place.owner.pid} of another host over {agent.tls}",
                 "set UCX_TLS=tcp,self (or what your network has) for both processes",
             )
-        if len(self._ways) >= REMEMBERED:
-            for other in list(self._ways.values()):
+        if len(self._remote) >= REMEMBERED:
+            for other in list(self._remote.values()):
                 self._forget(other)
-        way = _Way(address, place, self._staging(STAGE_BYTES if agent.local else BLOCK_BYTES), agent)
+        region = _RemoteRegion(address, place, self._staging(STAGE_BYTES if agent.local else BLOCK_BYTES), agent)
         try:
-            way.suspect()
+            region.suspect()
             if address.agent != agent.name:
-                agent.meet(metadata, address.agent)
+                agent.add_peer(metadata, address.agent)
         except BaseException:
-            way.close()
+            region.close()
             raise
-        self._ways[handle] = way
-        return way
+        self._remote[handle] = region
+        return region
 
-    def _forget(self, way: _Way) -> None:
+    def _forget(self, region: _RemoteRegion) -> None:
         """Drop what is known of a way, and the connection that it uses."""
         agent = self._started()
-        for handle, known in list(self._ways.items()):
-            if known.address.agent == way.address.agent:
-                del self._ways[handle]
+        for handle, known in list(self._remote.items()):
+            if known.address.agent == region.address.agent:
+                del self._remote[handle]
                 known.close()
-        if way.address.agent != agent.name:
-            agent.forget(way.address.agent)
+        if region.address.agent != agent.name:
+            agent.forget(region.address.agent)
 
     # -- the end
 
@@ -308,8 +312,8 @@ class NixlPlane(CheckedPlane):
 
     def _release(self) -> None:
         with self._lock:
-            for way in list(self._ways.values()):
-                self._forget(way)
+            for region in list(self._remote.values()):
+                self._forget(region)
             agent, self._agent = self._agent, None
             for memory in (self._stage, self._table_memory):
                 if memory is not None and agent is not None:

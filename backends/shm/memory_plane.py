@@ -19,9 +19,16 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from holdfast.backends.common.block_copy import BlockCopyPlane, Reach, TableRegion, contiguous_address
+from holdfast.backends.common.block_copy import BlockCopyPlane, RegionAccess, TableRegion, contiguous_address
 from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
-from holdfast.backends.common.region_table import WRITABLE, Address, RegionTable, held_open, open_table, slot_address
+from holdfast.backends.common.region_table import (
+    WRITABLE,
+    RegionTable,
+    TableAddress,
+    held_open,
+    open_table,
+    slot_address,
+)
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
@@ -45,8 +52,8 @@ def open_plane() -> ShmPlane:
 class ShmRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: ShmPlane, address: Address, memory: ExposedMemory) -> None:
-        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
+    def __init__(self, plane: ShmPlane, address: TableAddress, memory: ExposedMemory) -> None:
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.retract)
         self.slot = address.slot
 
 
@@ -84,7 +91,7 @@ class ShmPlane(BlockCopyPlane):
             self._regions[region.slot] = region
         return region
 
-    def strike_out(self, region: ShmRegion) -> None:
+    def retract(self, region: ShmRegion) -> None:
         """Invalidate a region's slot, and let slot and tensor go once nobody writes to it. Called once for
         each.
         """
@@ -99,11 +106,11 @@ class ShmPlane(BlockCopyPlane):
             table.free(region.slot)
             self._regions.pop(region.slot, None)
 
-    def _reach(self, handle: Handle, writing: bool) -> Reach:
+    def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         if not writing:
             with suppress(KeyError, IndexError):
                 return self._readers[handle.address].pop()
-        address = Address.decode(handle.address)
+        address = TableAddress.decode(handle.address)
         owner = address.owner
         if owner.host != this_host():
             raise Unsupported(f"the shm plane cannot reach process {owner.pid} of another host", "use ucx or nixl")
@@ -115,12 +122,12 @@ class ShmPlane(BlockCopyPlane):
             with open_table(address) as (_, base):
                 self._bases[key] = base
         try:
-            return _Reader(address, base, functools.partial(self._take_back, handle.address))
+            return _Reader(address, base, functools.partial(self._reuse, handle.address))
         except RegionGone:
             self._bases.pop(key, None)
             raise
 
-    def _take_back(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
+    def _reuse(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
         """Keep a reader for the next read of its region, unless the region proved to be gone."""
         if not unharmed:
             self._readers.pop(address, None)
@@ -138,22 +145,22 @@ class ShmPlane(BlockCopyPlane):
             self._bases.clear()
             self._readers.clear()
         with ExitStack() as stack:
-            stack.callback(self._drop_table)
+            stack.callback(self._close_table)
             for region in regions:
                 stack.callback(region.close)
 
-    def _drop_table(self) -> None:
+    def _close_table(self) -> None:
         with self._lock:
             table, self._table = self._table, None
             if table is not None:
                 table.close()
 
 
-class _Reader(Reach):
+class _Reader(RegionAccess):
     """A region of another process (or this one) that was seen in its owner's table. For one thread at a time."""
 
-    def __init__(self, address: Address, base: int, take_back: Callable[[_Reader, bool], None]) -> None:
-        self._pid, self._generation, self._take_back = address.owner.pid, address.generation, take_back
+    def __init__(self, address: TableAddress, base: int, take_back: Callable[[_Reader, bool], None]) -> None:
+        self._pid, self._generation, self._reuse = address.owner.pid, address.generation, take_back
         row = slot_address(base, address.slot)
         self._words = _Words()
         seen = ctypes.addressof(self._words)
@@ -174,17 +181,17 @@ class _Reader(Reach):
         raise NotImplementedError
 
     def release(self, unharmed: bool) -> None:
-        self._take_back(self, unharmed)
+        self._reuse(self, unharmed)
 
     def _check(self) -> None:
         if self._words[0] != self._generation:
             raise RegionGone(_closed(self._pid))
 
 
-class _Writer(Reach):
+class _Writer(RegionAccess):
     """A region to write to: every block under a lock that the owner's `close` waits for."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: TableAddress) -> None:
         self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
         self._words = _Words()
         self._open = ExitStack()

@@ -19,12 +19,12 @@ from holdfast.comms.errors import CorruptData, PeerFailed
 from holdfast.comms.system.local_causes import not_openable
 from holdfast.comms.transport.base import Peer
 
-PLOTS = 4
+BOARD_SLOTS = 4
 """How many epochs in a row have boards that do not touch."""
 
 MOST_RANKS = 4096
 
-READY_BYTES = 16 * 1024 * 1024
+PREFAULT_BYTES = 16 * 1024 * 1024
 """How much of a ground is mapped beforehand, if that is enough for all but the stages: the first ops of a later epoch
 would have to wait for it, page by page.
 """
@@ -32,7 +32,7 @@ would have to wait for it, page by page.
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
-class BoardSlot(msgspec.Struct, frozen=True, array_like=True):
+class SegmentAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a ground is: a descriptor of the process that says so, and the file behind it. `rows` is how many ranks a
     board on it can have.
     """
@@ -42,7 +42,7 @@ class BoardSlot(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
     def encode(self) -> str:
-        """For `place_of`."""
+        """For `decode_address`."""
         return msgspec.json.encode(self).decode()
 
 
@@ -55,9 +55,9 @@ class SharedSegment:
         self._board_bytes = layout_of(rows).nbytes
         self._held: set[int] = set()
         self.peers = frozenset(peers)
-        self.place = BoardSlot(descriptor, os.fstat(descriptor).st_ino, rows)
+        self.address = SegmentAddress(descriptor, os.fstat(descriptor).st_ino, rows)
         try:
-            self._memory = mmap.mmap(descriptor, PLOTS * self._board_bytes)
+            self._memory = mmap.mmap(descriptor, BOARD_SLOTS * self._board_bytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -68,7 +68,7 @@ class SharedSegment:
         descriptor = os.memfd_create(f"holdfast-{name[:100]}", os.MFD_CLOEXEC)
         try:
             os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, PLOTS * layout_of(len(peers)).nbytes)
+            os.ftruncate(descriptor, BOARD_SLOTS * layout_of(len(peers)).nbytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -80,7 +80,7 @@ class SharedSegment:
 
         Raises `PeerFailed` if it cannot be opened or is another thing, `CorruptData` if what was said makes no sense.
         """
-        place = place_of(said)
+        place = decode_address(said)
         if not len(peers) <= place.rows <= MOST_RANKS:
             raise CorruptData(f"rank 0 offers a board for {place.rows} ranks to {len(peers)}")
         try:
@@ -88,27 +88,27 @@ class SharedSegment:
         except OSError as error:
             raise not_openable(0, "shared memory", error) from error
         found = os.fstat(descriptor)
-        if (found.st_ino, found.st_size) != (place.inode, PLOTS * layout_of(place.rows).nbytes):
+        if (found.st_ino, found.st_size) != (place.inode, BOARD_SLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)
             raise PeerFailed((0,), "what it shares is not the memory of this job")
         return SharedSegment(descriptor, place.rows, peers)
 
-    def make_ready(self) -> None:
+    def prefault(self) -> None:
         """Map what later epochs will need first."""
-        layout = layout_of(self.place.rows)
+        layout = layout_of(self.address.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
-        if PLOTS * layout.size * used <= READY_BYTES:
+        if BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
             with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched
-                for start in range(0, PLOTS * self._board_bytes, row):
+                for start in range(0, BOARD_SLOTS * self._board_bytes, row):
                     self._memory.madvise(_POPULATE_WRITE, start, used)
 
     def has_room(self, epoch: int, size: int) -> bool:
         """Whether a board of `size` ranks may begin here in `epoch`."""
-        return bool(self._held) and size <= self.place.rows and epoch % PLOTS not in self._held
+        return bool(self._held) and size <= self.address.rows and epoch % BOARD_SLOTS not in self._held
 
     def take(self, epoch: int, peers: Sequence[Peer]) -> memoryview:
         """The plot of `epoch`, which holds what an epoch long ago left on it."""
-        plot = epoch % PLOTS
+        plot = epoch % BOARD_SLOTS
         if plot in self._held:
             raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
         self._held.add(plot)
@@ -117,15 +117,15 @@ class SharedSegment:
 
     def give_back(self, epoch: int) -> None:
         """Nothing on the plot of `epoch` is used here any more."""
-        self._held.discard(epoch % PLOTS)
+        self._held.discard(epoch % BOARD_SLOTS)
         if not self._held and not self._memory.closed:
             self._memory.close()
             os.close(self._descriptor)
 
 
-def place_of(said: bytes) -> BoardSlot:
+def decode_address(said: bytes) -> SegmentAddress:
     """Raises `CorruptData` if what was said makes no sense."""
     try:
-        return msgspec.json.decode(said, type=BoardSlot)
+        return msgspec.json.decode(said, type=SegmentAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"where the board of rank 0 is cannot be read: {error}") from error

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.backends.common.process_memory import permit_peers, read_process
 from holdfast.backends.common.process_memory import probe as probe_copies
-from holdfast.backends.shm.segment import BoardSlot, SharedSegment, place_of
+from holdfast.backends.shm.segment import SegmentAddress, SharedSegment, decode_address
 from holdfast.backends.shm.window import make_window
 from holdfast.comms.algorithms.shared_memory.board import Board
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
@@ -35,7 +35,7 @@ from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
-PATIENCE = 0.005
+PATIENCE_SECONDS = 0.005
 """Seconds after which a rank on kept ground looks whether the others are there at all."""
 
 LOOK_SECONDS = 0.001
@@ -49,21 +49,21 @@ _BOARD = "board"
 class ShmTransport(DirectTransport):
     """Ranks as processes of one host."""
 
-    def __init__(self, context: Context, ground: SharedSegment) -> None:
-        """Begins a board on `ground`, which goes with the last of its boards."""
-        self.ground = ground
+    def __init__(self, context: Context, segment: SharedSegment) -> None:
+        """Begins a board on `segment`, which goes with the last of its boards."""
+        self.segment = segment
         self._epoch = context.epoch
-        self._plot = ground.take(context.epoch, context.peers)
+        self._slot = segment.take(context.epoch, context.peers)
         self._liveness = Liveness(context.peers, context.rank, context.over)
         super().__init__(
             Board(
-                self._plot,
+                self._slot,
                 context.rank,
                 context.size,
                 context.epoch,
                 self._liveness.dead,
                 journal=context.journal,
-                rows=ground.place.rows,
+                rows=segment.address.rows,
                 pids=[peer.pid for peer in context.peers],
             )
         )
@@ -91,8 +91,8 @@ class ShmTransport(DirectTransport):
 
     def _release(self) -> None:
         self._liveness.close()
-        self._plot.release()
-        self.ground.give_back(self._epoch)
+        self._slot.release()
+        self.segment.give_back(self._epoch)
 
 
 def connect(context: Context) -> ShmTransport:
@@ -103,50 +103,50 @@ def connect(context: Context) -> ShmTransport:
     """
     if context.device.type != "cpu":
         raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    kept = _kept(context)
+    kept = _kept_segment(context)
     if kept is None:
         permit_peers()
     if context.rank == 0:
-        return _decide(context, kept)
-    if kept is not None and (transport := _go_ahead(context, kept)) is not None:
+        return _connect_rank_0(context, kept)
+    if kept is not None and (transport := _connect_on_kept(context, kept)) is not None:
         return transport
     with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
         said = fetch(context.store, _BOARD, context.deadline, liveness)
-    transport = ShmTransport(context, _lasting(context, SharedSegment.open(said, context.peers)))
+    transport = ShmTransport(context, _prefaulted(context, SharedSegment.open(said, context.peers)))
     transport.start(context.deadline, context.connect_payload)
     return transport
 
 
-def _kept(context: Context) -> SharedSegment | None:
+def _kept_segment(context: Context) -> SharedSegment | None:
     """The ground of the epoch before, if this one's board can begin there."""
     previous = context.previous
-    if isinstance(previous, ShmTransport) and previous.ground.has_room(context.epoch, context.size):
-        return previous.ground
+    if isinstance(previous, ShmTransport) and previous.segment.has_room(context.epoch, context.size):
+        return previous.segment
     return None
 
 
-def _lasting(context: Context, ground: SharedSegment) -> SharedSegment:
+def _prefaulted(context: Context, segment: SharedSegment) -> SharedSegment:
     """New ground; ready for later epochs if ranks greet each other, as those of a job do."""
     if context.connect_payload:
-        ground.make_ready()
-    return ground
+        segment.prefault()
+    return segment
 
 
-def _decide(context: Context, kept: SharedSegment | None) -> ShmTransport:
+def _connect_rank_0(context: Context, kept: SharedSegment | None) -> ShmTransport:
     """Rank 0: on kept ground, or on new."""
     all_know = kept is not None and kept.peers.issuperset(context.peers)
-    ground = kept or _lasting(context, SharedSegment.make(context.name, context.peers))
+    segment = kept or _prefaulted(context, SharedSegment.make(context.name, context.peers))
     if not all_know:
-        context.store.set(_BOARD, ground.place.encode())
-    transport = ShmTransport(context, ground)
+        context.store.set(_BOARD, segment.address.encode())
+    transport = ShmTransport(context, segment)
     try:
         transport.enter(context.connect_payload)
         context.meanwhile(transport)
         if all_know:
             with contextlib.suppress(OpTimeout):
-                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE))
+                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE_SECONDS))
                 return transport
-            context.store.set(_BOARD, ground.place.encode())
+            context.store.set(_BOARD, segment.address.encode())
         transport.wait_for_ranks(context.deadline)
     except BaseException:
         transport.close()
@@ -154,7 +154,7 @@ def _decide(context: Context, kept: SharedSegment | None) -> ShmTransport:
     return transport
 
 
-def _go_ahead(context: Context, kept: SharedSegment) -> ShmTransport | None:
+def _connect_on_kept(context: Context, kept: SharedSegment) -> ShmTransport | None:
     """Another rank, on kept ground; None if rank 0 says that it is on another."""
     transport = ShmTransport(context, kept)
     try:
@@ -162,10 +162,10 @@ def _go_ahead(context: Context, kept: SharedSegment) -> ShmTransport | None:
         context.meanwhile(transport)
         while True:
             with contextlib.suppress(OpTimeout):
-                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE))
+                transport.wait_for_ranks(min(context.deadline, time.monotonic() + PATIENCE_SECONDS))
                 return transport
-            said = _said(context)
-            if said is not None and said.inode != kept.place.inode:
+            said = _published_address(context)
+            if said is not None and said.inode != kept.address.inode:
                 transport.withdraw()
                 return None
             if said is not None or time.monotonic() >= context.deadline:
@@ -176,10 +176,10 @@ def _go_ahead(context: Context, kept: SharedSegment) -> ShmTransport | None:
         raise
 
 
-def _said(context: Context) -> BoardSlot | None:
+def _published_address(context: Context) -> SegmentAddress | None:
     """What rank 0 has said of where the board is; None as long as it has said nothing."""
     with contextlib.suppress(TimeoutError):
-        return place_of(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
+        return decode_address(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.backends.ucx import libucp, prewarmed_worker
 from holdfast.backends.ucx.farewells import Tags
-from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
+from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker
 from holdfast.comms.transport.base import Peer
 
 _EPOCHS = 8
@@ -25,7 +25,7 @@ _DEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PeerLink:
     """A connection to another process. `key` is this worker's own number for it, `worker` the name of the other's."""
 
     key: int
@@ -43,31 +43,31 @@ class Connections:
 
     def __init__(self, over: Transports) -> None:
         self.broken: dict[int, str] = {}
-        self.links: dict[Peer, Link] = {}
+        self.links: dict[Peer, PeerLink] = {}
         self._keys = itertools.count()
         self._tags: deque[Tags] = deque(maxlen=_EPOCHS)
         self._sent: list[tuple[int, torch.Tensor]] = []
         self._dead = 0
-        self.worker: Worker = prewarmed_worker.take(over, self._broke)
+        self.worker: UcxWorker = prewarmed_worker.take(over, self._broke)
         self.name = name_of(self.worker.address)
         self._info = self.worker.lib.ffi.new("ucp_tag_recv_info_t *")
 
     def _broke(self, key: int, why: str) -> None:
         self.broken.setdefault(key, why)
 
-    def link(self, address: bytes) -> Link:
+    def link(self, address: bytes) -> PeerLink:
         """Connect to the worker at `address`. Raises `UcxError`."""
         key = next(self._keys)
-        return Link(key, self.worker.connect(address, key), name_of(address))
+        return PeerLink(key, self.worker.connect(address, key), name_of(address))
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: PeerLink) -> None:
         """Do without a link from now on. One that no failure would be reported of goes with the worker."""
         if self.worker.reports_failures:
             self.worker.disconnect(link.endpoint)
         else:
             self._dead += 1
 
-    def keep(self, links: Mapping[Peer, Link], lost: Collection[Link]) -> bool:
+    def keep(self, links: Mapping[Peer, PeerLink], lost: Collection[PeerLink]) -> bool:
         """Keep `links` for the next epoch, and drop the `lost`; False if this has become too much to go on with."""
         self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
         for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:

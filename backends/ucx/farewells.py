@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms.algorithms.message_passing.cost import Link
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
@@ -35,7 +35,7 @@ WORDS = 200
 _SEND_SECONDS = 0.02
 
 
-class Hello(msgspec.Struct, frozen=True):
+class WorkerHello(msgspec.Struct, frozen=True):
     """The first message of a rank: the name of its worker, the `Context.connect_payload`, and the cost of a message
     (`link`; that of rank 0 counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears
     this; -1 for a new one.
@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, frozen=True):
     broken: str
 
 
-class Met(msgspec.Struct, frozen=True):
+class HelloReceived(msgspec.Struct, frozen=True):
     """The second word over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
 
     worker: bytes
@@ -91,7 +91,7 @@ class Notices:
     What no rank says is kept as an error, which `check` raises: this rank listens on, and can still take its leave.
     """
 
-    def __init__(self, worker: Worker, rank: int, tags: Tags) -> None:
+    def __init__(self, worker: UcxWorker, rank: int, tags: Tags) -> None:
         self._worker, self._tag, self._tags = worker, tags.note(rank), tags
         self._call, ffi = worker.lib.call, worker.lib.ffi
         self._buffer = ffi.new("char[]", _NOTE_BYTES)
@@ -101,8 +101,8 @@ class Notices:
         self._param = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_RECV_INFO, "tag_info": self._info})
         self._said = False
         self._request = 0
-        self.hellos: dict[int, Hello] = {}
-        self.mets: dict[int, Met] = {}
+        self.hellos: dict[int, WorkerHello] = {}
+        self.mets: dict[int, HelloReceived] = {}
         self.left: dict[int, tuple[int, str, float]] = {}
         self._corrupt: CorruptData | None = None
         self._listen()
@@ -142,14 +142,14 @@ class Notices:
         except CorruptData as error:
             self._corrupt = self._corrupt or error.with_traceback(None)
             return
-        if isinstance(body, Hello):
+        if isinstance(body, WorkerHello):
             self.hellos[rank] = body
-        elif isinstance(body, Met):
+        elif isinstance(body, HelloReceived):
             self.mets[rank] = body
         else:
             self.left[rank] = (kind, body, time.monotonic())
 
-    def greet(self, endpoint: Any, hello: Hello) -> None:
+    def send_hello(self, endpoint: Any, hello: WorkerHello) -> None:
         """Say hello to one peer."""
         text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
         kept = self._ffi.from_buffer(text)
@@ -157,7 +157,7 @@ class Notices:
         if request > 0:
             self._worker.give_up(request, kept)
 
-    def meet(self, endpoint: Any, met: Met) -> int:
+    def meet(self, endpoint: Any, met: HelloReceived) -> int:
         """Tell one peer, whose hello was heard, that it was; the request, which ends once that one knows.
 
         UCX answers for the peer only over a connection that stands in both directions, so this makes it. Never before
@@ -194,14 +194,14 @@ class Notices:
             self._request = 0
 
 
-def parse(text: bytes) -> tuple[int, Hello | Met | str]:
+def parse(text: bytes) -> tuple[int, WorkerHello | HelloReceived | str]:
     """A notice's kind and body. Raises `CorruptData`."""
     kind, body = text[:1], text[1:]
     try:
         if kind == bytes([_HELLO]):
-            return _HELLO, msgspec.msgpack.decode(body, type=Hello)
+            return _HELLO, msgspec.msgpack.decode(body, type=WorkerHello)
         if kind == bytes([_MET]):
-            return _MET, msgspec.msgpack.decode(body, type=Met)
+            return _MET, msgspec.msgpack.decode(body, type=HelloReceived)
     except msgspec.DecodeError as error:
         raise CorruptData(f"a peer's connect_payload over ucx: {error}") from error
     if kind in (bytes([CLOSED]), bytes([ABORTED])):

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.backends.ucx import libucp, prewarmed_worker
 from holdfast.backends.ucx.endpoints import Connections, name_of
-from holdfast.backends.ucx.farewells import WORDS, Hello, Met
+from holdfast.backends.ucx.farewells import WORDS, HelloReceived, WorkerHello
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import LINKS, UcxTransport
 from holdfast.backends.ucx.worker import Transports, explain
@@ -45,7 +45,7 @@ def connect(context: Context) -> UcxTransport:
         connections.close()
         raise
     try:
-        _Meeting(context, transport, _NEW if previous is None else previous.epoch).hold()
+        _Handshake(context, transport, _NEW if previous is None else previous.epoch).run()
     except BaseException:
         if previous is not None and (kept := transport.hand_over(context.peers)) is not None:
             previous.take_back(kept)
@@ -67,7 +67,7 @@ def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> 
     return kept
 
 
-class _Meeting:
+class _Handshake:
     """One rank's part."""
 
     def __init__(self, context: Context, transport: UcxTransport, since: int) -> None:
@@ -76,7 +76,7 @@ class _Meeting:
         self._connections, self._notices = transport.connections, transport.notices
         self._worker = self._connections.worker
         self._missing = [(context.rank + step) % context.size for step in range(1, context.size)]
-        self._mets: dict[int, int] = {}
+        self._met_requests: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._published = False
         self._unreached: HoldfastError | None = None
@@ -85,37 +85,37 @@ class _Meeting:
         for rank in self._missing:
             if (link := self._connections.links.get(context.peers[rank])) is not None:
                 transport.links[rank] = link
-                self._greet(rank, since)
+                self._send_hello(rank, since)
 
-    def _own_hello(self) -> Hello:
+    def _own_hello(self) -> WorkerHello:
         link, broken = LINKS[self._worker.over.local], ""
         if self._context.rank == 0:
             try:
                 link = cost.here(link)
             except CorruptData as error:
                 broken = str(error)[-WORDS:]
-        return Hello(_NEW, self._connections.name, self._context.connect_payload, link, broken)
+        return WorkerHello(_NEW, self._connections.name, self._context.connect_payload, link, broken)
 
-    def _greet(self, rank: int, since: int = _NEW) -> None:
+    def _send_hello(self, rank: int, since: int = _NEW) -> None:
         self._since[rank] = since
         hello = msgspec.structs.replace(self._hello, since=since)
-        self._notices.greet(self._transport.links[rank].endpoint, hello)
+        self._notices.send_hello(self._transport.links[rank].endpoint, hello)
 
-    def hold(self) -> None:
+    def run(self) -> None:
         """Return once this rank has heard of all, and all have been told. Raises as `Transport` ops do."""
         look_at = self._began + _PATIENCE_SECONDS
-        while self._wanting():
+        while self._pending():
             now = time.monotonic()
-            self._judge(now)
+            self._check_live(now)
             looks = now >= look_at or any(rank not in self._transport.links for rank in self._missing)
-            if not (looks and self._look_in_store()):
+            if not (looks and self._exchange_addresses()):
                 self._transport.sleep(_LOOK_SECONDS)
         hellos = [self._notices.hellos[rank] for rank in range(self._context.size)]
         if hellos[0].broken:
             raise CorruptData(f"on rank 0 {hellos[0].broken}")
         self._transport.begin(hellos[0].link, [hello.connect_payload for hello in hellos])
 
-    def _wanting(self) -> list[int]:
+    def _pending(self) -> list[int]:
         """The ranks that have not been heard, or not been told; takes in what has come, and tells whom it can."""
         while self._worker.progress():
             pass
@@ -139,29 +139,31 @@ class _Meeting:
         if rank < self._context.rank:
             met = self._notices.mets.get(rank)
             return met is not None and met.worker == self._transport.links[rank].worker
-        if rank not in self._mets:
-            self._mets[rank] = self._notices.meet(self._transport.links[rank].endpoint, Met(self._connections.name))
-        status = self._worker.status(self._mets[rank])
+        if rank not in self._met_requests:
+            self._met_requests[rank] = self._notices.meet(
+                self._transport.links[rank].endpoint, HelloReceived(self._connections.name)
+            )
+        status = self._worker.status(self._met_requests[rank])
         if status == libucp.IN_PROGRESS:
             return False
-        del self._mets[rank]
+        del self._met_requests[rank]
         if status != libucp.OK:
             raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
         return True
 
     def _drop(self, rank: int) -> None:
         self._connections.drop(self._transport.links.pop(rank))
-        self._mets.pop(rank, None)
+        self._met_requests.pop(rank, None)
 
-    def _judge(self, now: float) -> None:
+    def _check_live(self, now: float) -> None:
         """Raise if there is no point in waiting any longer."""
         if (error := self._context.over()) is not None:
             raise again(error)
-        self._transport.judge(self._transport.liveness.dead(), self._missing)
+        self._transport.check_live(self._transport.liveness.dead(), self._missing)
         if now >= self._context.deadline:
             raise OpTimeout("connect", 0, now - self._began, self._missing) from self._unreached
 
-    def _look_in_store(self) -> bool:
+    def _exchange_addresses(self) -> bool:
         """Say where this rank is, and look for one that is missing; whether it was found."""
         store = self._context.store
         if not self._published:
@@ -187,7 +189,7 @@ class _Meeting:
                 raise explained from error
             self._unreached = explained  # that worker may be gone, and its rank about to give another address
             return False
-        self._greet(rank)
+        self._send_hello(rank)
         return True
 
 

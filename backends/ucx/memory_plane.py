@@ -13,11 +13,17 @@ from contextlib import ExitStack
 
 import torch
 
-from holdfast.backends.common.block_copy import CheckedPlane, TableRegion, contiguous_address, in_shares, shares
+from holdfast.backends.common.block_copy import (
+    CheckedPlane,
+    TableRegion,
+    contiguous_address,
+    run_in_threads,
+    thread_count,
+)
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx.onesided.active_region import ActiveTable
 from holdfast.backends.ucx.onesided.read_worker import ReadWorker
-from holdfast.backends.ucx.onesided.regions import Address, RegionTable
+from holdfast.backends.ucx.onesided.regions import UcxAddress, UcxRegionTable
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
@@ -33,8 +39,8 @@ def open_plane() -> UcxPlane:
 class UcxRegion(TableRegion):
     """See `TableRegion`."""
 
-    def __init__(self, plane: UcxPlane, memory: ExposedMemory, address: Address) -> None:
-        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.strike_out)
+    def __init__(self, plane: UcxPlane, memory: ExposedMemory, address: UcxAddress) -> None:
+        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.retract)
         self.address = address
 
 
@@ -49,23 +55,23 @@ class UcxPlane(CheckedPlane):
         forks.begin_anew(self)
 
     def begin_in_child(self) -> None:
-        forks.keep((self._lanes, self._table, self._regions))
+        forks.keep((self._read_workers, self._table, self._regions))
         self._begin()
 
     def _begin(self) -> None:
         self._making = threading.Lock()
-        self._lanes: list[ReadWorker] = []
-        self._table: RegionTable | ActiveTable | None = None
+        self._read_workers: list[ReadWorker] = []
+        self._table: UcxRegionTable | ActiveTable | None = None
         self._regions: set[UcxRegion] = set()
 
-    def _lane(self, number: int = 0) -> ReadWorker:
+    def _read_worker(self, number: int = 0) -> ReadWorker:
         """The first has the table of what is exposed. They are made when they are first needed."""
         with self._making:
             self._check_open()
-            while len(self._lanes) <= number:
+            while len(self._read_workers) <= number:
                 permit_peers()
-                self._lanes.append(ReadWorker(Transports.choose(one_host=True)))
-            return self._lanes[number]
+                self._read_workers.append(ReadWorker(Transports.choose(one_host=True)))
+            return self._read_workers[number]
 
     # -- exposing
 
@@ -73,12 +79,12 @@ class UcxPlane(CheckedPlane):
         self._check_open()
         contiguous_address(tensor, "an exposed tensor", self.name)
         memory = ExposedMemory(tensor)
-        lane = self._lane()
+        lane = self._read_worker()
         with lane.lock:
             worker, messages = lane.worker, lane.messages
             if self._table is None:
                 self._table = (
-                    RegionTable(worker, this_process())
+                    UcxRegionTable(worker, this_process())
                     if messages is None
                     else ActiveTable(messages, worker, this_process())
                 )
@@ -86,9 +92,9 @@ class UcxPlane(CheckedPlane):
             self._regions.add(region)
         return region
 
-    def strike_out(self, region: UcxRegion) -> None:
+    def retract(self, region: UcxRegion) -> None:
         """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
-        lane = self._lanes[0]
+        lane = self._read_workers[0]
         with lane.lock:
             table = self._table
             if table is None:
@@ -112,12 +118,12 @@ class UcxPlane(CheckedPlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        several = not writing and self._lane().worker.over.local
+        several = not writing and self._read_worker().worker.over.local
 
         def copy(number: int, at: int, piece: int) -> None:
-            self._lane(number).copy(handle, address + at, offset + at, piece, deadline, writing, look)
+            self._read_worker(number).copy(handle, address + at, offset + at, piece, deadline, writing, look)
 
-        in_shares(nbytes, shares(nbytes) if several else 1, copy)
+        run_in_threads(nbytes, thread_count(nbytes) if several else 1, copy)
 
     # -- the end
 
@@ -132,8 +138,8 @@ class UcxPlane(CheckedPlane):
 
     def _release(self) -> None:
         with self._making:
-            for lane in reversed(self._lanes):
-                lane.close(self._drop_table if lane is self._lanes[0] else lambda: None)
+            for lane in reversed(self._read_workers):
+                lane.close(self._drop_table if lane is self._read_workers[0] else lambda: None)
 
     def _drop_table(self) -> None:
         table, self._table = self._table, None

@@ -51,7 +51,7 @@ def _load() -> None:
         prewarmed_worker,
     )
 
-    prewarmed_worker.rehearse()
+    prewarmed_worker.warm_up()
 
 
 def memory() -> MemoryPlane:

@@ -11,31 +11,31 @@ import contextlib
 import threading
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.worker import Failed, Transports, Worker
+from holdfast.backends.ucx.worker import Failed, Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system import forks
 
 _lock = threading.Lock()
 _users = 0
 """Communicators of this process."""
-_waiting: Worker | None = None
+_waiting: UcxWorker | None = None
 
 
-def take(over: Transports, failed: Failed) -> Worker:
+def take(over: Transports, failed: Failed) -> UcxWorker:
     """A worker for one more communicator, which reports broken connections to `failed`."""
     global _users
     waiting = _take_waiting()
     if waiting is not None and waiting.over != over:
         waiting.close()
         waiting = None
-    worker = waiting if waiting is not None else Worker(libucp.FEATURE_TAG, over, failed)
+    worker = waiting if waiting is not None else UcxWorker(libucp.FEATURE_TAG, over, failed)
     worker.failed = failed
     with _lock:
         _users += 1
     return worker
 
 
-def _take_waiting() -> Worker | None:
+def _take_waiting() -> UcxWorker | None:
     global _waiting
     with _lock:
         waiting, _waiting = _waiting, None
@@ -48,15 +48,15 @@ def make(over: Transports) -> None:
     with _lock:
         if _users and _waiting is None:
             try:
-                _waiting = Worker(libucp.FEATURE_TAG, over, lambda rank, why: None)
+                _waiting = UcxWorker(libucp.FEATURE_TAG, over, lambda rank, why: None)
             except HoldfastError:
                 return
 
 
-def rehearse() -> None:
+def warm_up() -> None:
     """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
     with contextlib.suppress(HoldfastError):  # connecting says what is wrong, if it is wrong then
-        Worker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
+        UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 
 def left(over: Transports) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 
 from holdfast.backends.common.cpu_wait import yield_cpu
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.worker import UcxWorker
 
 _PAUSE_MILLISECONDS = 2
 _EAGER_SECONDS = 0.0003
@@ -21,7 +21,7 @@ class ProgressThread:
     the next one without having to be woken up.
     """
 
-    def __init__(self, worker: Worker, lock: threading.RLock, eager: bool = False) -> None:
+    def __init__(self, worker: UcxWorker, lock: threading.RLock, eager: bool = False) -> None:
         self._worker, self._lock, self._eager = worker, lock, eager
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._events = select.poll()

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.endpoints import Connections, Link
+from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
 from holdfast.backends.ucx.onesided.active_window import ActiveSide, ActiveWindow
 from holdfast.backends.ucx.onesided.far_window import FarWindow
@@ -51,7 +51,7 @@ _EAGER_BYTES = 4096
 """Above this a receiver may have read the sender's own memory."""
 
 
-class Message:
+class PendingMessage:
     """A send or receive under way; `request` is 0 once it is complete. Keeps its tensor."""
 
     __slots__ = ("nbytes", "peer", "receives", "request", "tensor")
@@ -73,7 +73,7 @@ class UcxTransport(MessageTransport):
         self.epoch = context.epoch
         self._error: HoldfastError | None = None
         self._lock = threading.RLock()
-        self._pending: set[Message] = set()
+        self._pending: set[PendingMessage] = set()
         self._info = worker.lib.ffi.new("ucp_tag_recv_info_t *")
         self._receiving = worker.lib.ffi.new(
             "ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_RECV_INFO, "tag_info": self._info}
@@ -81,7 +81,7 @@ class UcxTransport(MessageTransport):
         crowded = context.size > len(os.sched_getaffinity(0))
         self._spins, self._yields = (50, 50) if crowded else (_SPINS, _YIELDS)
         self._first_rounds = 0 if context.previous is None else _FIRST_ROUNDS
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, PeerLink] = {}
         self._progress: ProgressThread | None = None
         self._peers = context.peers
         self._side: OneSidedWorker | None = None
@@ -108,7 +108,7 @@ class UcxTransport(MessageTransport):
     # -- messages
 
     def _post_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Posted:
-        message = Message(tensor, dst, False)
+        message = PendingMessage(tensor, dst, False)
         with self._lock:
             self._check()
             self._posted(
@@ -124,7 +124,7 @@ class UcxTransport(MessageTransport):
         return message
 
     def _post_recv(self, tensor: torch.Tensor, src: int, tag: int) -> Posted:
-        message = Message(tensor, src, True)
+        message = PendingMessage(tensor, src, True)
         with self._lock:
             self._check()
             request = self._call.ucp_tag_recv_nbx(
@@ -140,14 +140,14 @@ class UcxTransport(MessageTransport):
                 self._check_alike(message)
         return message
 
-    def _posted(self, message: Message, request: int) -> None:
+    def _posted(self, message: PendingMessage, request: int) -> None:
         if request:
             if request < 0:
                 raise self._explain(message, request)
             message.request = request
             self._pending.add(message)
 
-    def _done(self, message: Message) -> bool:
+    def _done(self, message: PendingMessage) -> bool:
         """Whether a message is complete; raises if it failed."""
         request = message.request
         if not request:
@@ -167,7 +167,7 @@ class UcxTransport(MessageTransport):
             self._check_alike(message)
         return True
 
-    def _check_alike(self, message: Message) -> None:
+    def _check_alike(self, message: PendingMessage) -> None:
         dtype = self._tags.dtype(self._info.sender_tag)
         if self._info.length != message.nbytes or dtype is not message.tensor.dtype:
             raise Mismatch(
@@ -175,7 +175,7 @@ class UcxTransport(MessageTransport):
                 f"{message.nbytes} of {message.tensor.dtype}; both must pass the same shape and dtype"
             )
 
-    def _explain(self, message: Message, status: int) -> HoldfastError:
+    def _explain(self, message: PendingMessage, status: int) -> HoldfastError:
         if status == libucp.ERR_MESSAGE_TRUNCATED:
             return Mismatch(f"rank {message.peer} sent more than the {message.nbytes} bytes that this rank expects")
         return PeerFailed((message.peer,), f"a message failed: {self._worker.lib.text(status)}")
@@ -186,7 +186,7 @@ class UcxTransport(MessageTransport):
         with self._lock:
             self._rounds += 1
             try:
-                messages = cast(Sequence[Message], posted)
+                messages = cast(Sequence[PendingMessage], posted)
                 waiting = [each for each in messages if not self._done(each)]
                 if waiting:
                     self._wait(waiting, deadline, op, seq)
@@ -196,7 +196,7 @@ class UcxTransport(MessageTransport):
                 self._leave(ABORTED, str(error))
                 raise
 
-    def _wait(self, waiting: list[Message], deadline: float, op: str, seq: int) -> None:
+    def _wait(self, waiting: list[PendingMessage], deadline: float, op: str, seq: int) -> None:
         worker, began = self._worker, time.monotonic()
         progress, handle = self._call.ucp_worker_progress, worker.handle
         look_at, turn = began + _LOOK_SECONDS, 0
@@ -216,7 +216,7 @@ class UcxTransport(MessageTransport):
                 look_at = now + _LOOK_SECONDS
                 self._look_at_peers(waiting)
                 if self._journal is not None:
-                    self._tell(self._journal, waiting)
+                    self._notify(self._journal, waiting)
                 if now >= deadline:
                     missing = sorted({each.peer for each in waiting if not self._done(each)})
                     raise OpTimeout(op, seq, now - began, missing)
@@ -230,20 +230,20 @@ class UcxTransport(MessageTransport):
         if self._worker.arm():
             self._events.poll(max(seconds, 0) * 1000)
 
-    def _tell(self, journal: Journal, waiting: Sequence[Message]) -> None:
+    def _notify(self, journal: Journal, waiting: Sequence[PendingMessage]) -> None:
         takes = sorted({each.peer for each in waiting if each.receives})
         journal.waits(takes, sorted({each.peer for each in waiting if not each.receives}), self._rounds)
 
-    def _look_at_peers(self, waiting: list[Message]) -> None:
+    def _look_at_peers(self, waiting: list[PendingMessage]) -> None:
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
         dead = self.liveness.dead()
         while self._worker.progress():
             pass
         self.notices.look()
         waiting[:] = [each for each in waiting if not self._done(each)]
-        self.judge(dead, {each.peer for each in waiting})
+        self.check_live(dead, {each.peer for each in waiting})
 
-    def judge(self, dead: Iterable[int], missing: Iterable[int]) -> None:
+    def check_live(self, dead: Iterable[int], missing: Iterable[int]) -> None:
         """Raise if any rank is dead or aborted, or one that is `missing` has left."""
         self.notices.check()
         left = self.notices.left
@@ -287,13 +287,13 @@ class UcxTransport(MessageTransport):
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
         if self._side is None:
             side = ActiveSide if self._worker.over.emulated else OneSidedWorker
-            self._side = side(self, self._peers, self._worker.over, self._judge, deadline)
+            self._side = side(self, self._peers, self._worker.over, self._check_live, deadline)
         if isinstance(self._side, ActiveSide):
             return ActiveWindow(self._side, self, tensor, deadline)
         kind = NearWindow if self._side.local else FarWindow
         return kind(self._side, self, tensor, deadline)
 
-    def _judge(self) -> Iterable[int]:
+    def _check_live(self) -> Iterable[int]:
         """The ranks whose connection broke. Raises if this communicator has ended, here or elsewhere."""
         self._check()
         if self._lock.acquire(blocking=False):

@@ -155,7 +155,7 @@ def _memory(features: int, over: Transports) -> Mapping[str, str]:
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
-class Worker:
+class UcxWorker:
     """A context and its worker. `address` is what peers connect to.
 
     `reports_failures` says whether broken connections are reported, to `failed`: no transport over shared memory can.

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from holdfast import comms
 from holdfast.backends.nccl import rccl
 from holdfast.backends.nccl import transport as nccl
-from holdfast.backends.nccl.device_reduction import carried, combine
+from holdfast.backends.nccl.device_reduction import combine, device_reduction_of
 from holdfast.comms import (
     BackendUnavailable,
     Communicator,
@@ -132,7 +132,7 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
     op = OPS_BY_NAME[name]
     inputs = [numbers(dtype, seed + rank) for rank in range(ranks)]
     try:
-        plan = carried(dtype, op)
+        plan = device_reduction_of(dtype, op)
     except Unsupported:
         return
     found = inputs[0].clone()
@@ -160,14 +160,14 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
 
 def test_averages_of_unsigned_numbers_are_right() -> None:
     for dtype in (torch.uint16, torch.uint32):
-        plan = carried(dtype, ReduceOp.AVG)
+        plan = device_reduction_of(dtype, ReduceOp.AVG)
         assert plan is not None
         inputs = [torch.tensor([1, 7, 40_000], dtype=dtype), torch.tensor([4, 2, 20_000], dtype=dtype)]
         found = inputs[0].clone()
         plan.finish(reduced_by_library([plan.given(each) for each in inputs], plan.native), found, 2)
         assert found.tolist() == [2, 4, 30_000]
     with pytest.raises(Unsupported, match="uint64"):
-        carried(torch.uint64, ReduceOp.AVG)
+        device_reduction_of(torch.uint64, ReduceOp.AVG)
 
 
 def on_ranks(size: int, body: Callable[[OnTheHost], None]) -> None:
@@ -190,7 +190,7 @@ def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
                 except Unsupported:
                     continue
                 inputs = [(torch.arange(6) + r).to(dtype) for r in range(size)]
-                plan = carried(dtype, op)
+                plan = device_reduction_of(dtype, op)
                 expected = inputs[0].clone()
                 if plan is None:
                     combine(inputs, op, expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.backends.shm.segment import PLOTS, SharedSegment, place_of
+from holdfast.backends.shm.segment import BOARD_SLOTS, SharedSegment, decode_address
 from holdfast.backends.shm.transport import ShmTransport
 from holdfast.comms import Communicator
 from holdfast.comms.algorithms.shared_memory.board import layout_of
@@ -60,9 +60,9 @@ class Epochs:
         self._outer.barrier()
 
 
-def ground_of(comm: Communicator) -> SharedSegment:
+def segment_of(comm: Communicator) -> SharedSegment:
     assert isinstance(comm.transport, ShmTransport)
-    return comm.transport.ground
+    return comm.transport.segment
 
 
 def total(comm: Communicator, count: int = 50_000) -> float:
@@ -85,7 +85,7 @@ def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> 
             if outer.rank in ranks:
                 before = comm
                 comm = epochs.next(epoch, ranks, before)
-                kept.append(ground_of(comm) is ground_of(before))
+                kept.append(segment_of(comm) is segment_of(before))
                 before.close()
                 sums.append(total(comm))
         comm.close()
@@ -123,7 +123,7 @@ def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalClu
         epochs = Epochs(outer, tmp_path)
         before = epochs.next(1, [1, 2, 3], None) if outer.rank else None
         comm = epochs.next(2, [0, 1, 2, 3], None if before is None else before)
-        moved = before is None or ground_of(comm) is not ground_of(before)
+        moved = before is None or segment_of(comm) is not segment_of(before)
         result = total(comm)
         for each in (before, comm):
             if each is not None:
@@ -141,7 +141,7 @@ def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster,
         epochs = Epochs(outer, tmp_path)
         before = epochs.next(1, [0, 1, 2, 3], None)
         comm = epochs.next(2, [0, 1, 2, 3], None if outer.rank == 3 else before)
-        same = ground_of(comm).place.inode == ground_of(before).place.inode
+        same = segment_of(comm).address.inode == segment_of(before).address.inode
         result = total(comm)
         before.close()
         after = total(comm)
@@ -208,41 +208,41 @@ def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, 
 # What a ground is ---------------------------------------------------------------------------------------------------
 
 
-def a_ground(rows: int = 2) -> tuple[SharedSegment, Any]:
+def a_segment(rows: int = 2) -> tuple[SharedSegment, Any]:
     peers = [this_process()] * rows
     return SharedSegment.make("test", peers), peers
 
 
 def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
-    ground, peers = a_ground()
-    descriptor = ground.place.descriptor
-    first, second = ground.take(1, peers), ground.take(2, peers)
-    assert not ground.has_room(1 + PLOTS, 2)
-    assert not ground.has_room(3, 3)
-    assert ground.has_room(3, 2)
+    segment, peers = a_segment()
+    descriptor = segment.address.descriptor
+    first, second = segment.take(1, peers), segment.take(2, peers)
+    assert not segment.has_room(1 + BOARD_SLOTS, 2)
+    assert not segment.has_room(3, 3)
+    assert segment.has_room(3, 2)
     first.release()
-    ground.give_back(1)
-    assert ground.has_room(1 + PLOTS, 2)
+    segment.give_back(1)
+    assert segment.has_room(1 + BOARD_SLOTS, 2)
     second.release()
-    ground.give_back(2)
-    assert not ground.has_room(3, 2)
+    segment.give_back(2)
+    assert not segment.has_room(3, 2)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
 
 
 def test_two_boards_never_share_a_slot() -> None:
-    ground, peers = a_ground()
-    plot = ground.take(1, peers)
+    segment, peers = a_segment()
+    plot = segment.take(1, peers)
     with pytest.raises(ValueError, match="earlier epoch"):
-        ground.take(1 + PLOTS, peers)
+        segment.take(1 + BOARD_SLOTS, peers)
     plot.release()
-    ground.give_back(1)
+    segment.give_back(1)
 
 
 @pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
 def test_an_offer_of_an_impossible_slot_is_corrupt(said: bytes) -> None:
     with pytest.raises(CorruptData, match="cannot be read"):
-        place_of(said)
+        decode_address(said)
 
 
 def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
@@ -261,17 +261,17 @@ def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
 
 def test_a_later_epoch_does_not_wait_for_memory() -> None:
     """All but the stages of its board is there before it begins."""
-    ground = SharedSegment.make("ready", [this_process()] * 4)
-    ground.make_ready()
+    segment = SharedSegment.make("ready", [this_process()] * 4)
+    segment.prefault()
     layout = layout_of(4)
     pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
-    with ground.take(3, [this_process()] * 4) as plot:
+    with segment.take(3, [this_process()] * 4) as plot:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         for row in range(4):
             for page in pages:
                 plot[8 * row * layout.row_words + page] = 1
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    ground.give_back(3)
+    segment.give_back(3)
     assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
 
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.ucx import memory_plane as memory
-from holdfast.backends.ucx import plugin
-from holdfast.backends.ucx import prewarmed_worker as standby
+from holdfast.backends.ucx import plugin, prewarmed_worker
 from holdfast.backends.ucx.onesided import far_window, near_window
-from holdfast.backends.ucx.onesided.regions import Address
+from holdfast.backends.ucx.onesided.regions import UcxAddress
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import connect_members
@@ -386,7 +385,7 @@ def test_a_worker_waits_for_a_communicator_and_goes_with_the_last(start: Callabl
             )
 
         def waiting() -> bool:
-            return standby._waiting is not None
+            return prewarmed_worker._waiting is not None
 
         first, other = one(1, None), one(1, None)
         found = [waiting()]
@@ -426,7 +425,7 @@ def test_a_damaged_handle_is_refused() -> None:
             with pytest.raises(CorruptData):
                 plane.read(Handle("ucx", bytes(address), 32), torch.zeros(8)).wait()
         with pytest.raises(CorruptData):
-            Address.decode(b"")
+            UcxAddress.decode(b"")
 
 
 # -- windows

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import active_messages
-from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, Ask, Exposed
-from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ExposedRange, Request
+from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 SIZE, REGION, READ_ONLY = 64, 7, 8
@@ -23,14 +23,14 @@ class Itself:
     """A worker that is connected to itself: it asks, and answers."""
 
     def __init__(self) -> None:
-        self.worker = Worker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
+        self.worker = UcxWorker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
         self.messages = ActiveMessages(self.worker)
         self.endpoint = self.worker.connect(self.worker.address, 1)
         self.memory = torch.zeros(SIZE, dtype=torch.uint8)
         self.notes: list[tuple[int, int, int, int]] = []
         for region in (REGION, READ_ONLY):
             self.messages.expose(
-                region, Exposed(ExposedMemory(self.memory), region == REGION, lambda sender: None, self._noted)
+                region, ExposedRange(ExposedMemory(self.memory), region == REGION, lambda sender: None, self._noted)
             )
 
     def _noted(self, *note: int) -> bool:
@@ -44,7 +44,7 @@ class Itself:
             self.messages.sweep()
         return done()
 
-    def finish(self, ask: Ask) -> int:
+    def finish(self, ask: Request) -> int:
         assert self.until(lambda: ask.status != active_messages.WAITING)
         return ask.status
 
@@ -142,7 +142,7 @@ def test_a_late_answer_writes_nowhere(itself: Itself) -> None:
 
 def test_a_withdrawn_region_is_not_touched(itself: Itself) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
-    itself.messages.expose(11, Exposed(ExposedMemory(memory), True))
+    itself.messages.expose(11, ExposedRange(ExposedMemory(memory), True))
     source = torch.ones(8, dtype=torch.uint8)
     under_way = itself.messages.write(itself.endpoint, 11, 0, source.data_ptr(), 8, source)
     arrived = under_way.status == active_messages.DONE

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.backends.ucx import handshake, prewarmed_worker
-from holdfast.backends.ucx.endpoints import Connections, Link
-from holdfast.backends.ucx.farewells import Hello, Met, parse
+from holdfast.backends.ucx.endpoints import Connections, PeerLink
+from holdfast.backends.ucx.farewells import HelloReceived, WorkerHello, parse
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
@@ -249,8 +249,8 @@ def test_a_malformed_notice_is_refused(text: bytes) -> None:
     except CorruptData:
         return
     assert kind == text[0]
-    assert isinstance(body, Hello) == (kind == 2)
-    assert isinstance(body, Met) == (kind == 3)
+    assert isinstance(body, WorkerHello) == (kind == 2)
+    assert isinstance(body, HelloReceived) == (kind == 3)
 
 
 def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
@@ -259,14 +259,14 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
     """UCX 1.22 ends a process that is asked to connect by one whose shared memory is gone."""
     gone = tmp_path / "gone"
 
-    def leave(connections: Connections, address: bytes) -> Link:
+    def leave(connections: Connections, address: bytes) -> PeerLink:
         link = Connections.link(connections, address)
         connections.worker.flush([link.endpoint], seconds=0.2)
         raise UcxError("leaving", -3, "of its own accord")
 
-    look = handshake._Meeting._look_in_store
+    look = handshake._Handshake._exchange_addresses
 
-    def look_late(self: handshake._Meeting) -> bool:
+    def look_late(self: handshake._Handshake) -> bool:
         if self._published:
             return look(self)
         self._published = True
@@ -277,7 +277,7 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
     def body(epochs: Epochs) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             if epochs.me == 0:
-                patch.setattr(handshake._Meeting, "_look_in_store", look_late)
+                patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
             else:
                 patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
                 patch.setattr(prewarmed_worker, "make", lambda over: None)

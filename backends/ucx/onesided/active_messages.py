@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.backends.common.cpu_wait import change
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.worker import Endpoint, Worker
+from holdfast.backends.ucx.worker import Endpoint, UcxWorker
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.tensors.exposed import ExposedMemory
 
@@ -41,7 +41,7 @@ _ANSWER = struct.Struct("<QqB")
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class Request:
     """A request of this process. `into` is where the bytes of a read go, `value` what an atomic found."""
 
     token: int
@@ -53,13 +53,16 @@ class Ask:
 
 
 def in_pieces(
-    nbytes: int, begin: Callable[[int, int], Ask], finish: Callable[[Ask], None], forget: Callable[[Ask], None]
+    nbytes: int,
+    begin: Callable[[int, int], Request],
+    finish: Callable[[Request], None],
+    forget: Callable[[Request], None],
 ) -> None:
     """`begin(start, length)` for each piece (one of nothing for no bytes), several under way at a time.
 
     `finish` returns when one was answered: all were when this returns. Where it raises, those under way are forgotten.
     """
-    pending: deque[Ask] = deque()
+    pending: deque[Request] = deque()
     try:
         for start in range(0, nbytes, PIECE_BYTES) or (0,):
             pending.append(begin(start, min(PIECE_BYTES, nbytes - start)))
@@ -76,7 +79,7 @@ def in_pieces(
 
 
 @dataclass(slots=True, eq=False)
-class Exposed:
+class ExposedRange:
     """Memory that peers may ask for. Who wrote or noted something is told to the two functions, by the number that it
     sent itself under; `noted(sender, word, value, after)` says whether it will have that.
     """
@@ -90,13 +93,13 @@ class Exposed:
 class ActiveMessages:
     """Both sides of a worker: what it asks of others, and what others ask of it. Not thread-safe, as the worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: UcxWorker) -> None:
         self._worker = worker
         self._ffi, self._call = worker.lib.ffi, worker.lib.call
-        self._exposed: dict[int, Exposed] = {}
-        self._asked: dict[int, Ask] = {}
+        self._exposed: dict[int, ExposedRange] = {}
+        self._asked: dict[int, Request] = {}
         self._tokens = itertools.count(1)
-        self._sending: list[tuple[int, Ask | None, object]] = []
+        self._sending: list[tuple[int, Request | None, object]] = []
         flags = libucp.AM_EAGER | libucp.AM_COPY_HEADER
         self._asking, self._answering = (self._send_params(flags | reply) for reply in (libucp.AM_REPLY, 0))
         self._handlers = [
@@ -119,7 +122,7 @@ class ActiveMessages:
 
     # -- what others may ask for
 
-    def expose(self, region: int, exposed: Exposed) -> None:
+    def expose(self, region: int, exposed: ExposedRange) -> None:
         self._exposed[region] = exposed
 
     def withdraw(self, region: int) -> None:
@@ -128,38 +131,38 @@ class ActiveMessages:
 
     # -- asking
 
-    def read(self, endpoint: Endpoint, region: int, offset: int, into: int, nbytes: int) -> Ask:
-        ask = Ask(next(self._tokens), into, nbytes)
-        return self._ask(endpoint, ask, (READ, 0, 0), region, offset, (nbytes, 0))
+    def read(self, endpoint: Endpoint, region: int, offset: int, into: int, nbytes: int) -> Request:
+        ask = Request(next(self._tokens), into, nbytes)
+        return self._request(endpoint, ask, (READ, 0, 0), region, offset, (nbytes, 0))
 
     def write(
         self, endpoint: Endpoint, region: int, offset: int, source: int, nbytes: int, keep: object, sender: int = 0
-    ) -> Ask:
+    ) -> Request:
         """`source` must stay as it is until the request is `sent`; `keep` is kept until then."""
-        ask = Ask(next(self._tokens), source, nbytes)
-        return self._ask(endpoint, ask, (WRITE, 0, sender), region, offset, (nbytes, 0), source, keep)
+        ask = Request(next(self._tokens), source, nbytes)
+        return self._request(endpoint, ask, (WRITE, 0, sender), region, offset, (nbytes, 0), source, keep)
 
     def update(
         self, endpoint: Endpoint, kind: int, region: int, offset: int, width: int, values: tuple[int, int]
-    ) -> Ask:
+    ) -> Request:
         """ADD the first value to an integer of `width` bytes; or SWAP in the second if it is the first."""
-        return self._ask(endpoint, Ask(next(self._tokens)), (kind, width, 0), region, offset, values)
+        return self._request(endpoint, Request(next(self._tokens)), (kind, width, 0), region, offset, values)
 
-    def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> Ask:
+    def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> Request:
         """Tell the owner a value, once `after` writes of this sender have taken effect."""
-        return self._ask(endpoint, Ask(next(self._tokens)), (NOTE, 0, sender), region, word, (value, after))
+        return self._request(endpoint, Request(next(self._tokens)), (NOTE, 0, sender), region, word, (value, after))
 
-    def _ask(
+    def _request(
         self,
         endpoint: Endpoint,
-        ask: Ask,
+        ask: Request,
         what: tuple[int, int, int],
         region: int,
         offset: int,
         values: tuple[int, int],
         source: int = 0,
         keep: object = None,
-    ) -> Ask:
+    ) -> Request:
         kind, width, sender = what
         header = _HEADER.pack(kind, width, 0, sender, ask.token, region, offset, *values)
         self._asked[ask.token] = ask
@@ -167,7 +170,7 @@ class ActiveMessages:
         self._send(endpoint, _REQUEST, header, source, nbytes, self._asking, ask, keep)
         return ask
 
-    def forget(self, ask: Ask) -> None:
+    def forget(self, ask: Request) -> None:
         """Stop waiting: a late answer goes nowhere."""
         self._asked.pop(ask.token, None)
 
@@ -181,7 +184,7 @@ class ActiveMessages:
         source: int,
         nbytes: int,
         params: Any,
-        ask: Ask | None,
+        ask: Request | None,
         keep: object,
     ) -> None:
         self.sweep()
@@ -207,7 +210,7 @@ class ActiveMessages:
                 self._sent(ask, status)
         self._sending = going
 
-    def _sent(self, ask: Ask, status: int) -> None:
+    def _sent(self, ask: Request, status: int) -> None:
         ask.sent = True
         if status != libucp.OK and ask.status == WAITING:
             ask.status = BROKEN

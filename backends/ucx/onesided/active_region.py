@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Callable
 
 from holdfast.backends.ucx.onesided import active_messages
-from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, Ask, Exposed, in_pieces
-from holdfast.backends.ucx.onesided.regions import Address
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ExposedRange, Request, in_pieces
+from holdfast.backends.ucx.onesided.regions import UcxAddress
 from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
@@ -18,33 +18,33 @@ from holdfast.comms.transport.base import Peer
 class ActiveTable:
     """The regions of this process. The plane's lock is held around each call."""
 
-    def __init__(self, messages: ActiveMessages, worker: Worker, owner: Peer) -> None:
+    def __init__(self, messages: ActiveMessages, worker: UcxWorker, owner: Peer) -> None:
         self._messages, self._worker, self._owner = messages, worker, owner
         self._generation = secrets.randbits(62)
 
-    def expose(self, memory: ExposedMemory, writable: bool) -> Address:
+    def expose(self, memory: ExposedMemory, writable: bool) -> UcxAddress:
         self._generation += 1
-        self._messages.expose(self._generation, Exposed(memory, writable))
-        return Address(self._owner, self._worker.address, b"", 0, self._generation, b"", 0, memory.nbytes, writable)
+        self._messages.expose(self._generation, ExposedRange(memory, writable))
+        return UcxAddress(self._owner, self._worker.address, b"", 0, self._generation, b"", 0, memory.nbytes, writable)
 
-    def invalidate(self, address: Address) -> None:
+    def invalidate(self, address: UcxAddress) -> None:
         """From here on nobody reads or writes the memory."""
         self._messages.withdraw(address.generation)
 
-    def wait_for_writer(self, address: Address) -> None:
+    def wait_for_writer(self, address: UcxAddress) -> None:
         """Writers are never in the middle of something: the owner itself writes, a message at a time."""
 
-    def free(self, address: Address) -> None:
+    def free(self, address: UcxAddress) -> None:
         """A generation is never used twice."""
 
     def close(self) -> None:
         """Nothing but the regions, which their plane has closed."""
 
 
-class AskedRegion:
+class ActiveRegion:
     """A region whose owner is asked. The plane's lock is held around each call."""
 
-    def __init__(self, owner: Owner, address: Address, messages: ActiveMessages) -> None:
+    def __init__(self, owner: Owner, address: UcxAddress, messages: ActiveMessages) -> None:
         self.owner, self.address, self._messages = owner, address, messages
 
     def check(self, deadline: float) -> None:
@@ -57,7 +57,7 @@ class AskedRegion:
             lambda start, part: self._read(into + start, offset + start, part), nbytes, deadline, "memory read"
         )
 
-    def _read(self, into: int, offset: int, nbytes: int) -> Ask:
+    def _read(self, into: int, offset: int, nbytes: int) -> Request:
         return self._messages.read(self.owner.endpoint, self.address.generation, offset, into, nbytes)
 
     def push(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
@@ -72,10 +72,10 @@ class AskedRegion:
             "memory write",
         )
 
-    def _in_pieces(self, begin: Callable[[int, int], Ask], nbytes: int, deadline: float, op: str) -> None:
+    def _in_pieces(self, begin: Callable[[int, int], Request], nbytes: int, deadline: float, op: str) -> None:
         in_pieces(nbytes, begin, lambda ask: self._finish(ask, deadline, op), self._messages.forget)
 
-    def _finish(self, ask: Ask, deadline: float, op: str) -> None:
+    def _finish(self, ask: Request, deadline: float, op: str) -> None:
         self.owner.until(lambda: ask.status != active_messages.WAITING, deadline, op)
         pid = self.owner.pid
         if ask.status == active_messages.GONE:

@@ -15,10 +15,17 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import active_messages
-from holdfast.backends.ucx.onesided.active_messages import PIECE_BYTES, PIECES, ActiveMessages, Ask, Exposed, in_pieces
+from holdfast.backends.ucx.onesided.active_messages import (
+    PIECE_BYTES,
+    PIECES,
+    ActiveMessages,
+    ExposedRange,
+    Request,
+    in_pieces,
+)
 from holdfast.backends.ucx.onesided.window import UcxWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
-from holdfast.backends.ucx.worker import Endpoint, Transports, Worker
+from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker
 from holdfast.comms.errors import RegionGone
 from holdfast.comms.transport.base import Transport
 
@@ -28,19 +35,19 @@ class ActiveSide(OneSidedWorker):
 
     messages: ActiveMessages
 
-    def _make_worker(self, over: Transports) -> Worker:
-        worker = Worker(libucp.FEATURE_AM, over, lambda rank, why: self._broken.add(rank))
+    def _make_worker(self, over: Transports) -> UcxWorker:
+        worker = UcxWorker(libucp.FEATURE_AM, over, lambda rank, why: self._broken.add(rank))
         self.messages = ActiveMessages(worker)
         return worker
 
-    def wait_for(self, ask: Ask, rank: int, deadline: float, op: str) -> None:
+    def wait_for(self, ask: Request, rank: int, deadline: float, op: str) -> None:
         """Return when `rank` has answered. Raises `RegionGone` if it has no such region, or is gone; `OpTimeout`."""
         self.until(lambda: ask.status != active_messages.WAITING, rank, deadline, op)
         if ask.status != active_messages.DONE:
             self.check(rank, now=True)
             raise RegionGone(f"{op}: rank {rank} has closed its window; make another one")
 
-    def wait_until_sent(self, ask: Ask, rank: int, deadline: float, op: str) -> None:
+    def wait_until_sent(self, ask: Request, rank: int, deadline: float, op: str) -> None:
         """Return when the memory that `ask` sends may change. Raises `RegionGone`, `OpTimeout`."""
 
         def sent() -> bool:
@@ -68,13 +75,13 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         self._mine = [0] * (2 * self._size)
         self._issued = [0] * self._size
         self._done = [0] * self._size
-        self._unanswered: list[deque[Ask]] = [deque() for _ in range(self._size)]
+        self._unanswered: list[deque[Request]] = [deque() for _ in range(self._size)]
         self._held: list[list[tuple[int, int, int]]] = [[] for _ in range(self._size)]
 
     def _open(self, transport: Transport, deadline: float) -> None:
         memory = self._exposed
         with self._side.lock:
-            self._messages.expose(self._region, Exposed(memory, True, self._wrote, self._noted))
+            self._messages.expose(self._region, ExposedRange(memory, True, self._wrote, self._noted))
         card = self._region.to_bytes(8, "little") + memory.nbytes.to_bytes(8, "little")
         for rank, text in enumerate(exchange(transport, card, deadline)):
             region, nbytes = (int.from_bytes(text[at : at + 8], "little") for at in (0, 8))
@@ -86,16 +93,16 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         if 0 <= sender < self._size:
             self._done[sender] += 1
             if self._held[sender]:
-                self._hear_of(sender)
+                self._count_notes(sender)
 
     def _noted(self, sender: int, word: int, value: int, after: int) -> bool:
         if not 0 <= sender < self._size or word // 2 != sender:
             return False
         self._held[sender].append((word, value, after))
-        self._hear_of(sender)
+        self._count_notes(sender)
         return True
 
-    def _hear_of(self, sender: int) -> None:
+    def _count_notes(self, sender: int) -> None:
         """Count what this sender said after writes that are all done now."""
         done, held = self._done[sender], self._held[sender]
         for word, value, after in held:
@@ -108,7 +115,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
         address, nbytes, side = source.data_ptr(), source.nbytes, self._side
-        sending: deque[Ask] = deque()
+        sending: deque[Request] = deque()
         for start in range(0, nbytes, PIECE_BYTES):
             with side.lock:
                 ask = self._messages.write(
@@ -129,7 +136,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
             if not ask.sent:
                 side.wait_until_sent(ask, rank, deadline, "put")
 
-    def _without_answer(self, rank: int) -> deque[Ask]:
+    def _without_answer(self, rank: int) -> deque[Request]:
         """What `flush` has to wait for. The lock is held."""
         unanswered = self._unanswered[rank]
         while unanswered and unanswered[0].status == active_messages.DONE:
@@ -141,11 +148,11 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         address, nbytes, side = into.data_ptr(), into.nbytes, self._side
         self._settle(rank, deadline, "get")
 
-        def begin(start: int, block: int) -> Ask:
+        def begin(start: int, block: int) -> Request:
             with side.lock:
                 return self._messages.read(part.endpoint, part.region, offset + start, address + start, block)
 
-        def forget(ask: Ask) -> None:
+        def forget(ask: Request) -> None:
             with side.lock:
                 self._messages.forget(ask)
 
@@ -187,13 +194,13 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
             self._live(target)
             self._settle(target, deadline, "flush")
 
-    def _tell(self, rank: int, part: Target, word: int, value: int, deadline: float, op: str) -> None:
+    def _notify(self, rank: int, part: Target, word: int, value: int, deadline: float, op: str) -> None:
         with self._side.lock:
             ask = self._messages.note(part.endpoint, part.region, self._rank, word, value, self._issued[rank])
             self._without_answer(rank).append(ask)
         self._side.wait_until_sent(ask, rank, deadline, op)
 
-    def _hear(self, rank: int, deadline: float) -> None:
+    def _await_delivery(self, rank: int, deadline: float) -> None:
         self._settle(rank, deadline, "closing a window")
 
     def _look(self) -> None:

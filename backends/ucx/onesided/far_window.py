@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided.mapped_window import Part, RegisteredWindow
+from holdfast.backends.ucx.onesided.mapped_window import RegisteredWindow, RemotePart
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.transport.base import Transport
@@ -51,7 +51,7 @@ class FarWindow(RegisteredWindow):
             self._fetch(rank, part, into.data_ptr(), into.nbytes, part.memory + offset, deadline)
         self._live(rank)
 
-    def _fetch(self, rank: int, part: Part, into: int, nbytes: int, at: int, deadline: float) -> None:
+    def _fetch(self, rank: int, part: RemotePart, into: int, nbytes: int, at: int, deadline: float) -> None:
         """Two blocks under way, through memory of the window's own."""
         ffi, side = self._worker.lib.ffi, self._side
         width = min(BOUNCE_BYTES, nbytes)
@@ -130,7 +130,7 @@ class FarWindow(RegisteredWindow):
             self._live(target)
             self._side.flush(target, deadline, "flush")
 
-    def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
+    def _notify(self, rank: int, part: RemotePart, word: int, value: int, deadline: float, op: str) -> None:
         kept = self._worker.lib.ffi.new("uint64_t[1]", [value])
         address = int(self._worker.lib.ffi.cast("uintptr_t", kept))
         self._settle(rank, deadline, op)
@@ -141,7 +141,7 @@ class FarWindow(RegisteredWindow):
         self._dirty[rank] = True
         self._side.wait(request, rank, deadline, op, kept)
 
-    def _hear(self, rank: int, deadline: float) -> None:
+    def _await_delivery(self, rank: int, deadline: float) -> None:
         self._side.flush(rank, deadline, "closing a window")
 
     def _look(self) -> None:

@@ -21,7 +21,7 @@ from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
 from holdfast.comms.transport.base import Transport
 
 
-class _Card(msgspec.Struct, frozen=True, array_like=True):
+class _PartAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank's header and memory are. `key` is empty for a window without elements."""
 
     header: int
@@ -32,7 +32,7 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RemotePart:
     """A rank's part, as this rank reaches it. `mapped` is where its header is mapped here, or 0."""
 
     endpoint: Any
@@ -44,7 +44,7 @@ class Part:
     nbytes: int
 
 
-class RegisteredWindow(UcxWindow[OneSidedWorker, Part]):
+class RegisteredWindow(UcxWindow[OneSidedWorker, RemotePart]):
     """A window whose memory is registered with UCX, which reads and writes it itself."""
 
     def _prepare(self) -> None:
@@ -64,7 +64,7 @@ class RegisteredWindow(UcxWindow[OneSidedWorker, Part]):
             if exposed.nbytes:
                 self._memory = Mapping(self._worker, exposed.nbytes, exposed.address)
         memory = self._memory
-        card = _Card(
+        card = _PartAddress(
             self._header.address,
             self._header.key,
             memory.address if memory else 0,
@@ -73,15 +73,15 @@ class RegisteredWindow(UcxWindow[OneSidedWorker, Part]):
         )
         cards = exchange(transport, msgspec.msgpack.encode(card), deadline)
         for rank, text in enumerate(cards):
-            self._parts.append(self._reach(rank, msgspec.msgpack.decode(text, type=_Card)))
+            self._parts.append(self._reach(rank, msgspec.msgpack.decode(text, type=_PartAddress)))
 
-    def _reach(self, rank: int, card: _Card) -> Part:
+    def _reach(self, rank: int, card: _PartAddress) -> RemotePart:
         side = self._side
         with side.lock:
             header_key = side.unpack(rank, card.header_key)
             key = side.unpack(rank, card.key) if card.key else None
             mapped = self._mapped(header_key, card.header)
-        return Part(side.endpoints[rank], card.header, header_key, mapped, card.memory, key, card.nbytes)
+        return RemotePart(side.endpoints[rank], card.header, header_key, mapped, card.memory, key, card.nbytes)
 
     def _mapped(self, key: Any, header: int) -> int:
         """The address at which a rank's header is mapped into this process; 0 if it cannot be."""

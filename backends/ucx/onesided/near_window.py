@@ -19,11 +19,11 @@ from holdfast.backends.common.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided._near import BLOCK, CLOSED, Near, NearPart
 from holdfast.backends.ucx.onesided.deferred_free import leave_behind
-from holdfast.backends.ucx.onesided.mapped_window import Part, RegisteredWindow
+from holdfast.backends.ucx.onesided.mapped_window import RegisteredWindow, RemotePart
 from holdfast.backends.ucx.onesided.regions import writer_lives, writer_token
 from holdfast.backends.ucx.onesided.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import Words, fence
 from holdfast.comms.errors import OpTimeout
 from holdfast.comms.tensors.packing import span
@@ -136,7 +136,14 @@ class NearWindow(RegisteredWindow):
         return self._update(rank, self._live(rank), offset, dtype, expected, desired, deadline)
 
     def _update(
-        self, rank: int, part: Part, offset: int, dtype: torch.dtype, expected: int | None, value: int, deadline: float
+        self,
+        rank: int,
+        part: RemotePart,
+        offset: int,
+        dtype: torch.dtype,
+        expected: int | None,
+        value: int,
+        deadline: float,
     ) -> int:
         """Change an element under the target's lock word: add `value`, or set to it if the element is `expected`.
 
@@ -165,7 +172,7 @@ class NearWindow(RegisteredWindow):
         self._live(rank)
         return old
 
-    def _take_lock(self, rank: int, part: Part, deadline: float) -> None:
+    def _take_lock(self, rank: int, part: RemotePart, deadline: float) -> None:
         """Become the holder of a rank's lock word; take over from one that died."""
         began, expected, turns = time.monotonic(), 0, 0
         while (seen := self._swap_lock(rank, part, expected, deadline)) != expected:
@@ -182,7 +189,7 @@ class NearWindow(RegisteredWindow):
         peers = self._side.peers
         return next((rank for rank, peer in enumerate(peers) if writer_token(peer) == token), otherwise)
 
-    def _swap_lock(self, rank: int, part: Part, expected: int, deadline: float) -> int:
+    def _swap_lock(self, rank: int, part: RemotePart, expected: int, deadline: float) -> int:
         reply = self._reply
         reply[0], reply[1] = expected, self._token
         at = part.header + 8 * self._lock_word
@@ -202,7 +209,7 @@ class NearWindow(RegisteredWindow):
         for target in range(self._size):
             self._live(target)
 
-    def _tell(self, rank: int, part: Part, word: int, value: int, deadline: float, op: str) -> None:
+    def _notify(self, rank: int, part: RemotePart, word: int, value: int, deadline: float, op: str) -> None:
         self._words[rank][word] = value
 
     def _writers(self) -> list[Peer]:
@@ -221,7 +228,7 @@ class NearWindow(RegisteredWindow):
         self._unmap()
 
 
-def _near_calls(worker: Worker) -> Near:
+def _near_calls(worker: UcxWorker) -> Near:
     ffi, call = worker.lib.ffi, worker.lib.call
 
     def at(name: str) -> int:

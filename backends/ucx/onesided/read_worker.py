@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.active_messages import ActiveMessages
-from holdfast.backends.ucx.onesided.active_region import AskedRegion
-from holdfast.backends.ucx.onesided.regions import Address
+from holdfast.backends.ucx.onesided.active_region import ActiveRegion
+from holdfast.backends.ucx.onesided.regions import UcxAddress
 from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner, RemoteRegion
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Transports, Worker
+from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.liveness import this_host
@@ -38,12 +38,12 @@ class ReadWorker:
         self._block = BLOCK_BYTES if over.local else FAR_BLOCK_BYTES
         self._progress: ProgressThread | None = None
         self._owners: dict[bytes, Owner] = {}
-        self._found: dict[Handle, RemoteRegion | AskedRegion] = {}
+        self._found: dict[Handle, RemoteRegion | ActiveRegion] = {}
         if over.emulated:
-            self.worker = Worker(libucp.FEATURE_AM, over, self._note_failure)
+            self.worker = UcxWorker(libucp.FEATURE_AM, over, self._note_failure)
             self.messages = ActiveMessages(self.worker)
         else:
-            self.worker = Worker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
+            self.worker = UcxWorker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
         if not over.local:
             self._progress = ProgressThread(self.worker, self.lock, eager=len(os.sched_getaffinity(0)) > 1)
 
@@ -78,12 +78,12 @@ class ReadWorker:
             else:
                 return
 
-    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | AskedRegion:
-        address = Address.decode(handle.address)
+    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | ActiveRegion:
+        address = UcxAddress.decode(handle.address)
         if handle.nbytes != address.nbytes:
             raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
         worker = self.worker
-        if worker.over.emulated != address.asked:
+        if worker.over.emulated != address.by_messages:
             raise Unsupported(
                 f"reaching process {address.owner.pid} over {worker.over.tls}", "set one UCX_TLS for both processes"
             )
@@ -98,11 +98,11 @@ class ReadWorker:
         if len(self._found) >= REMEMBERED:
             self._drop_keys(list(self._found))
         try:
-            region: RemoteRegion | AskedRegion
+            region: RemoteRegion | ActiveRegion
             if self.messages is None:
                 region = RemoteRegion(owner, address)
             else:
-                region = AskedRegion(owner, address, self.messages)
+                region = ActiveRegion(owner, address, self.messages)
             region.check(deadline)
         except (RegionGone, OpTimeout):
             self._forget(owner)

@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.backends.common.cpu_wait import words_at
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -30,7 +30,7 @@ WRITER_SECONDS = 2.0
 """How long `RegionTable.strike_out` waits for one that is in the middle of a block."""
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
     """What a handle of the ucx plane says: whose memory, how to connect, where the table and the memory are."""
 
     owner: Peer
@@ -44,7 +44,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     writable: bool
 
     @property
-    def asked(self) -> bool:
+    def by_messages(self) -> bool:
         """Whether the owner is asked for the bytes, since UCX does not read them itself."""
         return not self.key
 
@@ -53,7 +53,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return xxhash.xxh3_64_digest(body) + body
 
     @staticmethod
-    def decode(data: bytes) -> Address:
+    def decode(data: bytes) -> UcxAddress:
         """Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
         body = data[8:]
         if xxhash.xxh3_64_digest(body) != data[:8]:
@@ -64,7 +64,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptData(f"not the address of a region: {error}") from error
 
 
-_addresses = msgspec.msgpack.Decoder(Address)
+_addresses = msgspec.msgpack.Decoder(UcxAddress)
 
 
 def writer_token(process: Peer) -> int:
@@ -84,7 +84,7 @@ def writer_lives(token: int) -> bool:
 class Mapping:
     """Memory registered with UCX until `close`: a tensor's, or (without an address) memory that UCX allocates."""
 
-    def __init__(self, worker: Worker, nbytes: int, address: int | None) -> None:
+    def __init__(self, worker: UcxWorker, nbytes: int, address: int | None) -> None:
         self._worker = worker
         lib, ffi = worker.lib, worker.lib.ffi
         params = ffi.new("ucp_mem_map_params_t *")
@@ -118,10 +118,10 @@ class Mapping:
         self._worker.lib.call.ucp_mem_unmap(self._worker.context, self._memory)
 
 
-class RegionTable:
+class UcxRegionTable:
     """The rows of this process. Its plane's lock is held around each call but `wait_for_writer`."""
 
-    def __init__(self, worker: Worker, owner: Peer) -> None:
+    def __init__(self, worker: UcxWorker, owner: Peer) -> None:
         self._worker, self._owner = worker, owner
         self._exposed: dict[int, Mapping] = {}
         self._mapping = Mapping(worker, ROWS * ROW_BYTES, None)
@@ -131,7 +131,7 @@ class RegionTable:
         self._used = 0
         self._free: list[int] = []
 
-    def expose(self, memory: ExposedMemory, writable: bool) -> Address:
+    def expose(self, memory: ExposedMemory, writable: bool) -> UcxAddress:
         """Register memory and write it down. Raises `Unsupported` when too many regions are open already."""
         if not self._free and self._used == ROWS:
             raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
@@ -144,7 +144,7 @@ class RegionTable:
         self._exposed[row] = mapping
         self._generation += 1
         self._words[2 * row] = self._generation
-        return Address(
+        return UcxAddress(
             self._owner,
             self._worker.address,
             self._mapping.key,
@@ -156,12 +156,12 @@ class RegionTable:
             writable,
         )
 
-    def invalidate(self, address: Address) -> None:
+    def invalidate(self, address: UcxAddress) -> None:
         """From here on nothing that was read or written is taken for good."""
         self._words[self._index(address)] = 0
         fence()  # a writer enters before it looks at the generation: one of the two sees the other
 
-    def wait_for_writer(self, address: Address) -> None:
+    def wait_for_writer(self, address: UcxAddress) -> None:
         """Return once nobody writes to an invalidated region. Raises `OpTimeout`."""
         began = time.monotonic()
         index = self._index(address) + 1
@@ -174,13 +174,13 @@ class RegionTable:
                 raise OpTimeout("closing a region that another process is writing to", index // 2, waited)
             time.sleep(0.0002)
 
-    def free(self, address: Address) -> None:
+    def free(self, address: UcxAddress) -> None:
         """Let the memory go, and its row."""
         row = self._index(address) // 2
         self._exposed.pop(row).close()
         self._free.append(row)
 
-    def _index(self, address: Address) -> int:
+    def _index(self, address: UcxAddress) -> int:
         return (address.row - self._mapping.address) // 8
 
     def close(self) -> None:

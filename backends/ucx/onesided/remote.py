@@ -16,8 +16,8 @@ from typing import Any
 
 from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided.regions import ROW_BYTES, Address, writer_lives, writer_token
-from holdfast.backends.ucx.worker import Worker
+from holdfast.backends.ucx.onesided.regions import ROW_BYTES, UcxAddress, writer_lives, writer_token
+from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
@@ -37,7 +37,7 @@ class Owner:
 
     _keys = itertools.count(1)
 
-    def __init__(self, worker: Worker, address: Address) -> None:
+    def __init__(self, worker: UcxWorker, address: UcxAddress) -> None:
         self.worker, self.key, self.broken = worker, next(self._keys), ""
         self.pid, self.here = address.owner.pid, address.owner.host == this_host()
         self.token = writer_token(this_process())
@@ -147,7 +147,7 @@ class RemoteRegion:
     them outlives its call. Otherwise bytes come through `_bounce`, so that late ones never reach the user's memory.
     """
 
-    def __init__(self, owner: Owner, address: Address) -> None:
+    def __init__(self, owner: Owner, address: UcxAddress) -> None:
         self.owner, self.address = owner, address
         self._worker, self._call = owner.worker, owner.worker.lib.call
         ffi = owner.worker.lib.ffi
@@ -163,10 +163,10 @@ class RemoteRegion:
     def check(self, deadline: float) -> None:
         """Raise `RegionGone` unless the region is open now."""
         if not self.direct:
-            self.owner.wait(self._ask(), deadline, "memory access")
+            self.owner.wait(self._request(), deadline, "memory access")
         self._verify()
 
-    def _ask(self) -> int:
+    def _request(self) -> int:
         """Begin to get the generation from afar; a request."""
         request: int = self._call.ucp_get_nbx(
             self.owner.endpoint, self._words_at + 16, 8, self.address.row, self._table_key, self._worker.plain
@@ -279,7 +279,7 @@ class RemoteRegion:
         self._words[0], self._words[1] = expected, desired
         self.owner.atomic(self._swap, deadline)
         if not self.direct:
-            self.owner.wait(self._ask(), deadline, "memory access")
+            self.owner.wait(self._request(), deadline, "memory access")
         return int(self._words[1])
 
     def _swap(self) -> int:

@@ -86,10 +86,10 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         part = self._live(rank)
         with self._signalling:
             self._signalled[rank] += 1
-            self._tell(rank, part, 2 * self._rank + 1, self._signalled[rank], deadline, "signal")
+            self._notify(rank, part, 2 * self._rank + 1, self._signalled[rank], deadline, "signal")
 
     @abstractmethod
-    def _tell(self, rank: int, part: PartOf, word: int, value: int, deadline: float, op: str) -> None:
+    def _notify(self, rank: int, part: PartOf, word: int, value: int, deadline: float, op: str) -> None:
         """Set a word in a rank's header, after all that was issued to it before."""
 
     def _look(self) -> None:
@@ -117,11 +117,11 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
             return
         self._closed = True
         try:
-            self._say_closed()
+            self._announce_close()
         finally:
             self._let_go()
 
-    def _say_closed(self) -> None:
+    def _announce_close(self) -> None:
         """Tell all that live; they have heard when this returns, unless they were stopped."""
         until = time.monotonic() + LEAVE_SECONDS
         self._mine[2 * self._rank] = 1
@@ -136,13 +136,13 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
                 limit = max(until, time.monotonic() + _LEAST_SECONDS)
                 try:
                     if told:
-                        self._hear(rank, limit)
+                        self._await_delivery(rank, limit)
                     else:
-                        self._tell(rank, self._parts[rank], 2 * self._rank, 1, limit, "closing a window")
+                        self._notify(rank, self._parts[rank], 2 * self._rank, 1, limit, "closing a window")
                 except HoldfastError:
                     continue  # it was stopped, or is gone meanwhile
 
-    def _hear(self, rank: int, deadline: float) -> None:
+    def _await_delivery(self, rank: int, deadline: float) -> None:
         """Return when a rank has been told what it was told."""
 
     def _let_go(self) -> None:

@@ -19,7 +19,7 @@ from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Endpoint, Transports, Worker, explain
+from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.transport.base import Peer, Transport
 from holdfast.comms.transport.liveness import Liveness
@@ -34,7 +34,7 @@ _YIELDS, _CROWDED_YIELDS = 220, 200
 _NAP_SECONDS = 0.0001
 
 
-Judge = Callable[[], Iterable[int]]
+CheckLive = Callable[[], Iterable[int]]
 """Raises what ended the communicator; else the ranks whose connection is known to be broken."""
 
 
@@ -42,12 +42,12 @@ class OneSidedWorker:
     """The one-sided side of a communicator's rank."""
 
     def __init__(
-        self, transport: Transport, peers: Sequence[Peer], over: Transports, judge: Judge, deadline: float
+        self, transport: Transport, peers: Sequence[Peer], over: Transports, check_live: CheckLive, deadline: float
     ) -> None:
         self.rank, self.size, self.peers = transport.rank, transport.size, peers
         self.local = over.local
         self.lock = threading.RLock()
-        self._judge = judge
+        self._check_live = check_live
         self._looking = threading.Lock()
         self._look_at = 0.0
         self._dead: frozenset[int] = frozenset()
@@ -64,8 +64,8 @@ class OneSidedWorker:
             self.close()
             raise
 
-    def _make_worker(self, over: Transports) -> Worker:
-        return Worker(FEATURES, over)
+    def _make_worker(self, over: Transports) -> UcxWorker:
+        return UcxWorker(FEATURES, over)
 
     def _connect(self, transport: Transport, deadline: float) -> None:
         """Return once every rank is connected to every other, and helps where it has to."""
@@ -93,7 +93,7 @@ class OneSidedWorker:
 
     def look(self) -> frozenset[int]:
         """The dead, as of now. Raises if the communicator has ended."""
-        broken = self._judge()
+        broken = self._check_live()
         with self._looking:
             self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
             self._look_at = time.monotonic() + _LOOK_SECONDS

@@ -69,7 +69,7 @@ _YIELDS, _CROWDED_YIELDS = 400, 40
 
 
 @dataclass(frozen=True)
-class Layout:
+class BoardLayout:
     """Where things are on a board of `size` ranks; all in words unless the name says bytes."""
 
     size: int
@@ -113,9 +113,9 @@ class Layout:
 
 
 @cache
-def layout_of(size: int) -> Layout:
+def layout_of(size: int) -> BoardLayout:
     """The layout of every board of `size` ranks."""
-    return Layout(size)
+    return BoardLayout(size)
 
 
 def _round_up(value: int, unit: int) -> int:

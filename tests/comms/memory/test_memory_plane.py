@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from holdfast.backends.common import block_copy, process_memory
-from holdfast.backends.common.region_table import Address
+from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.inproc import memory_plane
 from holdfast.backends.nixl import plane as nixl_plane
 from holdfast.backends.nixl.agent import Agent
@@ -440,7 +440,7 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
 def test_a_recycled_pid_is_told_apart(start: Callable[..., Child]) -> None:
     owner = start(_owner)
     handle = owner.hear()
-    address = Address.decode(handle.address)
+    address = TableAddress.decode(handle.address)
     earlier = msgspec.structs.replace(address.owner, started=address.owner.started - 1)
     forged = Handle("shm", msgspec.structs.replace(address, owner=earlier).encode(), handle.nbytes)
     with shm_memory.open_plane() as plane, pytest.raises(RegionGone):
@@ -450,7 +450,7 @@ def test_a_recycled_pid_is_told_apart(start: Callable[..., Child]) -> None:
 def test_forged_handles_touch_nothing(start: Callable[..., Child]) -> None:
     owner = start(_owner)
     handle = owner.hear()
-    true = Address.decode(handle.address)
+    true = TableAddress.decode(handle.address)
     forgeries = [
         {"descriptor": 0},
         {"descriptor": 1 << 30},
@@ -563,7 +563,7 @@ def test_a_writer_stopped_in_the_middle_of_a_block_does_not_hold_close_up_for_ev
     monkeypatch.setattr("holdfast.backends.common.region_table.WRITER_SECONDS", 0.2)
     with shm_memory.open_plane() as plane:
         region = plane.expose(torch.zeros(8), writable=True)
-        child = start(writer, Address.decode(region.handle.address).descriptor)
+        child = start(writer, TableAddress.decode(region.handle.address).descriptor)
         child.hear()
         with pytest.raises(OpTimeout, match="writing"):
             region.close()
