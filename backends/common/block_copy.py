@@ -1,8 +1,8 @@
-"""What memory planes have in common: regions, checking tensors and ranges, and copying in blocks.
+"""Regions, checks and block-wise copies that the memory planes share.
 
-A copy goes block by block, so that a deadline, a closed plane and a closed region are noticed within a
-fraction of a millisecond. It is done in the calling thread, with others beside it where torch too would use several:
-the work that comes back is complete.
+A copy goes block by block, so a deadline, a closed plane and a closed region are noticed within a fraction of a
+millisecond. It runs in the calling thread, with further threads where torch too would use several; the returned work is
+complete.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.work import Work
 
 BLOCK_BYTES = 2 << 20
-"""Bytes between two looks at deadline and generation: large enough to cost nothing, 0.2 ms at memory speed.
-"""
+"""Bytes between two checks of deadline and generation: 0.2 ms at memory speed, so the checks cost nothing."""
 
 SHARE_BYTES = 8 << 20
-"""Bytes of a large read for each of the threads that share it, at the least: a thread costs 0.1 ms."""
+"""The least bytes of a large read for each thread that shares it: a thread costs 0.1 ms."""
 
 
 class RegionAccess(ABC):
-    """A hold on a region of somebody, for the time of one read or write."""
+    """Access to the region of another process, for the duration of one read or write."""
 
     nbytes: int
 
@@ -47,17 +46,15 @@ class RegionAccess(ABC):
 
     @abstractmethod
     def push(self, address: int, offset: int, nbytes: int) -> None:
-        """Copy one block at `address` into the region. Raises `RegionGone`, with nothing written, if it is
-        closed.
-        """
+        """Copy one block at `address` into the region. Raises `RegionGone`, without writing, if it is closed."""
 
     @abstractmethod
     def release(self, unharmed: bool) -> None:
-        """The copy is over; `unharmed` if it ended without an error."""
+        """End the access; `unharmed` if the copy ended without an error."""
 
 
 class CheckedPlane(MemoryPlane):
-    """A memory plane that checks what it is asked for before it moves a byte."""
+    """A memory plane that checks all arguments before it moves a byte."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -91,7 +88,7 @@ class CheckedPlane(MemoryPlane):
         timeout: float,
         writing: bool,
     ) -> Work:
-        """Copy all of `tensor`, which lies at `address`, from the region of a handle or to it."""
+        """Copy all of `tensor`, which lies at `address`, to or from the region of a handle."""
         self._check_open()
         began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
         offset = integer(offset, "offset")
@@ -147,11 +144,11 @@ class CheckedPlane(MemoryPlane):
 
 
 class BlockCopyPlane(CheckedPlane):
-    """A memory plane that reaches memory through `_open_region`."""
+    """A memory plane that opens regions with `_open_region`."""
 
     @abstractmethod
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
-        """Find the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
+        """Open the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
     def _in_blocks(
         self,
@@ -187,7 +184,7 @@ class BlockCopyPlane(CheckedPlane):
 
 
 class HeldRegion(Region):
-    """A region that holds its memory, and finds out whether its tensor still has it."""
+    """A region that keeps its memory alive, and detects that its tensor has moved."""
 
     def __init__(self, handle: Handle, memory: ExposedMemory) -> None:
         self.open = True
@@ -202,7 +199,7 @@ class HeldRegion(Region):
         return self._handle
 
     def check(self) -> None:
-        """See `handle`. Nothing once it is closed."""
+        """Raise like `handle`; does nothing once the region is closed."""
         if self.open and self.memory.moved:
             self.close()
             raise moved_away("a region")
@@ -213,7 +210,7 @@ _own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.
 
 
 class TableRegion(HeldRegion):
-    """A row in the table of this process, and the memory that it names. `strike_out(self)` is called once."""
+    """A row in the table of this process, and the memory that it names. `retract(self)` is called once."""
 
     def __init__(self, handle: Handle, memory: ExposedMemory, retract: Callable[[Any], None]) -> None:
         self._strike_out = retract
@@ -226,13 +223,14 @@ class TableRegion(HeldRegion):
 
 
 def thread_count(nbytes: int) -> int:
-    """Into how many pieces a large read is cut, one for each thread that torch would use."""
+    """The number of threads that share a large read: as many as torch would use."""
     return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
 
 
 def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
-    """`copy(number, start, nbytes)` for so many pieces, each in a thread of its own, the first in this one. All have
-    ended when this does, however it ends.
+    """Run `copy(number, start, nbytes)` for `count` pieces, the first in this thread, each other in its own.
+
+    Returns or raises only after all of them have ended.
     """
     if count == 1:
         copy(0, 0, nbytes)
@@ -248,8 +246,9 @@ def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int, int], None
 
 
 def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
-    """Where a tensor's bytes lie. Raises TypeError, ValueError or `Unsupported` for one that is not contiguous memory
-    of its own on the CPU.
+    """The address of a tensor.
+
+    Raises TypeError, ValueError or `Unsupported` unless it is contiguous CPU memory of its own.
     """
     flat = plain_tensor(tensor, what)
     if flat.device.type != "cpu":

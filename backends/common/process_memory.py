@@ -1,7 +1,7 @@
 """Copies between the memories of two processes of one host: process_vm_readv and process_vm_writev.
 
-One copy, done by the kernel in the calling thread with the GIL released; the other process takes no part in
-it, and may be stopped.
+The kernel copies once, in the calling thread with the GIL released. The other process takes no part, and may be
+stopped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _AT_ONCE = 8 * HUGE_PAGE
 
 
 def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> None:
-    """Let this memory of ours lie on huge pages, as far as they fit into it and it goes in so many seconds (64 MiB take
-    0.04 to 0.3). What it holds does not change; what the kernel cannot move stays where it is.
+    """Move this process's memory to huge pages where they fit, within `seconds` (64 MiB take 0.04 to 0.3).
+
+    The contents do not change; memory that the kernel cannot move stays where it is.
     """
     until, end = time.monotonic() + seconds, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     for begin in range(-(-address // HUGE_PAGE) * HUGE_PAGE, end, _AT_ONCE):
@@ -41,15 +42,15 @@ def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> None:
 
 
 MOST_BYTES = 0x7FFFF000
-"""What the kernel moves in one system call; more takes several."""
+"""The most bytes that the kernel moves in one system call; larger copies take several."""
 
 
 def read_process(pid: int, *pieces: int, most: int = MOST_BYTES) -> int:
-    """Copy pieces (local address, remote address, nbytes; flat) from process `pid`, in order; the bytes copied.
+    """Copy pieces (local address, remote address, nbytes; flat) from process `pid`, in order; returns the bytes copied.
 
-    Fewer bytes than asked for: the next one is not mapped over there. Raises OSError if none could be copied: ESRCH for
-    a process that is gone, EPERM if the system forbids it, EFAULT for memory that is not there. `most` is what one
-    system call is asked for.
+    Fewer bytes than asked for mean that the next one is not mapped there. Raises OSError if none could be copied: ESRCH
+    for a process that is gone, EPERM if the system forbids it, EFAULT for memory that is not there. One system call
+    asks for at most `most` bytes.
     """
     return _native.copy_process(pid, False, most, *pieces)
 
@@ -60,12 +61,12 @@ def write_process(pid: int, *pieces: int, most: int = MOST_BYTES) -> int:
 
 
 def permit_peers() -> None:
-    """Let processes of this user copy from and to this one where Yama would allow it only to parents."""
+    """Let all processes of this user copy from and to this one; Yama may allow that only to parents."""
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def probe() -> Available | Unavailable:
-    """Whether processes here may read each other's memory, as far as can be told without a second process."""
+    """Whether processes here may read each other's memory, as far as one process can tell."""
     if not hasattr(_libc, "process_vm_readv"):
         return Unavailable("this system has no process_vm_readv", "use Linux")
     word, copy = ctypes.c_uint64(0x686F6C64), ctypes.c_uint64(0)

@@ -1,13 +1,13 @@
-"""The table in which a process writes down the memory that it exposes, for others on the host to look up.
+"""The table of the memory that a process exposes, for the other processes of the host to look up.
 
-It lies in a memfd, which others open as /proc/<pid>/fd/<n> to convince themselves that the owner made it;
-nothing has a name, so nothing is left behind whatever dies. After that they read slots straight from the
-owner's memory, where a process that has ended, or runs another program by now, has none.
+It lies in a memfd. Others open it as /proc/<pid>/fd/<n>, which proves that the owner made it; it has no name, so no
+crash leaves it behind. After that they read slots straight from the memory of the owner, which fails once that process
+has ended or runs another program.
 
-A slot is four aligned 8-byte words: generation, address, nbytes, flags. A generation is never used twice
-(it counts up from a random number), is written last when a slot is filled and cleared first when it is
-struck out (`Words` keep that order): who finds the same generation after a copy as before has copied from that very
-region. The kernel takes and gives back locks between the pieces of one copy, so they are read in order, too.
+A slot is four aligned 8-byte words: generation, address, nbytes, flags. A generation is never used twice (it counts up
+from a random number), is written last when a slot is filled, and cleared first when it is invalidated (`Words` keep
+that order). A reader that finds the same generation before and after a copy has copied from that very region. The
+kernel takes and releases locks between the pieces of one copy, so it reads them in order, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLOTS = 1 << 20
 """The file is sparse: a slot costs memory once it has been used."""
 WRITABLE = 1
 WRITER_SECONDS = 2.0
-"""How long `wait_for_writers` waits for one that is in the middle of a block."""
+"""How long `wait_for_writers` waits for a writer in the middle of a block."""
 
 _NAME = "holdfast-regions"
 _MAGIC = b"holdfast table 1"
@@ -47,8 +47,9 @@ _FLOCK = struct.Struct("hhqqi")
 
 
 class TableAddress(msgspec.Struct, frozen=True, array_like=True):
-    """What a handle of the shm plane says: the owner, its table (a descriptor and an id), the slot and
-    generation.
+    """The address in a handle of the shm plane: the owner, its table, the slot and its generation.
+
+    The table is named by its descriptor in the owner and its id.
     """
 
     owner: Peer
@@ -62,7 +63,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> TableAddress:
-        """Raises `CorruptData` for anything that no owner of a table can have written."""
+        """Decode an address. Raises `CorruptData` for all that no owner of a table can have written."""
         try:
             address = _addresses.decode(data)
         except msgspec.DecodeError as error:
@@ -83,9 +84,7 @@ _addresses = msgspec.msgpack.Decoder(TableAddress)
 
 
 class RegionTable:
-    """The table of this process. Not thread-safe: its plane's lock is held around each call but
-    `wait_for_writers`.
-    """
+    """The table of this process. Not thread-safe: callers hold the plane's lock, except for `wait_for_writers`."""
 
     def __init__(self, owner: Peer) -> None:
         self._owner = owner
@@ -102,11 +101,11 @@ class RegionTable:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Where the table lies in this process, and its size in bytes."""
+        """The address of the table in this process, and its size in bytes."""
         return self._base, _SLOTS_AT + SLOTS * _SLOT_BYTES
 
     def fill(self, address: int, nbytes: int, writable: bool) -> TableAddress:
-        """Write down a region. Raises `Unsupported` when a million are open already."""
+        """Enter a region. Raises `Unsupported` when a million are open already."""
         if self._free:
             slot = self._free.pop()
         elif self._used < SLOTS:
@@ -120,14 +119,15 @@ class RegionTable:
         return TableAddress(self._owner, self._file.fileno(), self._id, slot, self._generation)
 
     def invalidate(self, slot: int) -> bool:
-        """From here on no block of the region's is copied whole. Says whether a writer may be in the middle
-        of one.
+        """Invalidate a slot: no block of its region is copied whole any more.
+
+        Returns whether a writer may be in the middle of one.
         """
         self._words[_row(slot)] = 0
         return bool(self._words[_row(slot) + 3] & WRITABLE)
 
     def wait_for_writers(self, slot: int) -> None:
-        """Return once nobody writes to an invalidated slot's region; needs no lock. Raises `OpTimeout`."""
+        """Wait until no process writes to the region of an invalidated slot. Needs no lock. Raises `OpTimeout`."""
         began = time.monotonic()
         while not _lock(self._file.fileno(), fcntl.F_WRLCK, slot):
             waited = time.monotonic() - began
@@ -137,11 +137,11 @@ class RegionTable:
         _lock(self._file.fileno(), fcntl.F_UNLCK, slot)
 
     def free(self, slot: int) -> None:
-        """Let an invalidated slot be used again."""
+        """Release an invalidated slot for reuse."""
         self._free.append(slot)
 
     def close(self) -> None:
-        """Let the table go. What it says stays as it is: in a forked child it is still the parent's."""
+        """Close the table. Its contents stay: in a forked child they belong to the parent."""
         self._words.release()
         self._file.close()
 
@@ -153,9 +153,10 @@ def _row(slot: int) -> int:
 
 @contextmanager
 def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
-    """The table that `address` speaks of: a descriptor of its file, and where its owner has it mapped.
+    """Open the table that `address` names: yields a descriptor of its file, and the address of its mapping in the
+    owner.
 
-    Raises `RegionGone` if there is no such table (any more), `BackendUnavailable` if it may not be opened.
+    Raises `RegionGone` if the table does not exist (any more), `BackendUnavailable` if it may not be opened.
     """
     owner = address.owner
     path = Path(f"/proc/{owner.pid}/fd/{address.descriptor}")
@@ -185,15 +186,15 @@ def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
 
 
 def slot_address(base: int, slot: int) -> int:
-    """Where a slot lies in its owner's memory, which has the table mapped at `base`."""
+    """The address of a slot in its owner, which has the table mapped at `base`."""
     return base + _SLOTS_AT + slot * _SLOT_BYTES
 
 
 @contextmanager
 def held_open(descriptor: int, slot: int, deadline: float) -> Iterator[None]:
-    """Hold off the owner's closing of a region while a block is written to it.
+    """Delay the owner's closing of a region while a block is written to it.
 
-    The lock is the kernel's (an open-file-description lock on the slot's byte): it ends with this process.
+    Uses an open-file-description lock of the kernel on the slot's byte: it ends with this process.
     """
     while not _lock(descriptor, fcntl.F_RDLCK, slot):
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""What the transports over torch's own process groups (gloo, nccl, rccl) share: their end, and what is made of one op.
+"""Base of the transports over torch's own process groups (gloo, nccl, rccl).
 
-torch's group does the work. What it lacks is an end: this watches the processes of the peers, and ends the group the
-moment the kernel says that one is gone, or somebody calls `abort`.
+torch's group carries out the ops, but cannot be ended from outside. This base watches the processes of the peers, and
+ends the group when the kernel reports a death, or on `abort`. It also builds some ops from others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TorchGroup(Transport):
     """A transport whose ops are those of a c10d backend in `_group`."""
 
     _look_seconds: ClassVar[float | None] = None
-    """How often to ask `_own_failure`; None: never."""
+    """Seconds between calls of `_own_failure`; None: never."""
 
     def __init__(self, context: Context) -> None:
         self.rank, self.size = context.rank, context.size
@@ -42,17 +42,17 @@ class TorchGroup(Transport):
 
     @abstractmethod
     def _end_group(self) -> None:
-        """End whatever the group is doing, from any thread. Called with `_ending` held, perhaps more than once."""
+        """End the op that the group is running, from any thread. Called with `_ending` held, perhaps more than once."""
 
     @abstractmethod
     def _release_group(self) -> None:
-        """Let go of the group, with no op running."""
+        """Release the group; no op is running."""
 
     @abstractmethod
     def _exchange(
         self, op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float
     ) -> None:
-        """Every rank's `inputs[j]` to rank j; any of them may be empty."""
+        """Send `inputs[j]` to rank j, on every rank; any of them may be empty."""
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
         self._exchange("all_to_all", outputs, inputs, deadline)
@@ -68,11 +68,11 @@ class TorchGroup(Transport):
         self._exchange("scatter", taken, inputs or [nothing] * self.size, deadline)
 
     def _own_failure(self) -> HoldfastError | None:
-        """What the group itself has found out; None while all is well."""
+        """The failure that the group itself has found; None if there is none."""
         return None
 
     def _watch_peers(self, name: str) -> None:
-        """From now on a peer's death ends the group."""
+        """Start to watch the peers: from now on a death ends the group."""
         self._watcher = threading.Thread(target=self._watch, name=f"holdfast-{name}-watch", daemon=True)
         self._watcher.start()
 

@@ -1,4 +1,4 @@
-"""What the errors of gloo and of torch around it mean: they are RuntimeErrors that differ in their words alone."""
+"""Classify the errors of gloo, and of torch around it: RuntimeErrors that differ only in their text."""
 
 from __future__ import annotations
 

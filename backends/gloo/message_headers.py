@@ -1,4 +1,4 @@
-"""What a transport without headers of its own sends before a message: how many bytes of which dtype follow."""
+"""Headers for a transport that has none: the size and dtype of the message that follows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from holdfast.comms.tensors.packing import DTYPES
 
 
 def of(tensor: torch.Tensor) -> torch.Tensor:
-    """The header of a message."""
+    """Make the header of a message."""
     return torch.tensor([tensor.nbytes, DTYPES.index(tensor.dtype)], dtype=torch.int64, device="cpu")
 
 
 def check(header: torch.Tensor, tensor: torch.Tensor, src: int, rank: int, tag: int) -> None:
-    """`Mismatch` unless the message that follows fits into `tensor`."""
+    """Raise `Mismatch` unless the message that follows fits into `tensor`."""
     nbytes, code = header.tolist()
     if (nbytes, DTYPES[code]) != (tensor.nbytes, tensor.dtype):
         raise Mismatch(

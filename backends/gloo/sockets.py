@@ -1,4 +1,4 @@
-"""Which sockets of this process belong to a gloo group: shutting them down is what frees an op that is blocked."""
+"""Find the sockets of a gloo group: to shut them down is the only way to end a blocked op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sockets() -> set[tuple[int, int]]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """A descriptor that somebody else owns, as a socket; OSError if it is gone."""
+    """Use a descriptor that gloo owns as a socket; OSError if it is closed."""
     borrowed = socket.socket(fileno=os.dup(number))
     try:
         yield borrowed
@@ -51,9 +51,9 @@ def name_of(number: int) -> tuple[str, int]:
 
 
 def close_to_strangers(number: int) -> None:
-    """Let nobody connect to a listening socket any more; the connections that it has accepted stand.
+    """Make a listening socket refuse further connections; accepted ones stay.
 
-    The kernel drops what comes to it: to close it, gloo's own loop would have to do without it, which it does not.
+    A socket filter makes the kernel drop all that arrives. The socket cannot be closed: gloo's own loop still uses it.
     """
     accept_nothing = struct.pack("HBBI", _BPF_RETURN, 0, 0, 0)
     program = ctypes.create_string_buffer(accept_nothing)

@@ -1,9 +1,9 @@
 """`gloo`: torch's own ProcessGroupGloo, over TCP, between any processes and hosts. CPU tensors.
 
-Gloo cannot abort: what frees a blocked op is shutting down the group's sockets, so this transport keeps a duplicate of
-each. A watcher thread does so too, the moment the kernel says that a peer on this host is gone. What gloo does not have
-(uneven lists, dtypes it does not reduce, minima and maxima that keep NaNs) is made of its all-to-all and all-gather of
-bytes.
+Gloo cannot abort: only shutting down the group's sockets ends a blocked op, so this transport keeps a duplicate of
+each. A watcher thread also shuts them down when the kernel reports the death of a peer on this host. What gloo lacks
+(uneven lists, dtypes it does not reduce, minima and maxima that keep NaNs) is built from its all-to-all and all-gather
+of bytes.
 """
 
 from __future__ import annotations
@@ -70,25 +70,28 @@ _NATIVE_OPS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 _GRACE_SECONDS = 0.2
-"""How long a broken connection may wait for the kernel's word on whose process ended."""
+"""How long an op waits, after its connection broke, for the kernel to report a dead process."""
 
 _CONNECT_SECONDS = 5.0
-"""How long the ranks may take to connect once all are there: so long a call is left behind if one of them then dies."""
+"""The time limit for connecting once all ranks are there.
+
+If a rank dies then, the blocked call is abandoned after that time.
+"""
 
 _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
-"""How long to wait for an op before looking whether it was aborted; that it ends with its connections is the rule."""
+"""How long one wait lasts before it checks for an abort; usually an aborted op ends with its connections."""
 
 _OPTIONS = 256
-"""How many ops' options are kept."""
+"""The number of cached options."""
 
 _making_device = threading.Lock()
 _forgotten: list[Any] = []
-"""Groups with an op that does not end. To destroy one would wait for it."""
+"""Groups with an op that never ends: to destroy one would wait for it."""
 
 
 class GlooTransport(TorchGroup):
-    """A ProcessGroupGloo, with an end."""
+    """A ProcessGroupGloo that can be aborted."""
 
     ends_before_exit = True
 
@@ -105,7 +108,7 @@ class GlooTransport(TorchGroup):
         self._watch_peers("gloo")
 
     def begin_in_child(self) -> None:
-        """Let go of the connections: the peers would not learn from them that this process's parent has died."""
+        """Close the connections in a forked child: otherwise they would stay up when its parent dies."""
         inodes = {os.fstat(each.fileno()).st_ino for each in self._sockets if each.fileno() >= 0}
         forks.replace_by_nothing(number for number, inode in sockets() if inode in inodes)
 
@@ -137,7 +140,9 @@ class GlooTransport(TorchGroup):
 
         def make() -> Any:
             group = gloo(context.store, self.rank, self.size, settings)
-            group.barrier(options(dist.BarrierOptions, settings._timeout)).wait()  # who is done may close at once
+            group.barrier(
+                options(dist.BarrierOptions, settings._timeout)
+            ).wait()  # a rank that is done may close at once
             return group
 
         try:
@@ -170,8 +175,9 @@ class GlooTransport(TorchGroup):
         deadline: float,
         detail: str | int = 0,
     ) -> None:
-        """Run `start(*tensors, options)`. The options of a `kind` have a timeout in whole seconds: it is this transport
-        that keeps the deadline.
+        """Run `start(*tensors, options)` by the deadline.
+
+        The options of a `kind` have a timeout in whole seconds, so this transport keeps the deadline itself.
         """
         self._seq += 1
         if self._error is not None:
@@ -189,7 +195,7 @@ class GlooTransport(TorchGroup):
             self._wait_again(op, limit, work, error, deadline)
 
     def _wait_again(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
-        """After the first error of a collective, which may be that it has taken longer than `waited`."""
+        """Continue after the first error of a collective, which may only mean that it takes longer than `waited`."""
         began = time.monotonic() - (waited.total_seconds() if meaning_of(error) == "timeout" else 0.0)
         try:
             if work is None:
@@ -199,7 +205,7 @@ class GlooTransport(TorchGroup):
             raise self._explain(op, last, began, deadline, ()) from last
 
     def _make_options(self, key: tuple[Any, int, str | int]) -> Any:
-        """torch's options of a kind of op, its seconds, and its reduction or root; they are kept for the next."""
+        """Make and cache torch's options for a kind of op, its seconds, and its reduction or root."""
         if len(self._options) >= _OPTIONS:
             self._options.clear()
         kind, seconds, detail = key
@@ -211,9 +217,7 @@ class GlooTransport(TorchGroup):
         return given
 
     def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
-        """Run `start(limit)`, which is complete when it returns. `awaited` are the ranks that it waits for, where that
-        is known.
-        """
+        """Run `start(limit)`, which is complete when it returns. `awaited`: the ranks that it waits for, if known."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
@@ -230,10 +234,10 @@ class GlooTransport(TorchGroup):
             raise self._explain(op, error, began, deadline, awaited) from error
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Wait for a collective. One that has not ended soon after an abort never will: gloo now and then forgets an op
-        whose connections were closed under it. It is left behind, and the group with it.
+        """Wait for a collective. If it does not end soon after an abort, abandon it, and the group with it.
 
-        Not for sends and receives: a timeout while waiting for one closes all connections of the group.
+        Gloo sometimes forgets an op whose connections were closed under it. Not for sends and receives: a timeout of
+        such a wait closes all connections of the group.
         """
         aborted = False
         while True:
@@ -255,7 +259,7 @@ class GlooTransport(TorchGroup):
     def _explain(
         self, op: str, error: RuntimeError, began: float, deadline: float, awaited: Sequence[int]
     ) -> HoldfastError:
-        """What a failure of gloo means: our own abort, a peer's end, a timeout, or a broken connection."""
+        """Translate a failure of gloo: this rank's abort, the end of a peer, a timeout, or a broken connection."""
         meaning = meaning_of(error)
         until = min(deadline, time.monotonic() + _GRACE_SECONDS)
         while self._error is None and time.monotonic() < until and meaning == "connection":
@@ -309,7 +313,7 @@ class GlooTransport(TorchGroup):
         return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, form.op, limit))
 
     def _of_gloos_own(self, form: Form) -> tuple[Any, str | int]:
-        """The options and reduction or root of an op that gloo does on a tensor as it is; else None."""
+        """The options and the reduction or root of an op that gloo runs on a tensor directly; else None."""
         if form.op == "broadcast" and form.dtype in _NATIVE_DTYPES and form.nbytes:
             return dist.BroadcastOptions, form.root
         if form.op != "all_reduce" or form.reduction is None or form.dtype is None:
@@ -361,7 +365,7 @@ class GlooTransport(TorchGroup):
         self._collective("all_to_all", self._group.alltoall_base, given, dist.AllToAllOptions, deadline)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        """Every rank's `inputs[j]` to rank j, as bytes, through gloo's all-to-all with splits."""
+        """Send `inputs[j]` to rank j, on every rank, as bytes, by gloo's all-to-all with splits."""
         given = torch.cat([bytes_of(tensor) for tensor in inputs])
         taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8, device="cpu")
         sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
@@ -374,7 +378,7 @@ class GlooTransport(TorchGroup):
     def barrier(self, deadline: float) -> None:
         self._collective("barrier", self._group.barrier, (), dist.BarrierOptions, deadline)
 
-    # -- point to point: a header says what follows, for a message larger than its tensor would abort the process
+    # -- point to point: a header precedes each message, since one larger than its tensor would abort the process
 
     def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
         self._messages("send", [(tensor, dst, tag)], [], deadline, [dst])
@@ -413,24 +417,25 @@ class GlooTransport(TorchGroup):
 
 
 def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether gloo does so itself, as torch does elsewhere: its minima and maxima drop NaNs."""
+    """Whether gloo reduces this as torch does elsewhere: gloo's minima and maxima drop NaNs."""
     return dtype in _NATIVE_DTYPES and not (dtype.is_floating_point and op.name in ("min", "max"))
 
 
 def _limit(left: float) -> timedelta:
-    """How long to wait for an op at once, of the seconds that are left."""
+    """The duration of one wait, given the seconds left."""
     return _WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001))
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as something that gloo moves: as bytes, where it does not know the dtype."""
+    """View a contiguous tensor in a form that gloo moves: as bytes, if it does not know the dtype."""
     return tensor if tensor.dtype in _NATIVE_DTYPES else bytes_of(tensor)
 
 
 def _device(one_host: bool) -> Any:
-    """Loopback among ranks of one host; else what GLOO_SOCKET_IFNAME names, as torch does, or gloo finds by itself.
+    """The gloo device: loopback if all ranks are on one host, else the interface of GLOO_SOCKET_IFNAME or gloo's
+    choice.
 
-    Not lazy: once the group stands nobody can connect to it any more.
+    Not lazy: after the group is connected, its sockets accept no further connections.
     """
     gloo: Any = dist.ProcessGroupGloo
     interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
@@ -442,7 +447,7 @@ def _device(one_host: bool) -> Any:
 
 
 def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:
-    """output = the reduction of all inputs, in rank order."""
+    """Reduce all inputs into `output`, in rank order."""
     output.view(-1).copy_(inputs[0].view(-1))
     for each in inputs[1:]:
         arithmetic.combine(output, each, op)

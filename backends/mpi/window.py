@@ -55,10 +55,11 @@ _NAP_SECONDS = 0.0001
 
 
 class WindowService:
-    """What all windows of a communicator share. `processes` are its ranks' in MPI_COMM_WORLD.
+    """The state that all windows of a communicator share.
 
-    `check_live` raises what ended the communicator; `abandon` keeps a request that was given up, and the memory that MPI may
-    still look at. `mark` is the communicator's own.
+    `processes` are the ranks of its members in MPI_COMM_WORLD. `check_live` raises what ended the communicator;
+    `abandon` keeps a request that was given up, and the memory that MPI may still access. `mark` identifies the
+    communicator.
     """
 
     def __init__(

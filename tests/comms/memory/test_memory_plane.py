@@ -23,7 +23,7 @@ from holdfast.backends.common import block_copy, process_memory
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.inproc import memory_plane
 from holdfast.backends.nixl import plane as nixl_plane
-from holdfast.backends.nixl.agent import Agent
+from holdfast.backends.nixl.agent import NixlAgent
 from holdfast.backends.shm import memory_plane as shm_memory
 from holdfast.backends.ucx import memory_plane as ucx_memory
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
@@ -514,7 +514,7 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callabl
 
     def drops(pipe: Connection) -> None:
         gc.disable()
-        circle: list[object] = [Agent()]
+        circle: list[object] = [NixlAgent()]
         circle.append(circle)
         del circle
         with children() as begin:
