@@ -1,7 +1,6 @@
 """The memory plane inside one process: for ranks that are threads, tests and notebooks.
 
-The same shape as the plane between processes, and the same promises; a handle is worth something only in
-the process that made it.
+It makes the same promises as the plane between processes. A handle is valid only in the process that made it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from holdfast.comms.transport.liveness import this_process
 
 
 class InprocAddress(msgspec.Struct, frozen=True, array_like=True):
-    """What a handle of the inproc plane says: the process, and the number of the region in it (never used
-    again).
+    """The address in a handle of the inproc plane: the process, and the number of the region in it.
+
+    A number is never reused.
     """
 
     owner: Peer
@@ -34,7 +34,7 @@ class InprocAddress(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.cache
 def _process(pid: int) -> Peer:
-    """This process, whose id is `pid`: another one after a fork."""
+    """The peer that describes this process; cached by process id, which changes in a fork."""
     return this_process()
 
 
@@ -120,7 +120,7 @@ class _LocalRegion(RegionAccess):
             ctypes.memmove(self._memory + offset, address, nbytes)
 
     def release(self, unharmed: bool) -> None:
-        """Nothing is held but the tensor."""
+        """Does nothing: only the tensor is held."""
 
     def _check(self) -> None:
         if not self._region.open:

@@ -1,4 +1,4 @@
-"""`inproc`: ranks as threads of one process, for tests and notebooks. The same collectives as `shm`, on one memory."""
+"""`inproc`: ranks as threads of one process, for tests and notebooks. Runs the collectives of `shm` on one memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InprocTransport(DirectTransport):
         ctypes.memmove(into, address, nbytes)
 
     def _release(self) -> None:
-        """The board goes with its last rank."""
+        """Does nothing: the memory is freed with its last reference."""
 
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
         number = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -83,7 +83,7 @@ _window_numbers = itertools.count()
 
 
 def connect(context: Context) -> InprocTransport:
-    """Share the board that rank 0 makes, and wait until all ranks have it."""
+    """Use the board that rank 0 makes, and wait until all ranks have entered it."""
     if context.device.type != "cpu":
         raise Unsupported(f"inproc on {context.device}", "use a CPU device")
     if any(peer.pid != os.getpid() for peer in context.peers):

@@ -1,7 +1,7 @@
 """`mpi`: Open MPI through mpi4py, between processes that mpirun started together. CPU tensors.
 
-ULFM is what makes it abortable (`Comm.Revoke`), so mpirun must be told `--with-ft ulfm`. MPI itself is loaded when the
-first communicator is connected, never before: importing `mpi4py.MPI` initialises it.
+ULFM makes it abortable (`Comm.Revoke`), so mpirun must be told `--with-ft ulfm`. MPI itself is loaded when the first
+communicator connects, never before: importing `mpi4py.MPI` initialises it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def connect(context: Context) -> MpiTransport:
 
 
 def prepare() -> None:
-    """Begin to initialise MPI, which takes every process that mpirun started: a spare too."""
+    """Begin to initialise MPI, in which every process that mpirun started must take part: a spare too."""
     from holdfast.backends.mpi import world
 
     world.prepare()

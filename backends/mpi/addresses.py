@@ -1,4 +1,4 @@
-"""Where functions of Open MPI lie, for compiled code that calls them with no Python in between."""
+"""Addresses of functions of Open MPI, for compiled code that calls them without Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 from mpi4py import MPI
 
 _LIBRARY = ctypes.CDLL(MPI.__file__)
-"""What mpi4py is linked with is found through it."""
+"""The extension of mpi4py: the libraries that it is linked with are found through it."""
 
 
 def _address(name: str) -> int:

@@ -1,7 +1,7 @@
 """Messages between ranks over an MPI communicator of their own, and how its ops complete or end.
 
-Every request is completed by a loop that can be left. No blocking call of MPI is used: a large send to a stopped
-process cannot be cancelled, and would hold its caller for as long as the process is stopped.
+A loop that can be left completes every request. No blocking call of MPI is used: a large send to a stopped process
+cannot be cancelled, and would block its caller for as long as the process is stopped.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ Tensor = torch.Tensor
 
 _LINK = DEFAULTS["mpi"]
 _SPINS, _CROWDED_SPINS = 2000, 50
-"""Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
+"""Checks before the first yield: with more ranks than cores, the others need the processor."""
 _LOOK_SECONDS = 0.001
 _WAITING_SECONDS = 0.01
 _PATIENT_SECONDS = 0.1
 _NAP_SECONDS = 5e-5
 _GRACE_SECONDS = 0.2
-"""How long a failed call may wait for the word that explains it."""
+"""How long a failed call waits for the status message that explains it."""
 
 
 _abandoned: list[tuple[MPI.Request, object]] = []
-"""Requests of ops that were given up, with the memory that MPI may still look at."""
+"""Requests that were abandoned, with the memory that MPI may still access."""
 
 
 def abandon(request: MPI.Request, memory: object) -> None:
-    """Keep what MPI may still look at, unless the request has ended."""
+    """Keep the memory that MPI may still access, unless the request has ended."""
     _abandoned.append((request, memory))
     _settle()
 
 
 def _settle() -> None:
-    """Let go of what has ended since it was given up."""
+    """Release abandoned requests that have ended since."""
     _abandoned[:] = [left for left in _abandoned if not _released(left[0])]
 
 
 def _released(request: MPI.Request) -> bool:
-    """Whether a request has ended. A persistent one, which is still there then, is freed."""
+    """Whether a request has ended. A persistent one, which outlives its ops, is freed."""
     if not ended(request):
         return False
     if request != MPI.REQUEST_NULL:
@@ -74,7 +74,7 @@ class _Message:
 
 
 class MpiMessages(MessageTransport):
-    """An MPI communicator, with an end."""
+    """An MPI communicator that can be aborted."""
 
     def __init__(self, context: Context) -> None:
         self._epoch = context.epoch
@@ -112,7 +112,7 @@ class MpiMessages(MessageTransport):
         deadline: float,
         memory: object = None,
     ) -> None:
-        """`start(*given)` one of MPI's own collectives and complete it. `memory` is kept until it is."""
+        """Start one of MPI's own collectives by `start(*given)` and complete it. `memory` is kept until then."""
         self._op += 1
         self._rounds = 0
         if self._error is not None:
@@ -126,7 +126,7 @@ class MpiMessages(MessageTransport):
     def _finish_request(
         self, op: str, prepared: MPI.Request | None, handle: int, code: int, memory: object, deadline: float
     ) -> None:
-        """Complete a collective that compiled code began, unless it has no `handle`, or say why it failed."""
+        """Complete a collective that compiled code began; without a `handle`, raise why it failed."""
         self._rounds = 0
         error = MPI.Exception(code) if code else None
         if not handle:
@@ -145,7 +145,7 @@ class MpiMessages(MessageTransport):
         status: MPI.Status | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Complete a request, unless there was an `error` already."""
+        """Complete a request, unless an `error` has occurred already."""
         test = request.Test if status is None else partial(request.Test, status)
         try:
             if error is not None:
@@ -203,7 +203,7 @@ class MpiMessages(MessageTransport):
         return None
 
     def _read_messages(self) -> None:
-        """Note what the others have said."""
+        """Record the status messages of the other ranks."""
         for word in mailbox.read(self._token):
             if word.kind == "built":
                 self._built.add(word.rank)
@@ -220,7 +220,7 @@ class MpiMessages(MessageTransport):
         return [rank for rank in range(self.size) if rank != self.rank and self._arrived[rank] < seq]
 
     def _explain(self, op: str, seq: int, error: MPI.Exception) -> HoldfastError:
-        """What an error of MPI means: our own abort, another's, a death, or ranks that disagree."""
+        """Translate an error of MPI: this rank's abort, that of another, a death, or ranks that disagree."""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
         until = time.monotonic() + _GRACE_SECONDS
@@ -248,7 +248,7 @@ class MpiMessages(MessageTransport):
         return MpiWindow(self._service, self, tensor, deadline)
 
     def _check_live(self) -> None:
-        """Raise if this communicator has ended, here or elsewhere."""
+        """Raise if this communicator has ended, here or on another rank."""
         if self._error is not None:
             raise self._error.again()
         self._read_messages()
@@ -258,8 +258,10 @@ class MpiMessages(MessageTransport):
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
-        """The others are told. It is revoked too, if they all have built it: a process that is still in the middle of
-        that would crash (Open MPI 5.0.11, `ompi_comm_revoke_local` before there is anything to revoke).
+        """Tell the other ranks, and revoke the communicator if all of them have built it.
+
+        A process that is still building it would crash in a revocation (Open MPI 5.0.11, `ompi_comm_revoke_local`
+        before there is anything to revoke).
         """
         with self._ending:
             if self._error is None:
@@ -271,7 +273,7 @@ class MpiMessages(MessageTransport):
                 self._comm.Revoke()
 
     def close(self) -> None:
-        """A communicator that was revoked is not freed: messages under way could reach one that took its place."""
+        """Release the transport. A revoked communicator is not freed: messages under way could reach its successor."""
         if self._service is not None:
             self._service.close()
         self._liveness.close()

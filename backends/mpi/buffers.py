@@ -1,4 +1,4 @@
-"""The memory of tensors as MPI takes it. Several tensors that lie side by side are one buffer; others are staged."""
+"""Tensors as MPI buffers. Adjacent tensors are one buffer; others are copied into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.comms.tensors.packing import span
 
 Tensor = torch.Tensor
 Counts = tuple[list[int], list[int]]
-"""Sizes and offsets, one each a rank."""
+"""Sizes and offsets, one of each per rank."""
 
 
 def at(tensor: Tensor) -> MPI.buffer:
@@ -21,7 +21,7 @@ def at(tensor: Tensor) -> MPI.buffer:
 
 
 def counts(sizes: Sequence[int]) -> Counts:
-    """Sizes and where each begins."""
+    """Sizes, and the offset at which each begins."""
     return list(sizes), [0, *accumulate(sizes)][:-1]
 
 
@@ -40,7 +40,7 @@ def together(tensors: Sequence[Tensor]) -> MPI.buffer | None:
 
 
 def given(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
-    """One buffer with the bytes of all, and what the caller has to keep."""
+    """One buffer with the bytes of all tensors, and the object that the caller has to keep."""
     if (memory := together(tensors)) is not None:
         return memory, tensors
     staged = torch.cat([_bytes(tensor) for tensor in tensors])
@@ -48,7 +48,7 @@ def given(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
 
 
 def room(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
-    """One buffer for the bytes of all, and the tensor behind it if they must be spread afterwards."""
+    """One buffer for the bytes of all tensors, and its tensor if `spread` must copy from it afterwards."""
     if (memory := together(tensors)) is not None:
         return memory, None
     staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device="cpu")
@@ -56,7 +56,7 @@ def room(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
 
 
 def spread(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Bring what came into `room` to where it belongs."""
+    """Copy the bytes received into `room` to their tensors."""
     if staged is None:
         return
     start = 0

@@ -1,7 +1,7 @@
-"""What Open MPI reduces by itself: torch dtypes and reductions as MPI's.
+"""Translate torch dtypes and reductions to MPI's, where Open MPI reduces as torch does.
 
-The 16-bit floats have no MPI datatype. MPI's MIN and MAX of floats drop NaNs, which torch and numpy keep. Both go
-through holdfast's own algorithms over MPI's messages.
+The 16-bit floats have no MPI datatype. MPI's MIN and MAX of floats drop NaNs, which torch and numpy keep. Both use
+holdfast's own algorithms over MPI's messages.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ _NATIVE: dict[tuple[torch.dtype, str], Native] = {
 
 
 def native(dtype: torch.dtype, op: ReduceOp) -> Native | None:
-    """MPI's datatype and operation; None where MPI has none, or one that gives other results than torch."""
+    """MPI's datatype and operation; None where MPI has none, or its results differ from torch's."""
     return _NATIVE.get((dtype, op.name))

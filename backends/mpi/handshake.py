@@ -1,8 +1,8 @@
-"""How ranks get an MPI communicator of their own, in their order, whoever else of the MPI job is dead or elsewhere.
+"""Make an MPI communicator for some ranks, in their order, even if other processes of the MPI job are dead or busy.
 
-While nobody of the job is known to have failed, MPI_Comm_create_group on MPI_COMM_WORLD does it in well under a
-millisecond. Afterwards that refuses, and MPI_Comm_create_from_group makes one out of the living, by way of PMIx.
-MPI_Comm_shrink is of no use here: it needs every process that lives, and a spare has no part in a rebuild.
+While no process of the job is known to have failed, MPI_Comm_create_group on MPI_COMM_WORLD does it in well under a
+millisecond. After a failure that call refuses, and MPI_Comm_create_from_group makes one of the living, through PMIx.
+MPI_Comm_shrink does not help: it needs every living process, and a spare takes no part in a rebuild.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.comms.transport.liveness import Liveness
 
 
 class _MpiProcess(msgspec.Struct, frozen=True):
-    """What a rank tells the others: the MPI job it belongs to, its rank in it, whether it knows of a failure there."""
+    """What a rank publishes: its MPI job, its rank in it, whether it knows of a failure there."""
 
     job: str
     process: int
@@ -34,7 +34,7 @@ class _MpiProcess(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MpiGroup:
-    """The communicator, its name, and each rank's process in MPI_COMM_WORLD."""
+    """The communicator, its name, and the process of each rank in MPI_COMM_WORLD."""
 
     comm: MPI.Intracomm
     token: str

@@ -1,7 +1,7 @@
-"""Words between the processes of one MPI job, beside the communicators: they get through when those are revoked.
+"""Status messages between the processes of one MPI job, which arrive even when communicators are revoked.
 
-One tag of MPI_COMM_WORLD carries them, so nothing has to be set up or taken down for a communicator. A word is a few
-bytes, which MPI takes at once whether or not the other side looks.
+One tag of MPI_COMM_WORLD carries them, so a communicator needs no setup for them. A message is a few bytes, which MPI
+sends at once, whether or not the receiver polls.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from mpi4py import MPI
 
 TAG = 0x486F
 _EARLY = 4096
-"""How many words are kept for communicators that this process has not connected yet."""
+"""The number of messages kept for communicators that this process has not connected yet."""
 
 
 class StatusMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What `rank` says to the others of the communicator `token`: that it has `built` its end, `waits` in collective
-    `number`, has `closed` after it, or `aborted` for `reason`."""
+    """A message of `rank` to the other ranks of the communicator `token`.
+
+    It has `built` its end, `waits` in collective `number`, has `closed` after it, or `aborted` for `reason`.
+    """
 
     token: str
     rank: int
@@ -38,7 +40,7 @@ class _PendingSend:
 
 
 class Mailbox:
-    """This process's words, out and in. Safe to use from several threads."""
+    """The status messages of this process, sent and received. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +49,7 @@ class Mailbox:
         self._early: deque[StatusMessage] = deque(maxlen=_EARLY)
 
     def open(self, token: str) -> None:
-        """Collect what is said to a communicator from now on, and what was said before."""
+        """Collect the messages of a communicator from now on, and those that came before."""
         with self._lock:
             self._boxes[token] = [word for word in self._early if word.token == token]
             self._early = deque((word for word in self._early if word.token != token), _EARLY)
@@ -57,7 +59,7 @@ class Mailbox:
             self._boxes.pop(token, None)
 
     def send(self, word: StatusMessage, processes: Iterable[int]) -> None:
-        """Say `word` to these processes of MPI_COMM_WORLD; those that are gone do not hear it."""
+        """Send `word` to these processes of MPI_COMM_WORLD; dead ones do not get it."""
         data = msgspec.msgpack.encode(word)
         with self._lock:
             for process in processes:
@@ -69,7 +71,7 @@ class Mailbox:
             self._unsent = [letter for letter in self._unsent if not ended(letter.request)]
 
     def read(self, token: str) -> list[StatusMessage]:
-        """What was said to a communicator since the last look."""
+        """The messages of a communicator since the last call."""
         with self._lock:
             while (message := self._next()) is not None:
                 self._sort(message)
@@ -106,7 +108,7 @@ class Mailbox:
 
 
 def ended(request: MPI.Request) -> bool:
-    """Whether a request has come to its end, well or not."""
+    """Whether a request has ended, with success or not."""
     try:
         return request.Test()
     except MPI.Exception:

@@ -1,7 +1,7 @@
-"""Collectives of Open MPI itself, by its nonblocking calls, where it has them and does them well.
+"""Collectives of Open MPI itself, by its nonblocking calls, where it has them and they are fast.
 
-What it does not have (16-bit floats, minima that keep NaNs), or does slowly (large reductions), is left to the
-algorithms of `MessageTransport`. Every choice depends only on what all ranks know alike.
+The algorithms of `MessageTransport` run the rest: what MPI lacks (16-bit floats, minima that keep NaNs), and what it
+does slowly (large reductions). Every choice depends only on what all ranks know alike.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from holdfast.comms.transport.base import Context, Form
 Tensor = torch.Tensor
 
 STAGED_BYTES = 8 << 10
-"""Up to here a persistent all_reduce on memory of its own, with two copies, is faster than a nonblocking one."""
+"""Up to this size, a persistent all_reduce on its own buffer, with two copies, is faster than a nonblocking one."""
 MOST_PREPARED = 64
-"""So many persistent requests a communicator keeps, each for one size, datatype and operation: the first it meets."""
+"""The number of persistent requests of a communicator: the first sizes, datatypes and operations that it meets."""
 LOOKS_A_SPIN = 5
-"""Compiled code looks so often while Python looks once."""
+"""Compiled code tests a request this many times while Python tests it once."""
 SEGMENTED_BYTES = 24 << 20
-"""From here our segmented all_reduce is faster than MPI's."""
+"""From this size on, holdfast's segmented all_reduce is faster than MPI's."""
 PART_BYTES = 1 << 20
 GATHERED_BYTES = 1 << 16
-"""From here a ring of messages is faster than MPI's nonblocking all_gather, which is not its blocking one."""
+"""From this size on, a ring of messages is faster than MPI's nonblocking all_gather (not than its blocking one)."""
 SCATTERED_BYTES = 1 << 18
-"""From here pairwise exchange is faster than MPI's reduce_scatter."""
+"""From this size on, pairwise exchange is faster than MPI's reduce_scatter."""
 
 
 class MpiTransport(MpiMessages):
@@ -71,10 +71,10 @@ class MpiTransport(MpiMessages):
         arithmetic.after(tensor, op, self.size)
 
     def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> _native.PersistentCall | None:
-        """An all_reduce of MPI on so many bytes, with a persistent request; None if it is to be begun anew each time.
+        """A persistent all_reduce of MPI for `nbytes` bytes; None if each op has to begin a new request.
 
-        MPI wants all ranks to make the same ones in the same order. They do: each is made where its op is called first,
-        on whichever way that comes here.
+        MPI requires all ranks to make the same ones in the same order. They do: each is made by the first such op, on
+        the fast path or the slow one.
         """
         form, kind = (dtype, op.name, nbytes), native(dtype, op)
         if form in self._prepared:

@@ -1,8 +1,8 @@
 """Windows over MPI: requests to the thread of the rank that owns the memory (`window_server`), and its replies.
 
-A target that computes or sleeps holds nobody up for long: its thread looks for requests, every millisecond when there
-have been none. It needs the GIL for that, and a stopped process has no threads: gets from it time out. Every call is
-complete, over there too, when it returns.
+A target that computes or sleeps delays its callers little: its thread polls for requests, every millisecond when there
+have been none. It needs the GIL for that, and a stopped process runs no threads: gets from it time out. Every call is
+complete at the target, too, when it returns.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
-was given up never reach the user's."""
+"""Bytes of each of the two chunks of a get that are under way at once.
+
+They pass through memory of the window, so those of an abandoned get never reach the user's.
+"""
 PUT_BYTES = 64 << 20
-"""Bytes of a put between two looks at the window."""
+"""Bytes of a put between two checks of the window."""
 _LOOK_SECONDS = 0.001
 _SPINS = 64
 _YIELDS = 2000
@@ -81,13 +83,13 @@ class WindowService:
         server.open()
 
     def send(self, frame: bytes, rank: int) -> None:
-        """Begin to send a frame to a rank's server."""
+        """Begin to send a frame to the server of a rank."""
         sent = MPI.COMM_WORLD.Isend([frame, MPI.BYTE], self.processes[rank], REQUEST_TAG)
         if not sent.Test():
             self.abandon(sent, frame)
 
     def check(self, rank: int) -> None:
-        """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most)."""
+        """Raise if the communicator has ended, or the process of `rank` (as of a millisecond ago at most)."""
         if time.monotonic() >= self._look_at:
             self._check_live()
             with self._looking:
@@ -103,7 +105,7 @@ class WindowService:
 
 
 class _Reply:
-    """A reply that is expected."""
+    """A reply that this rank awaits."""
 
     def __init__(self, service: WindowService, rank: int, number: int, room: int = 0) -> None:
         self._service, self._process, self._number = service, service.processes[rank], number
@@ -111,11 +113,11 @@ class _Reply:
         self.listen()
 
     def listen(self) -> None:
-        """Expect another one to the same request."""
+        """Expect one more reply to the same request."""
         self._request = MPI.COMM_WORLD.Irecv([self._text, MPI.BYTE], self._process, reply_tag(self._number))
 
     def poll(self) -> tuple[int, int, memoryview] | None:
-        """Outcome, value and data, once they are there."""
+        """The outcome, value and data of the reply, or None if it has not come."""
         if not self._request.Test():
             return None
         outcome, number, value = REPLY.unpack_from(self._text)
@@ -129,7 +131,7 @@ class _Reply:
 
 
 def withdraw(service: WindowService, request: MPI.Request, kept: object) -> None:
-    """Stop expecting a message."""
+    """Stop waiting for a message."""
     try:
         if request != MPI.REQUEST_NULL:
             request.Cancel()
@@ -177,7 +179,7 @@ class MpiWindow(WindowMemory):
         data: bytes = b"",
         room: int = 0,
     ) -> tuple[_Reply, int]:
-        """Send a request; its reply-to-be and its number."""
+        """Send a request; returns its future reply and its number."""
         number = next(self._service.numbers)
         reply = _Reply(self._service, rank, number, room)
         frame = REQUEST.pack(self._service.mark, kind, self._number, number, offset, nbytes, itemsize, *operands) + data
@@ -188,7 +190,7 @@ class MpiWindow(WindowMemory):
         return reply, number
 
     def _await_reply(self, reply: _Reply, rank: int, deadline: float, op: str) -> tuple[int, memoryview]:
-        """Wait for a reply: its value and data. Raises `RegionGone`, `OpTimeout`."""
+        """Wait for a reply; returns its value and data. Raises `RegionGone`, `OpTimeout`."""
         began, turns = time.monotonic(), 0
         try:
             while (heard := reply.poll()) is None:
@@ -276,7 +278,7 @@ class MpiWindow(WindowMemory):
         self._live(rank)
 
     def _fetch(self, rank: int, offset: int, address: int, nbytes: int, deadline: float) -> None:
-        """A large get: two chunks under way, through memory of the window's own."""
+        """Fetch a large get: two chunks under way, through memory of the window."""
         pending: list[tuple[_Reply, MPI.Request, torch.Tensor, int]] = []
         start = 0
         try:

@@ -1,13 +1,13 @@
-"""What a rank does for windows over MPI: a thread that answers the others' requests on this rank's memory.
+"""The thread that serves a rank's windows over MPI: it answers the others' requests on this rank's memory.
 
-Open MPI has one-sided calls, but says of each of its components for them that it is not meant for use with faults; over
-shared memory they return bytes of dead processes, and elsewhere they wait for an idle target, past any abort. Messages
-can be left, revoked and are reported as failed, so windows are made of them.
+Open MPI has one-sided calls, but documents each of its components for them as unfit for use with faults: over shared
+memory they return bytes of dead processes, and elsewhere they wait for an idle target, past any abort. Messages can be
+abandoned and revoked, and report failures, so windows use messages.
 
 A request is a frame on one tag of MPI_COMM_WORLD. Its reply comes on a tag of its own number; so do the bytes of large
-puts and gets, straight out of and into the exposed memory. MPI_COMM_WORLD, because a communicator that is freed must
-have no message under way (Open MPI gives it to the next one, whose own messages it then loses), and because words get
-through it when the communicator is revoked.
+puts and gets, straight out of and into the exposed memory. MPI_COMM_WORLD is used for two reasons: a communicator that
+is freed must have no message under way (Open MPI gives it to the next one, whose own messages it then loses), and its
+messages arrive when the communicator is revoked.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from holdfast.comms.tensors.exposed import ExposedMemory
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
 DONE, GO, GONE = range(3)
 REQUEST = struct.Struct("=QBIQqqqqq")
-"""The communicator's mark, kind, window, number, offset, nbytes, itemsize, and two operands; the bytes of a small put
-behind it.
+"""The communicator's mark, kind, window, number, offset, nbytes, itemsize, and two operands.
+
+The bytes of a small put follow.
 """
 REPLY = struct.Struct("=BQq")
-"""Outcome, number and a value; the bytes of a small get behind it."""
+"""Outcome, number and a value; the bytes of a small get follow."""
 INLINE_BYTES = 1024
-"""Messages up to about this size leave whether or not the other side looks."""
+"""Messages up to about this size leave whether or not the receiver polls."""
 
 REQUEST_TAG = 1 << 30
 _NUMBERS = 1 << 28
@@ -52,7 +53,7 @@ def data_tag(number: int) -> int:
 
 
 class ExposedPart:
-    """This rank's part of a window, and what the others said about theirs. `lock` is held around its changes."""
+    """This rank's part of a window, and what the others said about theirs. `lock` is held around changes."""
 
     def __init__(self, tensor: torch.Tensor, size: int) -> None:
         self.lock = threading.Lock()
@@ -60,17 +61,17 @@ class ExposedPart:
         self.address = self.memory.address
         self.open = True
         self.busy = 0
-        """Transfers straight out of or into the memory that are under way."""
+        """The number of transfers straight out of or into the memory under way."""
         self.closed = [False] * size
         self.signalled = [0] * size
 
     def change(self, kind: int, offset: int, itemsize: int, first: int, second: int) -> int:
-        """ADD `first`, or SWAP `first` for `second`; what was there before. The lock is held."""
+        """ADD `first`, or SWAP `first` for `second`; returns the old value. The lock is held."""
         return change(self.address + offset, itemsize, kind == ADD, first, second)
 
 
 class _Transfer:
-    """A transfer under way, what to do when it has ended, and the memory that it needs."""
+    """A transfer under way, the memory that it needs, and what to do when it has ended."""
 
     __slots__ = ("after", "kept", "request")
 
@@ -79,7 +80,7 @@ class _Transfer:
 
 
 class Server:
-    """The thread of this process, while it has communicators with windows."""
+    """The thread of this process, which runs while a communicator has windows."""
 
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
@@ -90,7 +91,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Run until `close` has been called as often."""
+        """Start the thread, unless it runs; it ends after as many calls of `close`."""
         with self._using:
             self._users += 1
             if self._thread is None:
@@ -99,14 +100,14 @@ class Server:
                 self._thread.start()
 
     def add(self, mark: int, number: int, exposed: ExposedPart, ranks: dict[int, int]) -> None:
-        """Answer for a window; `ranks` are those of its processes."""
+        """Serve a window; `ranks` are those of its processes."""
         self._windows[mark, number] = exposed, ranks
 
     def drop(self, mark: int, number: int) -> None:
         self._windows.pop((mark, number), None)
 
     def close(self) -> Sequence[tuple[MPI.Request, object]]:
-        """The transfers that the thread left, with their memory, if it ended."""
+        """Stop the thread after the last `close`; returns the transfers that it left, with their memory."""
         with self._using:
             self._users -= 1
             if self._users or self._thread is None:
@@ -126,7 +127,7 @@ class Server:
             try:
                 worked = self._take_one() | self._finish_transfers()
             except MPI.Exception:
-                self._comm.Ack_failed(self._comm.size)  # or a message from anybody raises for the dead
+                self._comm.Ack_failed(self._comm.size)  # else a receive from any source raises for the dead
                 worked = False
             now = time.monotonic()
             if worked:
@@ -192,7 +193,7 @@ class Server:
         self._reply(source, number, DONE)
 
     def _transfer(self, exposed: ExposedPart, kind: int, source: int, number: int, offset: int, nbytes: int) -> None:
-        """Begin to move bytes straight into or out of the memory; say what became of it afterwards."""
+        """Begin to move bytes straight into or out of the memory; reply when they have moved."""
         memory = [MPI.buffer.fromaddress(exposed.address + offset, nbytes), MPI.BYTE]
         exposed.busy += 1
 

@@ -1,7 +1,7 @@
-"""MPI in this process: loaded once, with a bound on every call that could wait for somebody, and never finalised.
+"""MPI in this process: loaded once, with a bound on every call that may wait for other processes, never finalised.
 
-MPI_Finalize is collective, and must not wait for the dead. Under `--with-ft ulfm` Open MPI lets a process end without
-it: the others go on, and mpirun removes what was shared and reports success.
+MPI_Finalize is collective, and would wait for dead processes. Under `--with-ft ulfm` Open MPI lets a process end
+without it: the others continue, and mpirun removes the shared resources and reports success.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _SETTINGS = {
     "MPI4PY_MPIABI": "openmpi",
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3",
 }
-"""Rabenseifner's algorithm: as fast as the blocking all_reduce, where the default is half as fast."""
+"""Rabenseifner's algorithm: as fast as the blocking all_reduce; the default is half as fast."""
 
 _GRACE_SECONDS = 0.5
-"""How long MPI itself may take to find out that a member of a communicator in the making is gone."""
+"""How long MPI may take to notice that a member of a communicator under construction is dead."""
 
 _lock = threading.Lock()
 _begun: Future[None] | None = None
 
 
 def prepare() -> None:
-    """Begin to initialise MPI, on a thread of its own, unless somebody has begun. Returns at once.
+    """Begin to initialise MPI in a thread, unless that has begun already. Returns at once.
 
-    MPI_Init waits for all processes of the MPI job, spares too, whenever those come to it.
+    MPI_Init waits for all processes of the MPI job, spares too, whenever they call it.
     """
     global _begun
     with _lock:
@@ -48,7 +48,7 @@ def prepare() -> None:
 
 
 def start(deadline: float) -> None:
-    """Return once MPI is initialised. Raises `OpTimeout`, or `BackendUnavailable` with MPI's words."""
+    """Wait until MPI is initialised. Raises `OpTimeout`, or `BackendUnavailable` with MPI's text."""
     began = time.monotonic()
     prepare()
     assert _begun is not None
@@ -83,15 +83,18 @@ def _load() -> None:
 
 
 def _load_library() -> None:
-    """Load libmpi from where mpirun says it lies: the loader read LD_LIBRARY_PATH when this process began, which a
-    process that was forked into an MPI job did before it got its own."""
+    """Load libmpi from the folder that mpirun names.
+
+    The loader read LD_LIBRARY_PATH when this process began; a process forked into an MPI job began before it got its
+    own.
+    """
     library = Path(os.environ.get("OPAL_PREFIX", "/nowhere")) / "lib" / "libmpi.so.40"
     if library.exists():
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def bounded(task: Callable[[], T], deadline: float, liveness: Liveness | None = None) -> T:
-    """What `task()` returns or raises, by `deadline`; soon after `liveness` has seen a death, if that comes first.
+    """Run `task()` in a thread; return or raise its result by `deadline`, or soon after `liveness` has seen a death.
 
     MPI has calls that cannot be interrupted. One that does not return keeps its thread.
     """

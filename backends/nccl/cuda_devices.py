@@ -1,4 +1,4 @@
-"""Which GPUs there are, without making this process unfit for forks; and which of them a rank uses."""
+"""Count the GPUs, without initialising CUDA in a process that may fork; choose the GPU of a rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _cuda: Any = torch.cuda
 
 
 def count() -> int:
-    """How many GPUs torch sees. CUDA is not touched by this process unless it is in use here already.
+    """The number of GPUs that torch sees, found without initialising CUDA in this process.
 
-    A process that has asked CUDA cannot use it in a child that it forks, so where the driver's library does not say, a
-    child is asked.
+    A process that has initialised CUDA cannot use it in a forked child. So if the driver's library does not tell, a
+    child process is asked.
     """
     if not _cuda._is_compiled():
         return 0
@@ -45,10 +45,10 @@ def _asked_in_a_child(visible: tuple[str, ...]) -> int:
 
 
 def own_device(context: Context) -> torch.device:
-    """The GPU of this rank: the one that is named; else the one made current, LOCAL_RANK's, or the one at the rank's
-    place among the ranks of its host.
+    """The GPU of this rank: the named one, else the current one, LOCAL_RANK's, or one by its place on the host.
 
-    Raises ValueError if there is no such GPU: all ranks on the first one would be refused by NCCL, or slow.
+    That place is the rank's number among the ranks of its host. Raises ValueError if the GPU does not exist: with all
+    ranks on the first one, NCCL would refuse them or be slow.
     """
     there, index = count(), context.device.index
     if index is not None:

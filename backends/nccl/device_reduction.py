@@ -1,10 +1,10 @@
-"""Reductions on a device whose library knows few of them: each is said in words that NCCL and RCCL have.
+"""Reductions on a device whose library supports few of them, expressed by those of NCCL and RCCL.
 
-They reduce bytes, 32- and 64-bit integers and floats, by sum, product, minimum and maximum, and drop NaNs when they
-compare. Everything else is carried in one of these: narrow integers widened, unsigned ones with the top bit turned,
-booleans as bytes, complex numbers as pairs, 8-bit floats as float32, and floats that are compared as integers of the
-same order, in which a NaN comes out. What cannot be carried (bitwise reductions, complex products) is gathered and
-combined where it is needed. Nothing here waits for the device.
+These reduce bytes, 32- and 64-bit integers and floats, by sum, product, minimum and maximum, and drop NaNs when they
+compare. All else is converted: narrow integers are widened, unsigned ones get the top bit flipped, booleans become
+bytes, complex numbers pairs, 8-bit floats float32, and compared floats become integers of the same order, in which NaNs
+survive. Bitwise reductions and complex products cannot be converted; they are gathered and combined where the result is
+needed. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceReduction:
-    """How one reduction is carried: `given` is what this rank passes to the library, to be reduced by `native` (a name
-    of `ReduceOp`, with `factor`); `finish(reduced, target)` turns what comes out into the result.
+    """The conversion of one reduction.
 
-    `given` may share its memory with the tensor it was made of.
+    `given` is what this rank passes to the library, which reduces it by `native` (a name of `ReduceOp`, with `factor`);
+    `finish(reduced, target)` converts the result. `given` may share its memory with the tensor it was made of.
     """
 
     given: Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ class DeviceReduction:
 
 
 def device_reduction_of(dtype: torch.dtype, op: ReduceOp) -> DeviceReduction | None:
-    """How numbers of `dtype` are reduced by `op`; None for what is gathered and combined. `Unsupported` if neither."""
+    """The conversion for `dtype` and `op`; None if they are gathered and combined. `Unsupported` if neither works."""
     arithmetic.check_reducible(dtype, op)
     if dtype == torch.bool:
         return DeviceReduction(_as_bytes, ReduceOp(_BOOLS[op.name]), _from_bytes)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def device_reduction_of(dtype: torch.dtype, op: ReduceOp) -> DeviceReduction | N
 
 
 def combine(parts: Sequence[Tensor], op: ReduceOp, output: Tensor) -> None:
-    """output = the reduction of `parts`, in order, of what cannot be carried."""
+    """Reduce `parts` in order into `output`, for reductions that cannot be converted."""
     function = _COMBINE[op.name]
     signed = output.dtype if output.dtype.is_complex else _SIGNED[output.dtype.itemsize]
     total = output.view(signed).view(-1)
@@ -114,7 +114,7 @@ def _from_pairs(reduced: Tensor, target: Tensor, size: int) -> None:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """16-bit integers in 32 bits, unsigned ones as signed ones: sums and products are the same modulo 2^n."""
+    """Widen 16-bit integers to 32 bits, unsigned as signed: sums and products agree modulo 2^n."""
     if tensor.dtype in (torch.int16, torch.uint16):
         return tensor.to(torch.int32)
     return tensor.view(_SIGNED[tensor.dtype.itemsize]) if tensor.dtype != torch.uint8 else tensor
@@ -130,7 +130,7 @@ def _narrow(reduced: Tensor, target: Tensor, size: int) -> None:
 
 
 def _divide(reduced: Tensor, target: Tensor, size: int) -> None:
-    """The sum, in 64 bits, divided by `size` towards zero."""
+    """Divide the 64-bit sum by `size`, rounding towards zero."""
     quotient = torch.div(reduced.view(target.shape), size, rounding_mode="trunc")
     if target.dtype in (torch.uint16, torch.uint32):
         signed = _SIGNED[target.dtype.itemsize]
@@ -144,7 +144,7 @@ def _top_bit(dtype: torch.dtype) -> int:
 
 
 def _flip_top_bit(tensor: Tensor) -> Tensor:
-    """Unsigned integers as signed ones of the same order."""
+    """Convert unsigned integers to signed ones of the same order."""
     if tensor.dtype == torch.uint16:
         return tensor.to(torch.int32)
     signed = _SIGNED[tensor.dtype.itemsize]
@@ -159,7 +159,7 @@ def _from_flipped(reduced: Tensor, target: Tensor, size: int) -> None:
 
 
 def _ordered(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Floats as integers of the same order; NaNs beyond the infinity on the side where they win."""
+    """Convert floats to integers of the same order; NaNs lie beyond the infinity on the winning side."""
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     bits = wide.view(_SIGNED[wide.dtype.itemsize])
     limits = torch.iinfo(bits.dtype)

@@ -1,7 +1,7 @@
-"""Calls of NCCL in groups, and the threads in which one was left open.
+"""Group calls of NCCL, and threads in which a group was left open.
 
-NCCL keeps an open group by thread: all that the thread calls until the end of the group only waits in it. An exception
-on the way would leave one open, in which the ops of the next communicator would never start.
+NCCL keeps an open group per thread: all later calls of that thread wait until the group ends. An exception in between
+would leave a group open, and the ops of the next communicator would never start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _this_thread = threading.local()
 
 
 def run_as_group(group: Any, ops: Callable[[], None]) -> Any:
-    """Run `ops()`, sends and receives of torch's `group`, as one group call. However it ends, the group is closed."""
+    """Run `ops()`, sends and receives of torch's `group`, as one group call. The group is closed even on an error."""
     group._start_coalescing()
     try:
         ops()
@@ -36,7 +36,7 @@ def _closed(group: Any, close: str) -> bool:
 
 
 def marks_open_group(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that opens a group of its own inside torch, which nothing can close if it fails in between."""
+    """Mark a call that opens a group inside torch, which no caller can close if the call fails midway."""
 
     def marked(*arguments: Any) -> Any:
         try:
@@ -49,10 +49,10 @@ def marks_open_group(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CallingThread:
-    """Runs calls where no group is open: in the calling thread, or in one of its own if one was left open there."""
+    """Runs calls in a thread without an open group: the calling thread, or a new one if a group was left open there."""
 
     def __init__(self, entering: Callable[[], Callable[[], contextlib.AbstractContextManager[Any]]]) -> None:
-        """`entering()`, in the calling thread, says what to enter in the other one: the current device and stream."""
+        """`entering()`, called in the calling thread, returns what to enter in the other: its device and stream."""
         self._entering = entering
         self._other: ThreadPoolExecutor | None = None
 

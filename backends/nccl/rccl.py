@@ -1,4 +1,4 @@
-"""`rccl`: torch's own group over RCCL, between AMD GPUs. On a ROCm build torch calls it NCCL, and so is the code."""
+"""`rccl`: torch's own group over RCCL, between AMD GPUs. torch on ROCm calls it NCCL, and so does this code."""
 
 from __future__ import annotations
 

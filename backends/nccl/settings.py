@@ -1,8 +1,8 @@
-"""What torch's ProcessGroupNCCL reads from the environment, set so that a failed op ends its group and not the process.
+"""Set the environment variables of torch's ProcessGroupNCCL so that a failed op ends its group, not the process.
 
-torch reads most of it when a group is made: it is set for that moment alone. By default torch's watchdog sleeps for a
-minute after a failure and then ends the process, and a monitor ends a process that sees a failure of any group that
-shares its store, one of an earlier epoch too.
+torch reads most of them when a group is made, so they are set only for that moment. By default torch's watchdog sleeps
+for a minute after a failure and then ends the process, and a monitor ends every process that sees a failure of any
+group that shares its store, even of an earlier epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _said: set[str] = set()
 
 @contextmanager
 def settings_of_a_group() -> Iterator[None]:
-    """Within this a ProcessGroupNCCL is made. What the user has set stays, and is told, but for what a failure does."""
+    """Set the variables while a group is made. The user's own values stay, and are logged, unless they affect failures."""
     with _lock:
         before = os.environ.get(_ERROR_HANDLING)
         if before not in (None, _CLEAN_UP_ONLY):
@@ -59,9 +59,9 @@ def settings_of_a_group() -> Iterator[None]:
 
 
 def bound_waits(seconds: float) -> None:
-    """torch waits for a communicator that connects, or ends, with its lock held: an abort has to wait for that as well.
+    """Bound how long torch waits with its lock held for a communicator to connect or end; an abort waits as well.
 
-    How long, torch reads once in a process, when it first waits: so this holds for the process, and the first counts.
+    torch reads the bound once, when it first waits. So it holds for the whole process, and the first call counts.
     """
     with _lock:
         os.environ.setdefault(LONGEST_WAIT, str(max(1, math.ceil(seconds))))

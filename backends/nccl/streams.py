@@ -1,4 +1,4 @@
-"""Asynchronous ops on a device's streams: beside the current one, with a handle that puts streams behind them."""
+"""Asynchronous ops on a side stream of the device; a handle makes other streams wait for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Event = Any
 
 
 class StreamWork(Work):
-    """An op that is in order on a stream of `device`. `wait` puts that device's current stream behind it, and returns
-    at once.
+    """An op that is queued on a stream of `device`. `wait` makes the current stream wait for it, and returns at once.
 
-    With a timeout `wait` blocks until the device has done it, as torch's own work does. `failed` says what has ended
-    the transport since; a wait raises that.
+    With a timeout, `wait` blocks until the device has finished it, as torch's own work does. `failed` raises what has
+    ended the transport since, and so does a wait.
     """
 
     __slots__ = ("_device", "_event", "_failed")
@@ -67,9 +66,9 @@ class SideStream:
         self._running: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
-        """Run `op()` with the side stream current, behind what the current stream holds.
+        """Run `op()` with the side stream current, after what the current stream holds.
 
-        What `op` refers to is kept until the device has done it: its memory must not be given to anybody else before.
+        The tensors of `op` are kept until the device has finished it: until then their memory must not be reused.
         """
         self._stream.wait_stream(_cuda.current_stream(self._device))
         with _cuda.stream(self._stream):
@@ -85,12 +84,12 @@ class SideStream:
         return StreamWork(name, self._device, event, self._failed)
 
     def release(self) -> None:
-        """Let go of what the ops referred to."""
+        """Release the tensors of the ops."""
         self._running.clear()
 
 
 def passed(device: torch.device) -> Event:
-    """An event that is there once the device has done what the current stream holds now."""
+    """Record an event after all that the current stream holds now."""
     event = _cuda.Event()
     event.record(_cuda.current_stream(device))
     return event
@@ -107,5 +106,5 @@ def wait_for(event: Event, deadline: float, failed: Callable[[], None]) -> bool:
 
 
 def until(deadline: float) -> timedelta:
-    """The time left until `deadline`, at least a millisecond, at most what torch can count."""
+    """The time left until `deadline`, at least a millisecond, at most what torch can represent."""
     return timedelta(seconds=min(max(deadline - time.monotonic(), 0.001), LONGEST_SECONDS))

@@ -1,9 +1,9 @@
 """`nccl`: torch's own ProcessGroupNCCL, for tensors of NVIDIA GPUs. `rccl` is the same over AMD's library.
 
-Ops have torch's stream semantics: a synchronous op is in order on the current stream when it returns, an asynchronous
-one runs beside it, and neither waits for the device, so CUDA graphs can hold them. A hung op ends by `abort` from any
-thread, and so by a peer's death, which a watcher learns from the kernel, and by its timeout, which torch's watchdog
-notices. What failed is raised by the next op, or by whoever waits. Barriers and objects wait for the device.
+Ops have torch's stream semantics: a synchronous op is queued on the current stream when it returns, an asynchronous one
+runs beside it, and neither waits for the device, so CUDA graphs can hold them. A hung op ends by `abort` from any
+thread, by a peer's death, which a watcher learns from the kernel, or by its timeout, which torch's watchdog notices.
+The next op, or a wait, raises the failure. Barriers and objects wait for the device.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _NATIVE_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _LOOK_SECONDS = 0.05
-"""How often to ask torch whether its watchdog has ended the group."""
+"""Seconds between checks whether torch's watchdog has ended the group."""
 
 _GRACE_SECONDS = 0.2
 _TIMEOUT_STEP = 0.1
-"""torch's watchdog looks at timeouts this often: finer ones make no difference."""
+"""The interval at which torch's watchdog checks timeouts: finer ones make no difference."""
 
 _ABORT_SECONDS = 10.0
-"""How long an abort is waited for. torch raises if one takes longer than the group's timeout, so that is set to it."""
+"""How long an abort is waited for. torch raises if it takes longer than the group's timeout, set to the same."""
 
 _CLOSE_SECONDS = 5.0
-"""How long the other ranks may take to close too, before this one leaves without them."""
+"""How long `close` waits for the other ranks to close too, before it leaves without them."""
 
 _log = logging.getLogger("holdfast.nccl")
 
 
 class NcclTransport(TorchGroup):
-    """A ProcessGroupNCCL, with an end."""
+    """A ProcessGroupNCCL that can be aborted."""
 
     streams: ClassVar[bool] = True
     _look_seconds = _LOOK_SECONDS
@@ -87,15 +87,15 @@ class NcclTransport(TorchGroup):
         self._calls = CallingThread(self._stream_here)
 
     def _stream_here(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        """The current stream, to be made current in another thread."""
+        """Return a function that makes the current stream current in another thread."""
         stream = torch.cuda.current_stream(self._device)
         return lambda: torch.cuda.stream(stream)
 
     def connect_ranks(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
-        """Return once every rank is connected to every other. NCCL connects with the first op, a barrier here.
+        """Wait until every rank is connected to every other. NCCL connects with the first op, a barrier here.
 
-        A rank that never comes, or one that dies meanwhile, holds that up with the communicator's lock held, against
-        which no abort can do anything: the op is left behind then, and ends by what `bound_waits` has set.
+        If a rank never comes, or dies meanwhile, the op blocks with the communicator's lock held, so an abort has no
+        effect. The op is then abandoned, and ends by the bound of `bound_waits`.
         """
         began = time.monotonic()
 
@@ -136,7 +136,7 @@ class NcclTransport(TorchGroup):
             raise self._explain(op, error) from error
 
     def _allow(self, seconds: float) -> None:
-        """Let the next op take so long. torch looks at the timeout of the group alone, not at those of ops' options."""
+        """Set the timeout of the next op. torch checks only the timeout of the group, not those of op options."""
         steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
         allowed = max(steps, 1) * _TIMEOUT_STEP
         if allowed != self._allowed:
@@ -144,7 +144,7 @@ class NcclTransport(TorchGroup):
             self._allowed = allowed
 
     def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
-        """What a failure of torch's group means: our own abort, a peer's end, a timeout, or NCCL's own trouble."""
+        """Translate a failure of torch's group: this rank's abort, the end of a peer, a timeout, or an error of NCCL."""
         end = time.monotonic() + _GRACE_SECONDS
         while self._error is None and time.monotonic() < end:
             time.sleep(0.001)
@@ -172,7 +172,7 @@ class NcclTransport(TorchGroup):
             _ended_within(_ABORT_SECONDS, "abort", lambda: group.abort())
 
     def _release_group(self) -> None:
-        """Leave with the others, who let NCCL send what is left; or without them, if they take too long."""
+        """Leave together with the others, so that NCCL sends what is left; or without them, if they take too long."""
         self._side.release()
         self._calls.close()
         left, self._group = [self._group], None
@@ -235,7 +235,7 @@ class NcclTransport(TorchGroup):
         plan.finish(part.view(-1, 2) if output.dtype.is_complex else part, output.view(-1), self.size)
 
     def _reduce_each(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        """Parts of different sizes: one reduction for each rank."""
+        """Reduce parts of different sizes: one reduction for each rank."""
         for rank, given in enumerate(inputs):
             part = given.clone()
             self.reduce(part, rank, op, deadline)
@@ -267,7 +267,7 @@ class NcclTransport(TorchGroup):
             self._call("all_gather", deadline, self._group.allgather, taken, [bytes_of(tensor)], limit)
 
     def _all_gather_of_host(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
-        """For the agreement checks, whose words are in host memory: through the device, waiting for it."""
+        """Gather host memory for the agreement checks: through the device, waiting for it."""
         taken = [output.to(self._device) for output in outputs]
         self.all_gather(taken, tensor.to(self._device), deadline)
         self._wait("all_gather", deadline)
@@ -275,13 +275,15 @@ class NcclTransport(TorchGroup):
             output.copy_(there)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        """Every rank's `inputs[j]` to rank j: NCCL's all-to-all is a group of sends and receives without empty ones."""
+        """Send `inputs[j]` to rank j, on every rank: NCCL's all-to-all is a group of sends and receives, without empty
+        ones.
+        """
         limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)
         taken, given = [bytes_of(each) for each in outputs], [bytes_of(each) for each in inputs]
         self._call(op, deadline, marks_open_group(self._group.alltoall), taken, given, limit)
 
     def barrier(self, deadline: float) -> None:
-        """Waits for the device, as torch's own does: a barrier is about the host."""
+        """Wait for the device, as torch's own barrier does: a barrier is about the host."""
         limit = options(dist.AllreduceOptions, until(deadline), reduceOp=dist.ReduceOp.MAX, asyncOp=False)
         self._call("barrier", deadline, self._group.allreduce, [self._flag], limit)
         self._wait("barrier", deadline)
@@ -306,7 +308,7 @@ class NcclTransport(TorchGroup):
         recvs: Sequence[tuple[Tensor, int, int]],
         deadline: float,
     ) -> None:
-        """NCCL has no tags: messages between two ranks are matched in the order issued."""
+        """Match messages between two ranks in the order issued: NCCL has no tags."""
         sends = [each for each in sends if each[0].numel()]
         recvs = [each for each in recvs if each[0].numel()]
         if not sends and not recvs:
@@ -322,10 +324,10 @@ class NcclTransport(TorchGroup):
 
 
 def make_group(context: Context) -> Any:
-    """A ProcessGroupNCCL that connects without blocking and with its first op, and whose watchdog ends it, not us.
+    """Make a ProcessGroupNCCL that connects lazily and without blocking; its watchdog ends the group, not the process.
 
-    torch has turned off connecting eagerly without blocking, which hung; lazily it is bounded, blocking it is not. What
-    the user says by torch's own variables (TORCH_NCCL_USE_COMM_NONBLOCKING) goes before.
+    torch has turned off connecting eagerly without blocking, since it hung. Lazy connecting is bounded in time,
+    blocking is not. The user's own TORCH_NCCL_USE_COMM_NONBLOCKING takes precedence.
     """
     kind: Any = dist.ProcessGroupNCCL
     options_ = kind.Options()
@@ -345,7 +347,7 @@ def _issue(start: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _ended_within(seconds: float, what: str, call: Callable[[], object]) -> bool:
-    """Whether `call()`, of torch's group, ended by itself within so long. It is left behind if not."""
+    """Whether `call()`, of torch's group, ends by itself within `seconds`. It is abandoned if not."""
     until_ = time.monotonic() + seconds
 
     def look() -> None:
@@ -372,7 +374,7 @@ def _native(op: ReduceOp) -> Any:
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Equal parts that lie one behind the other in one storage, as bytes; None if they do not."""
+    """Equal parts that lie one behind the other in one storage, as one tensor of bytes; None if they do not."""
     first, step = parts[0], parts[0].nbytes
     storage = first.untyped_storage().data_ptr()
     for place, part in enumerate(parts):
@@ -409,7 +411,7 @@ def probe_torch(library: str) -> Available | Unavailable:
 
 
 def finds_failures() -> bool:
-    """Whether torch's group says that its watchdog has found an op's timeout, or a broken connection."""
+    """Whether torch's group reports that its watchdog has found a timeout, or a broken connection."""
     kind = getattr(dist, "ProcessGroupNCCL", None)
     return kind is None or hasattr(kind, "get_error")
 
@@ -437,7 +439,7 @@ def _leave_group(transport: NcclTransport, error: HoldfastError) -> None:
 
 
 def capabilities() -> Capabilities:
-    """Moves anything as bytes; reduces what NCCL does, and the rest carried in that (see `device_reduction`)."""
+    """Move anything as bytes; reduce what NCCL reduces, and convert the rest (see `device_reduction`)."""
     return Capabilities(
         reduces={"cuda": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))},
         moves={"cuda": names(DTYPES)},

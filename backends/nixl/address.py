@@ -1,4 +1,4 @@
-"""What a handle of the nixl plane says, in under 512 bytes: NIXL's own description of an agent packs well."""
+"""The address in a handle of the nixl plane, in under 512 bytes: NIXL's own metadata compresses well."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MOST_BYTES = 1 << 16
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region is: its place in the owner's table, where that table and the memory lie, and how to get there.
+    """The address of a region: its place in the owner's table, the table, the memory, and how to connect.
 
-    `metadata` is NIXL's, of the agent `agent` with these two memories, compressed.
+    `metadata` is NIXL's, compressed, of the agent `agent` with these two memories.
     """
 
     place: bytes
@@ -33,7 +33,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> tuple[NixlAddress, region_table.TableAddress, bytes]:
-        """The address, its place, and NIXL's metadata.
+        """Decode an address; returns it, its place in the table, and NIXL's metadata.
 
         Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
         """
@@ -55,5 +55,5 @@ _addresses = msgspec.msgpack.Decoder(NixlAddress)
 
 
 def packed(metadata: bytes) -> bytes:
-    """NIXL's metadata as an address has it."""
+    """Compress NIXL's metadata for an address."""
     return zlib.compress(metadata, 9)

@@ -1,4 +1,4 @@
-"""NIXL's agent as the plane uses it: memory registered, blocks moved by a deadline, errors in our words.
+"""NIXL's agent as the plane uses it: registers memory, moves blocks by a deadline, and raises holdfast's errors.
 
 Nothing here is thread-safe: the plane holds a lock around each call.
 """
@@ -21,7 +21,7 @@ from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.system import forks
 
 _LOOKS = 200
-"""How often the state of a transfer is asked for between two looks at the clock and the owner."""
+"""The number of status checks of a transfer between two checks of the clock and the owner."""
 _PATIENT_SECONDS = 0.002
 _NAP_SECONDS = 0.0001
 
@@ -31,15 +31,17 @@ _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
 
 @forks.in_child
 def _keep_all() -> None:
-    """In a forked child: an agent's end would spoil memory that the parent's goes on with, even one that the parent has
-    dropped and the collector has yet to find. NIXL's UCX ended the parent with a segmentation fault.
+    """Keep all agents alive in a forked child: destroying one would spoil memory that the parent still uses.
+
+    That includes agents that the parent has dropped and the collector has yet to find. NIXL's UCX ended the parent with
+    a segmentation fault.
     """
     forks.keep(list(_agents))
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Memory that NIXL knows."""
+    """Memory registered with NIXL."""
 
     address: int
     nbytes: int
@@ -48,7 +50,7 @@ class Registered:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a moment: the only way to give NIXL's UCX a list of transports, and to keep it quiet."""
+    """Set environment variables temporarily: the only way to choose the transports of NIXL's UCX, and to silence it."""
     with _setting:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
@@ -63,7 +65,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class Transfer:
-    """A move between a local and a remote range, ready to be posted, any number of times."""
+    """A transfer between a local and a remote range, which may be posted any number of times."""
 
     __slots__ = ("handle", "who")
 
@@ -74,7 +76,7 @@ class Transfer:
 class NixlAgent:
     """An agent with NIXL's UCX backend. Raises `BackendUnavailable` if NIXL does not load.
 
-    `local`: it moves memory between processes of this host only, by the kernel; no owner takes part, no transfer
+    `local`: it moves memory only between processes of this host, by the kernel; no owner takes part, and no transfer
     outlives its call. Otherwise each agent has a thread of NIXL's that answers for it.
     """
 
@@ -106,13 +108,13 @@ class NixlAgent:
         self._api.deregister_memory(memory.descriptors)
 
     def describe(self, *memories: Registered) -> bytes:
-        """What another agent must know to reach these."""
+        """The metadata with which another agent can reach these memories."""
         ranges = [(memory.address, memory.nbytes, 0, "") for memory in memories]
         descriptors = self._api.get_reg_descs(ranges, "DRAM")
         return bytes(self._api.get_partial_agent_metadata(descriptors, True, ["UCX"]))
 
     def add_peer(self, metadata: bytes, name: str) -> None:
-        """Learn of another agent's memory. Raises `RegionGone` if it is not what it says."""
+        """Load another agent's metadata. Raises `RegionGone` if it is not that of agent `name`."""
         try:
             found = self._api.add_remote_agent(metadata)
         except Exception as error:
@@ -128,7 +130,7 @@ class NixlAgent:
             pass  # NIXL has dropped it already
 
     def prepare(self, kind: Literal["READ", "WRITE"], here: int, there: int, nbytes: int, name: str) -> Transfer:
-        """Ready a transfer between registered ranges."""
+        """Prepare a transfer between registered ranges."""
         local = self._api.get_xfer_descs([(here, nbytes, 0)], "DRAM")
         remote = self._api.get_xfer_descs([(there, nbytes, 0)], "DRAM")
         try:
@@ -137,9 +139,9 @@ class NixlAgent:
             raise RegionGone(f"the process that exposed this region cannot be reached any more: {error}") from error
 
     def run(self, transfer: Transfer, deadline: float, op: str, check: Callable[[], None], memory: object) -> None:
-        """Post a transfer and wait for its end. Raises `RegionGone`, `OpTimeout`, what `check` raises.
+        """Post a transfer and wait for it. Raises `RegionGone`, `OpTimeout`, what `check` raises.
 
-        One that has not ended may still be carried out: it is kept, with the `memory` that it uses.
+        A transfer that has not ended may still be carried out: it is kept, with the `memory` that it uses.
         """
         api, began, looks = self._api, time.monotonic(), 0
         try:

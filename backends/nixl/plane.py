@@ -1,13 +1,13 @@
-"""The memory plane of NIXL: reads and writes of the very memory that another process exposed.
+"""The memory plane of NIXL: reads and writes memory of another process where it lies.
 
-What is exposed stands in the owner's `region_table`, which NIXL reads like any other memory: a reader that finds the
+The owner lists exposed memory in its `region_table`, which NIXL reads like any other memory: a reader that finds the
 region's generation there after its copy has copied from that very region. On one host (the default, `posix,cma,self`)
-the kernel copies between the two tensors, and the owner may be busy or stopped. With UCX_TLS set to something that
-crosses hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped;
-bytes then come through memory of the plane's own: those of a read that timed out never reach the user's.
+the kernel copies between the two tensors, and the owner may be busy or stopped. With UCX_TLS set to transports that
+cross hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped. Bytes
+then pass through memory of the plane, so those of a read that timed out never reach the user's.
 
-Writers hold a lock of the kernel's on the region's row, which `close` waits for and which ends with its process. NIXL
-has no atomics to do so from another host: writing there is `Unsupported`.
+Writers hold a kernel lock on the region's row, which `close` waits for and which ends with its process. NIXL has no
+atomics to do so from another host: writing there is `Unsupported`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
 
 BLOCK_BYTES = 4 << 20
-"""Bytes between two looks at deadline and generation."""
+"""Bytes between two checks of deadline and generation."""
 STAGE_BYTES = 64 << 10
 """Up to this size, copying through registered memory costs less than registering the user's."""
 REMEMBERED = 256
-"""How many regions of others a plane remembers the way to."""
+"""The number of remote regions that a plane caches."""
 
 
 def open_plane() -> NixlPlane:
@@ -57,7 +57,7 @@ class NixlRegion(TableRegion):
 
 
 class _RemoteRegion:
-    """The way to a region of another process: where its words are, and whether that process lives."""
+    """A region of another process: the connection, the words in its table, and whether its process lives."""
 
     def __init__(
         self, address: NixlAddress, place: region_table.TableAddress, stage: Registered, agent: NixlAgent
@@ -84,7 +84,7 @@ class _RemoteRegion:
             raise self.gone()
 
     def suspect(self) -> None:
-        """Raise `RegionGone` if the process or its table is gone: a transfer to memory that is not there never ends."""
+        """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
         self.alive()
         if self.here:
             with open_table(self.place):
@@ -136,7 +136,7 @@ class NixlPlane(CheckedPlane):
         self._stage: Registered | None = None
 
     def _started(self) -> NixlAgent:
-        """The agent, made when it is first needed. The lock is held."""
+        """The agent, made on first use. The lock is held."""
         if self._agent is None:
             permit_peers()
             self._agent = NixlAgent()
@@ -173,7 +173,7 @@ class NixlPlane(CheckedPlane):
         return region
 
     def retract(self, region: NixlRegion) -> None:
-        """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
+        """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
         with self._lock:
             table, agent = self._table, self._agent
             if table is None or agent is None:
@@ -205,7 +205,7 @@ class NixlPlane(CheckedPlane):
                 self._move(handle, address + start, offset + start, min(BLOCK_BYTES, nbytes - start), deadline, writing)
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
-        """One block. The lock is held."""
+        """Move one block. The lock is held."""
         region = self._remote.get(handle) or self._find(handle)
         try:
             region.alive()
@@ -220,7 +220,7 @@ class NixlPlane(CheckedPlane):
             raise
 
     def _push(self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float) -> None:
-        """Write a block while the owner's `close` waits."""
+        """Write a block while `close` of the owner waits."""
         if not region.address.writable:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
         if not region.here:
@@ -257,7 +257,7 @@ class NixlPlane(CheckedPlane):
                 agent.deregister(memory)
 
     def _staging(self, nbytes: int) -> Registered:
-        """Registered memory of the plane's own: a word for generations, and room for `nbytes`."""
+        """Registered memory of the plane: a word for generations, and room for `nbytes`."""
         if self._stage is None or self._stage.nbytes < nbytes + 8:
             for region in list(self._remote.values()):
                 self._forget(region)
@@ -290,7 +290,7 @@ class NixlPlane(CheckedPlane):
         return region
 
     def _forget(self, region: _RemoteRegion) -> None:
-        """Drop what is known of a way, and the connection that it uses."""
+        """Drop a cached region, and the connection that it uses."""
         agent = self._started()
         for handle, known in list(self._remote.items()):
             if known.address.agent == region.address.agent:

@@ -1,10 +1,8 @@
-"""The memory plane of one host: any process reads the memory that another exposed, straight from where it
-lies.
+"""The memory plane of one host: any process reads the memory that another exposed, where it lies.
 
-Copies are done by the kernel (`process_memory`) between the two processes' own tensors: nothing is staged,
-and the owner takes no part. What is exposed stands in the owner's `region_table`. Every block is copied
-together with its region's generation, so that a region that was closed, or closed and exposed again, in the
-meantime is found out.
+The kernel copies (`process_memory`) between the tensors of the two processes; nothing is staged, and the owner takes no
+part. The owner lists exposed memory in its `region_table`. Every block is copied together with its region's generation,
+which reveals a region that was closed, or closed and exposed again, in the meantime.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from holdfast.comms.transport.liveness import this_host, this_process
 LOCK_SECONDS = 5.0
 
 READERS = 256
-"""How many regions a plane remembers the place of."""
+"""The number of regions whose readers a plane caches."""
 
 _Words = ctypes.c_uint64 * 4
 
@@ -92,9 +90,7 @@ class ShmPlane(BlockCopyPlane):
         return region
 
     def retract(self, region: ShmRegion) -> None:
-        """Invalidate a region's slot, and let slot and tensor go once nobody writes to it. Called once for
-        each.
-        """
+        """Invalidate the slot of a region; free slot and tensor once no process writes to it. Called once for each."""
         with self._lock:
             table = self._table
             if table is None:
@@ -128,7 +124,7 @@ class ShmPlane(BlockCopyPlane):
             raise
 
     def _reuse(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
-        """Keep a reader for the next read of its region, unless the region proved to be gone."""
+        """Cache a reader for the next read of its region, unless the region proved to be gone."""
         if not unharmed:
             self._readers.pop(address, None)
             return
@@ -157,7 +153,7 @@ class ShmPlane(BlockCopyPlane):
 
 
 class _Reader(RegionAccess):
-    """A region of another process (or this one) that was seen in its owner's table. For one thread at a time."""
+    """A region found in its owner's table, in another process or in this one. For one thread at a time."""
 
     def __init__(self, address: TableAddress, base: int, take_back: Callable[[_Reader, bool], None]) -> None:
         self._pid, self._generation, self._reuse = address.owner.pid, address.generation, take_back
@@ -169,7 +165,7 @@ class _Reader(RegionAccess):
         _, self._memory, self.nbytes, self.flags = self._words
         self._words[1] = self._generation
         self._before, self._after = (seen, row, 8), (seen + 8, row, 8)
-        """The generation, copied ahead of a block and behind it."""
+        """Reads of the generation, before and after a block."""
 
     def pull(self, address: int, offset: int, nbytes: int) -> None:
         _run(read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
@@ -189,7 +185,7 @@ class _Reader(RegionAccess):
 
 
 class _Writer(RegionAccess):
-    """A region to write to: every block under a lock that the owner's `close` waits for."""
+    """A region to write to: each block is written under a lock that the owner's `close` waits for."""
 
     def __init__(self, address: TableAddress) -> None:
         self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
@@ -227,7 +223,7 @@ def _closed(pid: int) -> str:
 
 
 def _run(copy: Callable[..., int], pid: int, *pieces: int) -> None:
-    """Copy pieces from or to process `pid`, or say in our own words why not."""
+    """Copy pieces from or to process `pid`; raises holdfast's own errors."""
     try:
         copied = copy(pid, *pieces)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The shared memory under the boards of one job on one host, which outlives each of them.
+"""The shared memory under the boards of one job on one host, which outlives each board.
 
-It has room for a few boards, the plots. Each epoch takes the next plot, so survivors of a death begin their next board
-where they stand: no memory is made, mapped or found out about. Whoever is new opens it through /proc. It lies in a
-memfd and never has a name, so nothing is left behind however a process dies.
+It has a few slots, one board each. Each epoch takes the next slot, so survivors of a death begin their next board in
+the same memory: nothing is allocated, mapped or looked up. A new rank opens the segment through /proc. It lies in a
+memfd without a name, so no crash leaves it behind.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from holdfast.comms.system.local_causes import not_openable
 from holdfast.comms.transport.base import Peer
 
 BOARD_SLOTS = 4
-"""How many epochs in a row have boards that do not touch."""
+"""The number of consecutive epochs whose boards do not overlap."""
 
 MOST_RANKS = 4096
 
 PREFAULT_BYTES = 16 * 1024 * 1024
-"""How much of a ground is mapped beforehand, if that is enough for all but the stages: the first ops of a later epoch
-would have to wait for it, page by page.
+"""How much of a segment is mapped beforehand, if that covers everything but the stages.
+
+Otherwise the first ops of a later epoch would wait for it, page by page.
 """
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 class SegmentAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a ground is: a descriptor of the process that says so, and the file behind it. `rows` is how many ranks a
-    board on it can have.
+    """How to open a segment: a descriptor in the process that publishes it, and the inode of the file.
+
+    `rows` is the number of ranks for which a board on it has room.
     """
 
     descriptor: int
@@ -42,15 +44,15 @@ class SegmentAddress(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
     def encode(self) -> str:
-        """For `decode_address`."""
+        """Encode the address; see `decode_address`."""
         return msgspec.json.encode(self).decode()
 
 
 class SharedSegment:
-    """One process's hands on a ground. Goes with the last of its plots."""
+    """One process's view of a segment. It is unmapped when its last slot is released."""
 
     def __init__(self, descriptor: int, rows: int, peers: Sequence[Peer]) -> None:
-        """Takes over `descriptor`."""
+        """Take over `descriptor`."""
         self._descriptor = descriptor
         self._board_bytes = layout_of(rows).nbytes
         self._held: set[int] = set()
@@ -64,7 +66,7 @@ class SharedSegment:
 
     @staticmethod
     def make(name: str, peers: Sequence[Peer]) -> SharedSegment:
-        """New ground for as many ranks as there are peers."""
+        """Make a segment for as many ranks as there are peers."""
         descriptor = os.memfd_create(f"holdfast-{name[:100]}", os.MFD_CLOEXEC)
         try:
             os.fchmod(descriptor, 0o600)
@@ -76,9 +78,9 @@ class SharedSegment:
 
     @staticmethod
     def open(said: bytes, peers: Sequence[Peer]) -> SharedSegment:
-        """The ground that rank 0 of `peers` said it has.
+        """Open the segment that rank 0 of `peers` published.
 
-        Raises `PeerFailed` if it cannot be opened or is another thing, `CorruptData` if what was said makes no sense.
+        Raises `PeerFailed` if it cannot be opened or is another file, `CorruptData` if the address cannot be decoded.
         """
         place = decode_address(said)
         if not len(peers) <= place.rows <= MOST_RANKS:
@@ -94,7 +96,7 @@ class SharedSegment:
         return SharedSegment(descriptor, place.rows, peers)
 
     def prefault(self) -> None:
-        """Map what later epochs will need first."""
+        """Map the memory that later epochs will need first."""
         layout = layout_of(self.address.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
         if BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
@@ -103,11 +105,11 @@ class SharedSegment:
                     self._memory.madvise(_POPULATE_WRITE, start, used)
 
     def has_room(self, epoch: int, size: int) -> bool:
-        """Whether a board of `size` ranks may begin here in `epoch`."""
+        """Whether a board of `size` ranks may begin in this segment in `epoch`."""
         return bool(self._held) and size <= self.address.rows and epoch % BOARD_SLOTS not in self._held
 
     def take(self, epoch: int, peers: Sequence[Peer]) -> memoryview:
-        """The plot of `epoch`, which holds what an epoch long ago left on it."""
+        """The slot of `epoch`. It still holds the board of an epoch long ago."""
         plot = epoch % BOARD_SLOTS
         if plot in self._held:
             raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
@@ -116,7 +118,7 @@ class SharedSegment:
         return memoryview(self._memory)[plot * self._board_bytes : (plot + 1) * self._board_bytes]
 
     def give_back(self, epoch: int) -> None:
-        """Nothing on the plot of `epoch` is used here any more."""
+        """Release the slot of `epoch`: this process uses nothing in it any more."""
         self._held.discard(epoch % BOARD_SLOTS)
         if not self._held and not self._memory.closed:
             self._memory.close()
@@ -124,7 +126,7 @@ class SharedSegment:
 
 
 def decode_address(said: bytes) -> SegmentAddress:
-    """Raises `CorruptData` if what was said makes no sense."""
+    """Decode the address of a segment. Raises `CorruptData` if that is impossible."""
     try:
         return msgspec.json.decode(said, type=SegmentAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

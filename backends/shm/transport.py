@@ -1,7 +1,7 @@
 """`shm`: ranks as processes of one host. Flags in shared memory, payloads copied straight between processes.
 
-The board lies on a `SharedSegment`, memory that rank 0 made or all have kept from the epoch before. Large payloads of
-messages are read with process_vm_readv from the tensor where they are.
+The board lies on a `SharedSegment`, which rank 0 made or all have kept from the epoch before. Large payloads of
+messages are read with process_vm_readv from the tensor of the sender.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
 PATIENCE_SECONDS = 0.005
-"""Seconds after which a rank on kept ground looks whether the others are there at all."""
+"""Seconds after which a rank on a kept segment asks which segment rank 0 uses."""
 
 LOOK_SECONDS = 0.001
 
 FIRST_PHASES = 20
-"""The first ops after a failure end while the kernel still frees the memory of whoever died."""
+"""After a failure, this many phases wait without yielding: the kernel still frees the memory of the dead process."""
 
 _BOARD = "board"
 
@@ -50,7 +50,7 @@ class ShmTransport(DirectTransport):
     """Ranks as processes of one host."""
 
     def __init__(self, context: Context, segment: SharedSegment) -> None:
-        """Begins a board on `segment`, which goes with the last of its boards."""
+        """Begin a board on `segment`, which is released with its last board."""
         self.segment = segment
         self._epoch = context.epoch
         self._slot = segment.take(context.epoch, context.peers)
@@ -85,7 +85,7 @@ class ShmTransport(DirectTransport):
         return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
 
     def withdraw(self) -> None:
-        """Undo `enter`, and close: the ranks of this epoch meet elsewhere."""
+        """Undo `enter`, and close: this rank guessed the wrong segment."""
         self._board.withdraw()
         self.close()
 
@@ -96,10 +96,10 @@ class ShmTransport(DirectTransport):
 
 
 def connect(context: Context) -> ShmTransport:
-    """Begin a board where that of the epoch before was, or on ground that rank 0 makes; wait until all ranks have.
+    """Begin a board in the kept segment, or in a new one of rank 0; wait until all ranks have entered.
 
-    Rank 0 decides. It tells those who cannot know; who has kept the same ground goes ahead, and asks whether that was
-    right only if the others do not come.
+    Rank 0 decides. It publishes the segment for ranks that cannot know it. A rank that has kept the same segment enters
+    at once, and asks rank 0 only if the others do not come.
     """
     if context.device.type != "cpu":
         raise Unsupported(f"shm on {context.device}", "use nccl for CUDA tensors, or a CPU device")
@@ -118,7 +118,7 @@ def connect(context: Context) -> ShmTransport:
 
 
 def _kept_segment(context: Context) -> SharedSegment | None:
-    """The ground of the epoch before, if this one's board can begin there."""
+    """The segment of the epoch before, if a board of this epoch can begin there."""
     previous = context.previous
     if isinstance(previous, ShmTransport) and previous.segment.has_room(context.epoch, context.size):
         return previous.segment
@@ -126,14 +126,14 @@ def _kept_segment(context: Context) -> SharedSegment | None:
 
 
 def _prefaulted(context: Context, segment: SharedSegment) -> SharedSegment:
-    """New ground; ready for later epochs if ranks greet each other, as those of a job do."""
+    """Prepare a new segment for later epochs, if ranks pass a connect payload, as those of a job do."""
     if context.connect_payload:
         segment.prefault()
     return segment
 
 
 def _connect_rank_0(context: Context, kept: SharedSegment | None) -> ShmTransport:
-    """Rank 0: on kept ground, or on new."""
+    """Connect as rank 0: on the kept segment, or on a new one."""
     all_know = kept is not None and kept.peers.issuperset(context.peers)
     segment = kept or _prefaulted(context, SharedSegment.make(context.name, context.peers))
     if not all_know:
@@ -155,7 +155,7 @@ def _connect_rank_0(context: Context, kept: SharedSegment | None) -> ShmTranspor
 
 
 def _connect_on_kept(context: Context, kept: SharedSegment) -> ShmTransport | None:
-    """Another rank, on kept ground; None if rank 0 says that it is on another."""
+    """Connect as another rank, on the kept segment; None if rank 0 uses another one."""
     transport = ShmTransport(context, kept)
     try:
         transport.enter(context.connect_payload)
@@ -177,14 +177,14 @@ def _connect_on_kept(context: Context, kept: SharedSegment) -> ShmTransport | No
 
 
 def _published_address(context: Context) -> SegmentAddress | None:
-    """What rank 0 has said of where the board is; None as long as it has said nothing."""
+    """The segment that rank 0 has published; None as long as it has published none."""
     with contextlib.suppress(TimeoutError):
         return decode_address(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
     return None
 
 
 def probe() -> Available | Unavailable:
-    """Whether one process may read another's memory here."""
+    """Whether one process may read the memory of another here."""
     return refused("memfd_create", "pidfd_open") or probe_copies()
 
 

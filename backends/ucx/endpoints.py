@@ -1,4 +1,4 @@
-"""A worker and its connections to other processes: what communicators of one epoch after the other use."""
+"""A worker and its connections to other processes, used by the communicators of successive epochs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker
 from holdfast.comms.transport.base import Peer
 
 _EPOCHS = 8
-"""So many epochs back, what came too late is taken out of the queue."""
+"""The number of past epochs whose late messages are removed from the queue."""
 _SENT_BYTES = 1 << 24
-"""More than so much memory of sends that do not end is too much to go on with."""
+"""The most memory of unfinished sends with which a worker is kept for the next epoch."""
 _DEAD = 64
-"""So many dead endpoints are too many."""
+"""The number of dead endpoints at which a worker is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A connection to another process. `key` is this worker's own number for it, `worker` the name of the other's."""
+    """A connection to another process. `key`: this worker's number for it; `worker`: the name of the other worker."""
 
     key: int
     endpoint: Endpoint
@@ -39,7 +39,7 @@ def name_of(address: bytes) -> bytes:
 
 
 class Connections:
-    """Used by one communicator at a time, under its lock. `broken`: key -> why, for links that failed."""
+    """Used by one communicator at a time, under its lock. `broken`: key -> reason, for links that failed."""
 
     def __init__(self, over: Transports) -> None:
         self.broken: dict[int, str] = {}
@@ -61,14 +61,17 @@ class Connections:
         return PeerLink(key, self.worker.connect(address, key), name_of(address))
 
     def drop(self, link: PeerLink) -> None:
-        """Do without a link from now on. One that no failure would be reported of goes with the worker."""
+        """Drop a link. One whose failure UCX would not report is destroyed with the worker."""
         if self.worker.reports_failures:
             self.worker.disconnect(link.endpoint)
         else:
             self._dead += 1
 
     def keep(self, links: Mapping[Peer, PeerLink], lost: Collection[PeerLink]) -> bool:
-        """Keep `links` for the next epoch, and drop the `lost`; False if this has become too much to go on with."""
+        """Keep `links` for the next epoch, drop the `lost`.
+
+        False if dead endpoints or unfinished sends have become too many.
+        """
         self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
         for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:
             self.drop(link)
@@ -76,17 +79,17 @@ class Connections:
         return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
 
     def leave(self, request: int, tensor: torch.Tensor) -> None:
-        """Let a send go on: whoever takes it out of their queue, or nobody, ends it. It reads `tensor` at the most."""
+        """Abandon an unfinished send; keep `tensor` alive while UCX may read it."""
         self._sent.append((request, tensor))
 
     # -- what earlier epochs left
 
     def begin(self, tags: Tags) -> None:
-        """From here on messages with these tags are of the epoch at hand."""
+        """Begin an epoch: messages with these tags belong to it."""
         self._tags.append(tags)
 
     def sweep(self, now: bool = False) -> None:
-        """Take messages of earlier epochs (`now`: of this one too) out of the queue: nobody waits for them."""
+        """Remove messages of earlier epochs from the queue (`now`: of this one too)."""
         call, handle = self.worker.lib.call, self.worker.handle
         for tags in list(self._tags) if now else list(self._tags)[:-1]:
             while message := call.ucp_tag_probe_nb(handle, tags.any, tags.mask, 1, self._info):
@@ -95,7 +98,7 @@ class Connections:
                     call.ucp_request_free(request)
 
     def settle(self, requests: Collection[int], seconds: float) -> bool:
-        """Progress until all `requests` are done, at most so long."""
+        """Progress until all `requests` are done, for at most `seconds`."""
         check, limit = self.worker.lib.call.ucp_request_check_status, time.monotonic() + seconds
         while any(check(request) == libucp.IN_PROGRESS for request in requests):
             self.sweep(now=True)
@@ -104,7 +107,7 @@ class Connections:
         return True
 
     def close(self) -> None:
-        """Let the worker go, and every link with it. Idempotent."""
+        """Release the worker and all links. Idempotent."""
         self.links = {}
         if self.worker.handle:
             for request, _ in self._sent:

@@ -1,10 +1,12 @@
-"""Short messages from each rank to all, beside the tagged messages of ops: hello once it has a link to a peer, met once
-it has heard the hello that came over a new one, and farewell when it leaves or aborts.
+"""Notices: short messages from each rank to all, beside the tagged messages of ops.
 
-Messages from one rank arrive in order, so a farewell comes after everything that its rank sent before. A tag is: the
-notice bit, the sender's rank in 17 bits, the epoch in 9, the dtype in 6, and 31 of the user's or an op's. Epoch after
-epoch may use the same connections: nothing of one is taken for another's. Who receives does not ask for the dtype, but
-looks whether it is the right one.
+A rank sends hello once it has a link to a peer, met once it has received the hello that came over a new link, and
+farewell when it leaves or aborts. Messages from one rank arrive in order, so a farewell follows everything that its
+rank sent before.
+
+A tag is: the notice bit, the sender's rank in 17 bits, the epoch in 9, the dtype in 6, and 31 bits of the user's or an
+op's tag. Successive epochs may use the same connections; the epoch bits keep their messages apart. A receiver does not
+match the dtype, but checks it afterwards.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ _DTYPES = (1 << _EPOCH_SHIFT) - (1 << _DTYPE_SHIFT)
 _OP_MASK = (1 << _DTYPE_SHIFT) - 1
 _NOTE_BYTES = 1024
 WORDS = 200
-"""For how many characters of an error there is room in a hello. What to do comes last in it."""
+"""The most characters of an error in a hello. The advice what to do comes last in it."""
 _SEND_SECONDS = 0.02
 
 
 class WorkerHello(msgspec.Struct, frozen=True):
-    """The first message of a rank: the name of its worker, the `Context.connect_payload`, and the cost of a message
-    (`link`; that of rank 0 counts), or why it cannot tell. `since`: the epoch from which it has its link to who hears
-    this; -1 for a new one.
+    """The first message of a rank.
+
+    `name` is that of its worker. It carries the `Context.connect_payload`, and the cost of a message (`link`; that of
+    rank 0 counts), or the error that prevents this. `since`: the epoch from which it has its link to the receiver; -1
+    for a new one.
     """
 
     since: int
@@ -49,7 +53,7 @@ class WorkerHello(msgspec.Struct, frozen=True):
 
 
 class HelloReceived(msgspec.Struct, frozen=True):
-    """The second word over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
+    """The second message over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
 
     worker: bytes
 
@@ -58,26 +62,26 @@ class Tags:
     """The tags of an epoch."""
 
     mask = _EPOCHS - 1 << _EPOCH_SHIFT
-    """Messages of any kind, of this epoch: those whose tag has the bits of `any` here."""
+    """The mask of an epoch's messages of any kind: their tags equal `any` in these bits."""
     any_dtype = (1 << 64) - 1 - _DTYPES
-    """All of a tag but the dtype."""
+    """All bits of a tag but the dtype."""
 
     def __init__(self, epoch: int) -> None:
         self.any = epoch % _EPOCHS << _EPOCH_SHIFT
         self.notice = _NOTICE | self.any
 
     def of(self, rank: int, tag: int, dtype: torch.dtype) -> int:
-        """Of a message of an op, or of the user's, from `rank`."""
+        """The tag of a message of an op, or of the user's, from `rank`."""
         return self.any | rank << _RANK_SHIFT | DTYPE_CODE[dtype] << _DTYPE_SHIFT | tag & _OP_MASK
 
     @staticmethod
     def dtype(tag: int) -> torch.dtype | None:
-        """Of what the sender sent; None if this torch has no such dtype."""
+        """The dtype that the sender sent; None if this torch does not have it."""
         code = (tag & _DTYPES) >> _DTYPE_SHIFT
         return DTYPES[code] if code < len(DTYPES) else None
 
     def note(self, rank: int) -> int:
-        """Of a notice from `rank`."""
+        """The tag of a notice from `rank`."""
         return self.notice | rank << _RANK_SHIFT
 
 
@@ -86,9 +90,10 @@ def _rank_of(tag: int) -> int:
 
 
 class Notices:
-    """Sends this rank's; receives the others': `hellos`, `mets`, and `left`: rank -> (CLOSED or ABORTED, why, when).
+    """Sends the notices of this rank and receives those of the others.
 
-    What no rank says is kept as an error, which `check` raises: this rank listens on, and can still take its leave.
+    `hellos`, `mets`, and `left`: rank -> (CLOSED or ABORTED, why, when). A malformed notice is kept as an error, which
+    `check` raises: this rank continues to receive, and can still send its farewell.
     """
 
     def __init__(self, worker: UcxWorker, rank: int, tags: Tags) -> None:
@@ -108,7 +113,7 @@ class Notices:
         self._listen()
 
     def _listen(self) -> None:
-        """Wait for the next; take those that are there already."""
+        """Post a receive for the next notice; handle those that have arrived."""
         call, handle, tags = self._call, self._worker.handle, self._tags
         while True:
             self._request = call.ucp_tag_recv_nbx(
@@ -120,7 +125,7 @@ class Notices:
             self._note()
 
     def look(self) -> None:
-        """Take what has come."""
+        """Handle the notices that have arrived."""
         if self._request:
             status = self._call.ucp_tag_recv_request_test(self._request, self._info)
             if status != libucp.IN_PROGRESS:
@@ -131,7 +136,7 @@ class Notices:
                 self._listen()
 
     def check(self) -> None:
-        """Raise `CorruptData` if something has come that no rank says."""
+        """Raise `CorruptData` if a malformed notice has arrived."""
         if self._corrupt is not None:
             raise self._corrupt.again()
 
@@ -150,7 +155,7 @@ class Notices:
             self.left[rank] = (kind, body, time.monotonic())
 
     def send_hello(self, endpoint: Any, hello: WorkerHello) -> None:
-        """Say hello to one peer."""
+        """Send a hello to one peer."""
         text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
         kept = self._ffi.from_buffer(text)
         request = self._send(endpoint, kept)
@@ -158,11 +163,11 @@ class Notices:
             self._worker.give_up(request, kept)
 
     def meet(self, endpoint: Any, met: HelloReceived) -> int:
-        """Tell one peer, whose hello was heard, that it was; the request, which ends once that one knows.
+        """Confirm the hello of one peer; returns the request, which ends once the peer has received it.
 
-        UCX answers for the peer only over a connection that stands in both directions, so this makes it. Never before
-        the peer's hello: UCX (1.22) ends a process that is asked to connect by one that it has no endpoint to, if that
-        one's memory is gone by then.
+        UCX acknowledges only over a connection that stands in both directions, so this establishes it. Call it only
+        after the peer's hello: UCX (1.22) ends a process when a peer that it has no endpoint to asks it to connect and
+        the memory of that peer is already gone.
         """
         kept = self._ffi.from_buffer(bytes([_MET]) + msgspec.msgpack.encode(met))
         request = self._send(endpoint, kept, synchronous=True)
@@ -171,7 +176,7 @@ class Notices:
         return request
 
     def say(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
-        """Tell every peer that this rank leaves, and why; only the first time. Returns within milliseconds."""
+        """Tell every peer that this rank leaves, and why; only the first call does. Returns within milliseconds."""
         if self._said:
             return
         self._said = True
@@ -187,7 +192,7 @@ class Notices:
         return int(send(endpoint, address, len(kept), self._tag, self._worker.plain))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop receiving notices."""
         if self._request > 0:
             self._call.ucp_request_cancel(self._worker.handle, self._request)
             self._worker.finish(self._request, _SEND_SECONDS)
@@ -195,7 +200,7 @@ class Notices:
 
 
 def parse(text: bytes) -> tuple[int, WorkerHello | HelloReceived | str]:
-    """A notice's kind and body. Raises `CorruptData`."""
+    """Parse a notice into its kind and body. Raises `CorruptData`."""
     kind, body = text[:1], text[1:]
     try:
         if kind == bytes([_HELLO]):

@@ -1,10 +1,10 @@
-"""How the ranks of a communicator over ucx meet: each says hello to every other, and waits for the hellos of all.
+"""Connect the ranks of a communicator over ucx: each sends hello to every other, and waits for the hellos of all.
 
-Who was connected in the epoch before says so over the link that stands, and nobody else is asked. A link is good if
-both ranks have it from the same epoch. Where a hello does not come, or says otherwise, both sides make new ones, and
-find each other's address in the store. Over a new one the lower rank then says that they have met, and waits until the
-other knows: that connects the two in full. UCX would put it off until the first large message, which the receiver must
-then help along: nothing from a rank that aborts at that moment, its farewell least of all, would arrive.
+Ranks that were connected in the epoch before use the existing links and exchange no addresses. A link is good if both
+ranks have it from the same epoch. If a hello does not come, or names another epoch, both sides make a new link, with
+the other's address from the store. Over a new link the lower rank then confirms the hello, and waits until the other
+has received that: this connects both directions. UCX would delay it until the first large message, which the receiver
+would then have to progress: nothing from a rank that aborts at that moment would arrive, not even its farewell.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context
 
 _PATIENCE_SECONDS = 0.003
-"""How long a peer that is connected may take to say hello before its address is looked for."""
+"""How long to wait for the hello of a connected peer before looking up its address."""
 _LOOK_SECONDS = 0.001
 _NEW = -1
-"""Instead of the epoch that a link is from: it was made in this meeting."""
+"""Given instead of an epoch: the link was made in this handshake."""
 
 
 def connect(context: Context) -> UcxTransport:
-    """Connect to all peers, over what stands since the epoch before or anew; return once all ranks have."""
+    """Connect to all peers, over links of the epoch before or new ones; wait until all ranks have."""
     if context.device.type != "cpu":
         raise Unsupported(f"ucx on {context.device}", "use nccl for CUDA tensors, or a CPU device")
     one_host = len({peer.host for peer in context.peers}) == 1
@@ -57,7 +57,7 @@ def connect(context: Context) -> UcxTransport:
 
 
 def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> Connections | None:
-    """The connections of the epoch before, if they are of the right kind and every rank is a process of its own."""
+    """The connections of the epoch before, if their transports fit and every rank is a separate process."""
     if previous is None or len(set(context.peers)) < context.size:
         return None
     kept = previous.hand_over(context.peers)
@@ -68,7 +68,7 @@ def _kept(context: Context, previous: UcxTransport | None, over: Transports) -> 
 
 
 class _Handshake:
-    """One rank's part."""
+    """One rank's part in the handshake."""
 
     def __init__(self, context: Context, transport: UcxTransport, since: int) -> None:
         assert transport.connections is not None
@@ -102,7 +102,7 @@ class _Handshake:
         self._notices.send_hello(self._transport.links[rank].endpoint, hello)
 
     def run(self) -> None:
-        """Return once this rank has heard of all, and all have been told. Raises as `Transport` ops do."""
+        """Wait until this rank has every hello, and every peer has its own. Raises as `Transport` ops do."""
         look_at = self._began + _PATIENCE_SECONDS
         while self._pending():
             now = time.monotonic()
@@ -116,7 +116,7 @@ class _Handshake:
         self._transport.begin(hellos[0].link, [hello.connect_payload for hello in hellos])
 
     def _pending(self) -> list[int]:
-        """The ranks that have not been heard, or not been told; takes in what has come, and tells whom it can."""
+        """The ranks with which the handshake is not complete; handles notices, and sends hellos where possible."""
         while self._worker.progress():
             pass
         self._connections.sweep()
@@ -135,7 +135,7 @@ class _Handshake:
         return self._missing
 
     def _met(self, rank: int) -> bool:
-        """Whether a new link to `rank`, over which it said hello, works both ways, which the lower rank sees to."""
+        """Whether a new link to `rank`, whose hello came, works both ways; the lower rank confirms that."""
         if rank < self._context.rank:
             met = self._notices.mets.get(rank)
             return met is not None and met.worker == self._transport.links[rank].worker
@@ -156,7 +156,7 @@ class _Handshake:
         self._met_requests.pop(rank, None)
 
     def _check_live(self, now: float) -> None:
-        """Raise if there is no point in waiting any longer."""
+        """Raise if the handshake can no longer succeed."""
         if (error := self._context.over()) is not None:
             raise again(error)
         self._transport.check_live(self._transport.liveness.dead(), self._missing)
@@ -164,7 +164,7 @@ class _Handshake:
             raise OpTimeout("connect", 0, now - self._began, self._missing) from self._unreached
 
     def _exchange_addresses(self) -> bool:
-        """Say where this rank is, and look for one that is missing; whether it was found."""
+        """Publish this rank's address, and look up that of a missing rank; whether it was found."""
         store = self._context.store
         if not self._published:
             self._published = True
@@ -194,7 +194,7 @@ class _Handshake:
 
 
 def _address(told: bytes, rank: int) -> bytes:
-    """The address of a worker, as it is written at the rendezvous. Raises `CorruptData`."""
+    """Decode the address of a worker from the rendezvous. Raises `CorruptData`."""
     try:
         return bytes.fromhex(told.decode())
     except ValueError as error:

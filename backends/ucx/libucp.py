@@ -1,4 +1,4 @@
-"""libucp through cffi: the declarations that are used here, and how the library is found and loaded.
+"""libucp through cffi: the declarations used here, and how the library is found and loaded.
 
 Struct layouts and numbers are those of `ucp/api/ucp.h`, 1.18 to 1.22; UCX grows its structs at their ends, behind field
 masks, so an older layout stays valid. Nothing is linked to it. Loading starts no thread and opens no descriptor.
@@ -18,7 +18,7 @@ from holdfast.comms.errors import BackendUnavailable, HoldfastError
 INSTALL_HINT = "pip install 'holdfast[ucx]'"
 OLDEST = (1, 18, 0)
 API = (1, 18)
-"""The version of the interface that the declarations below are of, as `ucp_init_version` is told."""
+"""The interface version of the declarations below, passed to `ucp_init_version`."""
 
 OK, IN_PROGRESS = 0, 1
 ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_CANCELED, ERR_LAST = -9, -15, -16, -100
@@ -187,12 +187,15 @@ ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 
 
 def contiguous(nbytes: int) -> int:
-    """The `ucp_datatype_t` of elements of so many bytes."""
+    """The `ucp_datatype_t` of elements of `nbytes` bytes."""
     return nbytes << 3
 
 
 def atomic_parameters(lib: Libucp, size: int, words: Any) -> Any:
-    """The parameters of an atomic on an integer of `size` bytes that returns the old one: `words` has room for two."""
+    """The parameters of an atomic that returns the old value of an integer of `size` bytes.
+
+    `words` has room for two integers.
+    """
     return lib.ffi.new(
         "ucp_request_param_t *",
         {
@@ -231,7 +234,7 @@ class Libucp:
 
 
 def _folder() -> Path | None:
-    """Where the wheel has its libraries; None if it is not installed."""
+    """The folder of the wheel's libraries; None if it is not installed."""
     spec = importlib.util.find_spec("libucx")
     if spec is None or spec.origin is None:
         return None

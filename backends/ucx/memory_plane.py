@@ -1,8 +1,8 @@
-"""The memory plane of UCX: get and put on the very memory that another process exposed.
+"""The memory plane of UCX: get and put on memory of another process where it lies.
 
-On one host (the default) the kernel copies, straight between the two tensors, and the table of regions is shared
-memory: the owner takes no part, it may be busy or stopped. With UCX_TLS set to something that crosses hosts, for
-example "tcp,self", the owner's progress thread answers: see `active`.
+On one host (the default) the kernel copies between the two tensors, and the table of regions is shared memory: the
+owner takes no part, it may be busy or stopped. With UCX_TLS set to transports that cross hosts, for example "tcp,self",
+the owner's progress thread answers: see `onesided.active_messages`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class UcxPlane(CheckedPlane):
         self._regions: set[UcxRegion] = set()
 
     def _read_worker(self, number: int = 0) -> ReadWorker:
-        """The first has the table of what is exposed. They are made when they are first needed."""
+        """The read worker `number`, made on first use. Worker 0 has the table of exposed regions."""
         with self._making:
             self._check_open()
             while len(self._read_workers) <= number:
@@ -93,7 +93,7 @@ class UcxPlane(CheckedPlane):
         return region
 
     def retract(self, region: UcxRegion) -> None:
-        """Invalidate a region's row; let row and tensor go once nobody writes to it. Called once for each."""
+        """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
         lane = self._read_workers[0]
         with lane.lock:
             table = self._table

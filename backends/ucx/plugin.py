@@ -1,4 +1,4 @@
-"""What the `ucx` backend offers, and whether it can run here."""
+"""The capabilities of the `ucx` backend, and whether it can run here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _prepared = False
 
 @forks.in_child
 def _begin_child() -> None:
-    """A forked child has to load again what its parent had half loaded."""
+    """Reset the loader in a forked child: the parent may have been in the middle of loading."""
     global _prepared
     _prepared = False
 
@@ -38,7 +38,7 @@ def connect(context: Context) -> Transport:
 
 
 def prepare() -> None:
-    """Begin to load what connecting takes. A spare has the time for that now, and not when it is needed."""
+    """Begin to load the modules that connecting needs. A spare does so ahead of time."""
     global _prepared
     if not _prepared:
         _prepared = True
@@ -62,7 +62,7 @@ def memory() -> MemoryPlane:
 
 
 def probe() -> Available | Unavailable:
-    """Whether libucp can be loaded, and peers' processes be watched: UCX does not tell of their ends."""
+    """Whether libucp can be loaded and the processes of peers can be watched: UCX does not report their ends."""
     from holdfast.backends.ucx.libucp import library
 
     if (wrong := refused("pidfd_open")) is not None:

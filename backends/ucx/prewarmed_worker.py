@@ -1,8 +1,8 @@
-"""A worker for messages that is made before it is needed: that takes 5 ms, which a rebuild that cannot go on with the
-worker that it has need not wait for.
+"""A worker for messages that is made before it is needed.
 
-There is one while the process has communicators over UCX. It is made when the first of them stands, and anew whenever
-one of several is closed, as those of earlier epochs are once nobody waits for the next.
+Making one takes 5 ms; a rebuild that cannot keep its worker then need not wait for it. One is kept while the process
+has communicators over UCX. It is made when the first of them is connected, and again whenever one of several is closed,
+as those of earlier epochs are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from holdfast.comms.system import forks
 
 _lock = threading.Lock()
 _users = 0
-"""Communicators of this process."""
+"""The number of communicators of this process."""
 _waiting: UcxWorker | None = None
 
 
 def take(over: Transports, failed: Failed) -> UcxWorker:
-    """A worker for one more communicator, which reports broken connections to `failed`."""
+    """A worker for messages that is made before it is needed.
+
+    Making one takes 5 ms; a rebuild that cannot keep its worker then need not wait for it. One is kept while the
+    process has communicators over UCX. It is made when the first of them is connected, and again whenever one of
+    several is closed, as those of earlier epochs are.
+    """
     global _users
     waiting = _take_waiting()
     if waiting is not None and waiting.over != over:
@@ -43,7 +48,7 @@ def _take_waiting() -> UcxWorker | None:
 
 
 def make(over: Transports) -> None:
-    """Have one ready. Whoever needs one and finds none makes it, and says then what is wrong."""
+    """Make a worker in advance. If that fails, the communicator that needs one makes it, and reports the error."""
     global _waiting
     with _lock:
         if _users and _waiting is None:
@@ -54,13 +59,13 @@ def make(over: Transports) -> None:
 
 
 def warm_up() -> None:
-    """Make a worker and let it go: UCX loads its transports for the first one, which takes four times as long."""
+    """Make a worker and drop it: UCX loads its transports for the first one, which takes four times as long."""
     with contextlib.suppress(HoldfastError):  # connecting says what is wrong, if it is wrong then
         UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 
 def left(over: Transports) -> None:
-    """A communicator has closed its worker."""
+    """Note that a communicator has closed its worker."""
     global _users
     with _lock:
         _users -= 1

@@ -1,4 +1,4 @@
-"""The thread that moves a worker's messages while nobody is in an op: over TCP nothing else does."""
+"""The thread that progresses a worker while no thread is in an op: over TCP nothing else does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EAGER_SECONDS = 0.0003
 
 
 class ProgressThread:
-    """Progresses `worker` under `lock` whenever there is something to do and the lock is free. Asleep otherwise.
+    """Progresses `worker` under `lock` whenever there is work and the lock is free. Asleep otherwise.
 
-    An `eager` one stays awake for a third of a millisecond after it had something to do: who answers a request gets
-    the next one without having to be woken up.
+    An `eager` one stays awake for a third of a millisecond after work: a rank that answers a request then gets the next
+    one without a wake-up.
     """
 
     def __init__(self, worker: UcxWorker, lock: threading.RLock, eager: bool = False) -> None:
@@ -41,7 +41,7 @@ class ProgressThread:
                 return
 
     def _work(self) -> bool:
-        """True if nothing is left to do; False if the worker is in use."""
+        """True if no work is left; False if the worker is in use."""
         progress, lock = self._worker.progress, self._lock
         until = 0.0
         while True:

@@ -1,10 +1,8 @@
-"""Messages between ranks by UCP tags. The collectives over them are those of `comms.algorithms.messages`; how the
-ranks find each other is in `meeting`.
+"""Messages between ranks by UCP tags, for the collectives of `MessageTransport`; `handshake` connects the ranks.
 
-Large payloads are read by the receiver, never written by the sender: a rank that was stopped, and goes on after the
-others have given up on it, then cannot write into memory that they use for something else. Nothing that UCX offers
-over shared memory tells of a peer's death, so a wait looks at the peers' pidfds, at their farewells and at the abort
-flag itself.
+The receiver reads large payloads, the sender never writes them. So a rank that was stopped, and continues after the
+others have given up on it, cannot write into memory that they have reused. Over shared memory UCX never reports a
+peer's death, so a wait checks the pidfds of the peers, their farewells and the abort flag itself.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.transport.window_memory import WindowMemory
 
 LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
-"""What a message costs over shared memory, and over TCP."""
+"""The cost of a message over shared memory, and over TCP."""
 
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
 _FIRST_ROUNDS = 20
-"""So many waits after a failure sleep rather than give way: the kernel still frees the memory of whoever died."""
+"""After a failure, this many waits sleep instead of yielding: the kernel still frees the memory of the dead process."""
 _FLUSH_SECONDS = 0.5
 _GRACE_SECONDS = 0.1
-"""How long an op goes on after the abort of a rank that it does not wait for: it may be complete but for us."""
+"""How long an op continues after a rank that it does not wait for has aborted: it may be about to complete."""
 _SETTLE_SECONDS = 0.02
-"""How long what is under way at the end of an epoch may take to end, before its connections are given up."""
+"""How long messages under way at the end of an epoch may take, before its connections are given up."""
 _EAGER_BYTES = 4096
-"""Above this a receiver may have read the sender's own memory."""
+"""Above this size a receiver may have read the memory of the sender directly."""
 
 
 class PendingMessage:
@@ -63,7 +61,7 @@ class PendingMessage:
 
 
 class UcxTransport(MessageTransport):
-    """One worker, a link to every peer: made by `meeting.connect`."""
+    """One worker, and a link to every peer. Made by `handshake.connect`."""
 
     def __init__(self, context: Context, connections: Connections) -> None:
         self.connections: Connections | None = connections
@@ -96,11 +94,11 @@ class UcxTransport(MessageTransport):
         super().__init__(context, LINKS[worker.over.local])
 
     def _agree(self, context: Context, link: cost.Link) -> cost.Link:
-        """Nothing yet: what rank 0 knows comes with its hello."""
+        """Return `link` for now: the constants of rank 0 come with its hello."""
         return link
 
     def begin(self, link: cost.Link, connect_payloads: Sequence[tuple[int, ...]]) -> None:
-        """All ranks have met: from here on there are ops. `link` is what a message costs, on every rank alike."""
+        """Begin to accept ops: all ranks are connected. `link` is the cost of a message, the same on every rank."""
         self._link, self.connect_payloads = link, connect_payloads
         if not self._worker.over.local:
             self._progress = ProgressThread(self._worker, self._lock)
@@ -226,7 +224,7 @@ class UcxTransport(MessageTransport):
                 os.sched_yield()
 
     def sleep(self, seconds: float) -> None:
-        """Until there is something to progress, or an abort; at most so long. The lock is held."""
+        """Sleep until there is work for `progress`, or an abort; for at most `seconds`. The lock is held."""
         if self._worker.arm():
             self._events.poll(max(seconds, 0) * 1000)
 
@@ -259,7 +257,7 @@ class UcxTransport(MessageTransport):
             raise PeerFailed((rank,), f"its connection broke: {why}")
 
     def _broken(self) -> list[tuple[int, str]]:
-        """Ranks whose connection broke before they left, and how."""
+        """The ranks whose connection broke before they left, and why."""
         if self.connections is None or not (broken := self.connections.broken):
             return []
         return [
@@ -269,8 +267,9 @@ class UcxTransport(MessageTransport):
         ]
 
     def _check_senders(self, ranks: set[int]) -> None:
-        """Raise if one of `ranks` has aborted: it says so before it lets its memory go, so what was read before is
-        good.
+        """Raise if one of `ranks` has aborted.
+
+        A rank sends its farewell before it releases its memory, so what was read before that is good.
         """
         for _ in range(16):
             if not self._worker.progress():
@@ -334,8 +333,10 @@ class UcxTransport(MessageTransport):
         self.notices.say([link.endpoint for rank, link in self.links.items() if rank not in away], kind, why)
 
     def hand_over(self, peers: Collection[Peer]) -> Connections | None:
-        """The connections, for the next epoch of `peers`, with nothing of this one under way; None if that does not end
-        within milliseconds, or they are gone already. The ops of this transport have ended, and it is left without.
+        """Hand over the connections to the next epoch of `peers`, with nothing of this one under way.
+
+        None if messages do not end within milliseconds, or the connections are gone already. The ops of this transport
+        have ended; it is left without connections.
         """
         self._stop_progress()
         with self._lock:
@@ -356,7 +357,7 @@ class UcxTransport(MessageTransport):
         return connections
 
     def _settle(self, connections: Connections, peers: Collection[Peer]) -> bool:
-        """End what could write to memory of this epoch; whether that is done."""
+        """End all that could write to memory of this epoch; whether that is done."""
         receives = [message.request for message in self._pending if message.receives]
         for request in receives:
             self._call.ucp_request_cancel(self._worker.handle, request)
@@ -373,7 +374,7 @@ class UcxTransport(MessageTransport):
         return connections.keep(kept, [link for rank, link in links.items() if self._peers[rank] not in peers])
 
     def take_back(self, connections: Connections) -> None:
-        """What came of `hand_over`, or was made in its place, was of no use: the next attempt may have it."""
+        """Take back connections that `hand_over` gave out, or their replacement, for the next attempt."""
         self._returned = connections
 
     def _stop_progress(self) -> None:

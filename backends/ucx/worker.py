@@ -1,6 +1,6 @@
-"""A UCX context with its one worker: what sends, receives, reads and writes, and must be progressed.
+"""A UCX context with one worker: it sends, receives, reads and writes, and must be progressed.
 
-Nothing here is thread-safe: whoever owns a worker holds a lock around its calls.
+Nothing here is thread-safe: the owner of a worker holds a lock around its calls.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Failed = Callable[[int, str], None]
 
 _SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm"])
 _FOR_MESSAGES = {"POSIX_RX_BUFS_GROW": "300"}
-"""One chunk of buffers in /dev/shm, and not two: 2.5 MB a worker, where UCX's 512 at a time take 4.3 MB."""
+"""One chunk of buffers in /dev/shm: 2.5 MB a worker, where UCX's default of 512 buffers takes 4.3 MB."""
 _FOR_MEMORY = {"POSIX_FIFO_SIZE": "64", "POSIX_RX_BUFS_GROW": "64"}
-"""A worker that only reads and writes memory receives next to no messages: 1.1 MB."""
+"""Smaller buffers: a worker that only reads and writes memory receives few messages. 1.1 MB."""
 _SHM_BYTES = 3 << 20
-"""What must be free in /dev/shm before a worker is made: without it UCX makes one that reaches nobody."""
+"""What must be free in /dev/shm before a worker is made: with less, UCX makes one that reaches no peer."""
 _SHM_HINT = "give more (`docker run --shm-size=1g`), or set UCX_TLS=tcp,self"
 _LACKING = frozenset(
     [
@@ -45,7 +45,7 @@ _LACKING = frozenset(
         libucp.ERR_EXCEEDS_LIMIT,
     ]
 )
-"""What UCX fails with if this process lacks something."""
+"""The statuses with which UCX fails if this process lacks a resource."""
 _HERE = {"RNDV_SCHEME": "get_zcopy"}
 _AFAR = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
@@ -54,10 +54,10 @@ _CLOSE_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """What UCX is told to use, as in UCX_TLS, and the options that go with it.
+    """The transports that UCX may use, as in UCX_TLS, and the options that go with them.
 
-    `local`: shared memory alone, so that nothing needs the target to make progress. `emulated`: TCP may be among them,
-    over which UCX would only emulate one-sided ops: see `active`.
+    `local`: shared memory alone, so no op needs progress by the target. `emulated`: TCP may be among them, over which
+    UCX would only emulate one-sided ops: see `onesided.active_messages`.
     """
 
     tls: str
@@ -67,7 +67,7 @@ class Transports:
 
     @staticmethod
     def choose(one_host: bool, loopback: bool = False) -> Transports:
-        """The user's, if UCX_TLS is set; else by whether all peers are on this host.
+        """The user's transports, if UCX_TLS is set; else a choice by whether all peers are on this host.
 
         `loopback`: no other host will ever connect, so TCP listens on loopback unless UCX_NET_DEVICES says otherwise.
         """
@@ -83,7 +83,7 @@ class Transports:
 
 
 _in_use = 0
-"""Workers of this process."""
+"""The number of workers of this process."""
 _inherited = False
 """Whether this process was forked from one that had workers."""
 
@@ -95,7 +95,7 @@ def _begin_child() -> None:
 
 
 def explain(error: UcxError, rank: int, over: Transports) -> HoldfastError:
-    """What it means that no endpoint to `rank` can be made."""
+    """The error to raise if no endpoint to `rank` can be made."""
     if error.status in _LACKING:
         return ResourceExhausted("what UCX needs", f"it to reach rank {rank}", f"and UCX says: {error}")
     if error.status == libucp.ERR_UNREACHABLE:
@@ -105,7 +105,7 @@ def explain(error: UcxError, rank: int, over: Transports) -> HoldfastError:
 
 
 def _check_devices(tls: str) -> None:
-    """Refuse names of network devices that this host does not have: UCX would make a worker that reaches nobody."""
+    """Refuse names of network devices that this host lacks: UCX would make a worker that reaches no peer."""
     asked = os.environ.get("UCX_NET_DEVICES", "all")
     if asked == "all" or set(tls.split(",")) <= _SHARED_MEMORY | {"self"}:
         return
@@ -119,7 +119,7 @@ def _check_devices(tls: str) -> None:
 
 @contextlib.contextmanager
 def _told_as_local() -> Iterator[None]:
-    """UCX fails in here because of what this process lacks, if it does."""
+    """Raise UCX's failures in this block as lack of a resource in this process, where they are."""
     try:
         yield
     except UcxError as error:
@@ -136,7 +136,7 @@ def _count(more: int) -> None:
 
 
 def _check_fork(over: Transports) -> None:
-    """UCX has one thread for all workers of a process, which a forked child lacks; over TCP nothing goes without it."""
+    """Refuse TCP in a forked child: UCX's thread, which serves all workers of a process, does not exist there."""
     if not over.local and _inherited:
         raise BackendUnavailable(
             "ucx",
@@ -146,7 +146,10 @@ def _check_fork(over: Transports) -> None:
 
 
 def _memory(features: int, over: Transports) -> Mapping[str, str]:
-    """How much shared memory UCX is to take. Raises `ResourceExhausted` if it is not there, or no network device is."""
+    """The options that bound UCX's shared memory.
+
+    Raises `ResourceExhausted` if that memory is not available, or no network device is.
+    """
     _check_devices(over.tls)
     if not over.local:
         return {}
@@ -250,11 +253,11 @@ class UcxWorker:
             self.failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
 
     def progress(self) -> int:
-        """Move what can be moved; 0 if nothing could."""
+        """Progress the worker; 0 if there was nothing to do."""
         return int(self._progress(self.handle))
 
     def arm(self) -> bool:
-        """True if nothing is to be done, and `event_fd` will become readable when there is."""
+        """True if there is nothing to do; `event_fd` becomes readable when there is."""
         status = self._call.ucp_worker_arm(self.handle)
         if status == libucp.ERR_BUSY:
             return False
@@ -262,7 +265,7 @@ class UcxWorker:
         return True
 
     def status(self, request: int) -> int:
-        """What has become of a request; it is freed once that is not IN_PROGRESS any more."""
+        """The status of a request; frees it once that is not IN_PROGRESS."""
         if request <= 0:
             return request
         status = int(self._call.ucp_request_check_status(request))
@@ -271,7 +274,7 @@ class UcxWorker:
         return status
 
     def finish(self, request: int, seconds: float) -> bool:
-        """Progress until `request` is done, at most so long; free it either way. False if it is still under way."""
+        """Progress until `request` is done, for at most `seconds`; frees it either way. False if it is still under way."""
         if request <= 0:
             return True
         limit = time.monotonic() + seconds
@@ -283,19 +286,19 @@ class UcxWorker:
         return done
 
     def flush(self, endpoints: Iterable[Endpoint], seconds: float) -> None:
-        """Wait until all that was sent over these has left this process, at most so long."""
+        """Wait until everything sent over these endpoints has left this process, for at most `seconds`."""
         limit = time.monotonic() + seconds
         for request in [self._call.ucp_ep_flush_nbx(endpoint, self.plain) for endpoint in endpoints]:
             self.finish(request, limit - time.monotonic())
 
     def bounce(self, nbytes: int) -> int:
-        """The address of memory that lives as long as this worker."""
+        """The address of a bounce buffer of `nbytes` bytes that lives as long as this worker."""
         if self._bounce is None or len(self._bounce) < nbytes:
             self._bounce = self._ffi.new("char[]", nbytes)
         return int(self._ffi.cast("uintptr_t", self._bounce))
 
     def abandon(self, keep: object) -> None:
-        """A request goes on that nobody waits for: keep what it may write to, and give out another bounce."""
+        """Keep the memory of an abandoned request that may still write to it; use another bounce buffer from now on."""
         self._kept.append((keep, self._bounce))
         self._bounce = None
 
@@ -305,8 +308,9 @@ class UcxWorker:
         self.abandon(keep)
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Let an endpoint go, whatever state it is in. None that an atomic was sent over may go before its answer came:
-        it goes with the worker.
+        """Close an endpoint, whatever state it is in.
+
+        One over which an atomic was sent without an answer so far is closed with the worker.
         """
         self._endpoints.remove(endpoint)
         params = self._ffi.new(
@@ -315,9 +319,9 @@ class UcxWorker:
         self.finish(self._call.ucp_ep_close_nbx(endpoint, params), _CLOSE_SECONDS)
 
     def close(self, and_then: Callable[[], None] = lambda: None) -> None:
-        """Let everything go; what is under way ends here. Does not wait for peers.
+        """Release everything; requests under way end here. Does not wait for peers.
 
-        `and_then` is called when nothing arrives any more, before the context goes: to let memory go.
+        `and_then` is called when nothing can arrive any more, before the context goes: to release memory.
         """
         if self.handle:
             if self.reports_failures:
