@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 class Board:
-    """One rank's hands on a board; sizes in bytes. Calls may come from any thread, but one op at a time."""
+    """One rank's view of a board; sizes in bytes. Any thread may call it, but only one op runs at a time."""
 
     def __init__(
         self,
@@ -27,71 +27,79 @@ class Board:
     ) -> None: ...
     def release(self) -> None: ...
     def raise_flag(self, value: int, flag: int, /) -> None:
-        """Raise a flag of this rank, and wake those who sleep."""
+        """Raise a flag of this rank, and wake sleeping ranks."""
 
     def sleep_wait(self, rank: int, value: int, flag: int, /) -> bool:
-        """Whether `rank` (the size of the board: every other rank) has raised a flag to `value`. Sleeps for at most
-        2 ms, until it is so or `is_over`."""
+        """Sleep until `rank` (the size of the board: every other rank) has raised `flag` to `value`.
+
+        Returns whether that is so, after at most 2 ms, or as soon as `is_over`.
+        """
 
     def is_over(self) -> bool:
-        """Whether another rank has said that no more ops can end here."""
+        """Whether another rank has aborted, so that no more ops can complete here."""
 
     def stop(self) -> None:
-        """Let every look, now and later, end at once."""
+        """End all polling at once, now and later."""
 
     def stop_spinning(self, value: int, /) -> None:
-        """Let every look for less than `value`, now and later, end before it gives way."""
+        """Do not yield in waits for less than `value`, now and later."""
 
     def wake(self, rank: int, /) -> None:
         """Wake `rank` if it sleeps."""
 
     def wake_all(self) -> None: ...
     def prepare_wait(self) -> None:
-        """Say that this rank is about to sleep. What is looked at from here on is not missed by `futex_wait`."""
+        """Announce that this rank is about to sleep. `futex_wait` misses no wake-up from here on."""
 
     def futex_wait(self) -> None:
-        """Sleep until somebody rings, for at most 2 ms."""
+        """Sleep until another rank wakes this one, for at most 2 ms."""
 
     def finish_wait(self) -> None: ...
     def yield_cpu(self) -> None: ...
     @property
     def number(self) -> int:
-        """Of the newest op."""
+        """The number of the newest op."""
 
     def next(self) -> int:
-        """The number of one more op."""
+        """The number of the next op."""
 
     def publish(self, op: int, signature: int, inputs: tuple[int, ...], /) -> int:
-        """Publish (address, nbytes) of each input: 1 if they were copied into the slot, 0 if not, -1 if a rank still
-        reads what the slot held before."""
+        """Publish (address, nbytes) of each input.
+
+        1 if they were copied into the slot, 0 if not, -1 if a rank still reads the former contents of the slot.
+        """
 
     def exchange(
         self, op: int, signature: int, inputs: tuple[int, ...], into: tuple[int, ...], index: int, own: int, /
     ) -> int:
-        """`publish`; copy what this rank keeps from `own` to its place among `into`; `meet_all`; `collect`; say that it
-        has taken all it needs. As `publish`, and 2 more unless all have published the same, or 4 more if all of it was
-        done."""
+        """Run `publish`, copy what this rank keeps from `own` to its place in `into`, `match_all`, `collect`, and
+        finish.
+
+        Returns what `publish` returns; 2 more unless all have published the same op, or 4 more if everything was done.
+        """
 
     def reduce(
         self, op: int, signature: int, inputs: tuple[int, ...], index: int, kind: int, into: int, nbytes: int, /
     ) -> int:
-        """`publish`; `meet_all`; `combine`; say that this rank has taken all it needs. As `exchange`."""
+        """Run `publish`, `match_all`, `combine`, and finish. Returns like `exchange`."""
 
     def match(self, rank: int, op: int, /) -> int:
-        """-1 once `rank` has published the same, -2 if that takes long, else `rank`: its op is another."""
+        """-1 once `rank` has published the same op, -2 if that takes long, else `rank`: it published another op."""
 
     def match_all(self, op: int, /) -> int:
-        """The same of every rank."""
+        """`match` for every rank; the returned rank published another op."""
 
     def input(self, rank: int, op: int, index: int, /) -> tuple[int, bool]:
-        """The size of an input, and whether it lies in the slot."""
+        """The size of an input, and whether the slot holds it."""
 
     def fetch(self, rank: int, op: int, index: int, into: int, nbytes: int, /) -> int:
-        """Copy an input out of its slot: -1 if done, else the size that it has."""
+        """Copy an input out of its slot: -1 if done, else its actual size."""
 
     def collect(self, op: int, index: int, into: tuple[int, ...], /) -> int:
-        """Copy an input of every other rank out of its slot, to (address, nbytes) for each rank: -1 if done, -2 if they
-        are not all in slots, else a rank whose input has another size. `into` may be empty."""
+        """Copy an input of every other rank out of its slot, to (address, nbytes) for each rank.
+
+        -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another size. `into` may be empty.
+        """
 
     def combine(self, op: int, index: int, kind: int, into: int, nbytes: int, /) -> int:
         """Reduce an input of all ranks: -1 if done, else a rank whose input has another size."""
@@ -108,35 +116,41 @@ class Board:
         own: int,
         /,
     ) -> None:
-        """Set up a pipeline, unless this is the op that is under way. `give` and `take`: (address, nbytes) for each
-        rank; `longest` is the size of the longest piece that any gives to another. kind -1: nothing is reduced."""
+        """Set up a pipeline, unless this op is already under way. kind -1: nothing is reduced.
+
+        `give` and `take`: (address, nbytes) for each rank; `longest`: the size of the longest piece that any rank gives
+        to another.
+        """
 
     def run(self) -> tuple[int, int, int] | None:
-        """Go on with it: None once complete, else the (rank, value, flag) that keeps it, or (rank, error number, -1):
-        that rank's memory cannot be read."""
+        """Continue the pipeline. None once it is complete.
+
+        Else the (rank, value, flag) that it waits for, or (rank, error number, -1): the memory of that rank cannot be
+        read.
+        """
 
 class Order:
-    """Whose turn it is among the ops of one communicator."""
+    """Which thread may issue an op of a communicator."""
 
     seq: int
-    """How many ops were issued."""
+    """The number of ops issued."""
     joint: int
-    """How many of them were of all ranks together."""
+    """The number of those that all ranks share."""
     over: bool
-    """No more can run."""
+    """Whether no more ops can run."""
     queued: bool
-    """Some wait for their turn."""
+    """Whether ops are queued."""
 
     @property
     def busy(self) -> bool:
-        """Whether one is being issued, or runs in the thread that issued it."""
+        """Whether an op is being issued, or runs in the thread that issued it."""
 
     @property
     def begun(self) -> bool:
-        """Whether that one was begun on a fast path, which has told the journal."""
+        """Whether that op was begun on a fast path, which has told the journal."""
 
     def enter(self) -> bool:
-        """Begin to issue an op, unless another is being issued; one that a fast path has begun goes on."""
+        """Begin to issue an op; False if another is being issued. Resumes an op that a fast path has begun."""
 
     def leave(self) -> None: ...
 
@@ -151,17 +165,19 @@ class _FastPath:
     def barrier(self) -> bool: ...
 
 class BoardPath(_FastPath):
-    """Ops over a board.
+    """Fast paths over a board.
 
-    `plan(op, tensor, root, reduction)` says by which signature and kind an op is called, None if it is not for
-    this path. Nothing is done while `observers.observed`. A journal that is not None hears of each op.
+    `plan(op, tensor, root, reduction)` returns the signature and kind of an op, None if it is not for this path. Does
+    nothing while `observers.observed`. A journal that is not None is told of each op.
     """
 
     def __init__(self, board: Board, order: Order, plan: Any, observers: Any, journal: Any) -> None: ...
 
 class CallPath(_FastPath):
-    """Ops that are called: what `plan`, as above, returns is given an op's output, tensor and deadline, as far as it
-    has them. `failed(op, seq, joint, error)` is called with the error of an op, and raises.
+    """Fast paths that call a Python function for each op.
+
+    `plan`, as above, returns that function; it gets the op's output, tensor and deadline, as far as the op has them.
+    `failed(op, seq, joint, error)` is called with the error of an op, and raises.
     """
 
     def __init__(
@@ -169,8 +185,9 @@ class CallPath(_FastPath):
     ) -> None: ...
 
 class GroupCall:
-    """An op on one tensor by a process group of torch's: `holder.group.op([tensor], options)`, and a wait of `limit`
-    for it. With a RuntimeError, `failed(work or None, error, deadline)` ends the wait or raises.
+    """An op on one tensor by a torch process group: `holder.group.op([tensor], options)`, and a wait of `limit` for it.
+
+    On a RuntimeError, `failed(work or None, error, deadline)` ends the wait or raises.
     """
 
     def __init__(
@@ -185,11 +202,12 @@ class GroupCall:
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
 class RequestCall:
-    """An all_reduce of Open MPI on one tensor of `nbytes`, in place: `begin` and `test` are the addresses of
-    MPI_Iallreduce and MPI_Test, `place`, `kind`, `op` and `comm` what MPI takes, as numbers; `looks` says how often it
-    asks whether the op is complete. If it is not then, or MPI reports an error, `go_on(request, code, tensor,
-    deadline)` completes it or raises (no request: 0). `holder.count` is one more each time. ValueError for a tensor of
-    another size.
+    """An all_reduce of Open MPI on one tensor of `nbytes`, in place.
+
+    `begin` and `test` are the addresses of MPI_Iallreduce and MPI_Test; `place`, `kind`, `op` and `comm` are MPI's
+    handles as numbers; `max_tests` bounds how often it tests for completion. If the op is not complete then, or MPI
+    reports an error, `finish_request(request, code, tensor, deadline)` completes it or raises (no request: 0). Each
+    call increments `holder.count`. ValueError for a tensor of another size.
     """
 
     def __init__(
@@ -210,8 +228,10 @@ class RequestCall:
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
 class PersistentCall:
-    """The same by a persistent `request` of mpi4py, whose handle lies at the address `handle`, on the bytes of `stage`:
-    the tensor is copied there before MPI_Start, which lies at `start`, and has what is there afterwards.
+    """The same by a persistent `request` of mpi4py on the bytes of `stage`.
+
+    The handle of `request` lies at the address `handle`, MPI_Start at `start`. The tensor is copied to `stage` before,
+    and back afterwards.
     """
 
     def __init__(
@@ -229,9 +249,10 @@ class PersistentCall:
     def __call__(self, tensor: Any, deadline: float, /) -> None: ...
 
 class ActiveCalls:
-    """The calls of a window that are under way, each inside of this context manager; one after the end raises
-    `refusal()`. Once `tensor` has other memory or another size than it has now, a call raises `left(alone)`; it is the
-    end if no other was under way, which `alone` says.
+    """Counts the calls of a window under way; each runs inside this context manager.
+
+    A call after the end raises `refusal()`. Once `tensor` has moved or changed its size, a call raises `moved(alone)`;
+    if no other call was under way, `alone` is true and that is the end.
     """
 
     def __init__(
@@ -244,20 +265,23 @@ class ActiveCalls:
     @property
     def over(self) -> bool: ...
     def end(self) -> bool:
-        """Let none begin; whether this was the first to say so."""
+        """End: no call begins any more. Whether this was the first call of `end`."""
 
 class WindowBounds:
-    """The windows of all ranks, of these sizes in bytes, with elements `like` those of a tensor."""
+    """Checks transfers against the windows of all ranks: their sizes in bytes, elements of the dtype of `like`."""
 
     def __init__(self, like: Any, sizes: tuple[int, ...]) -> None: ...
     def byte_offset(self, tensor: Any, rank: int, offset: int, /) -> int:
-        """The byte at which a transfer from element `offset` on begins; -1 if it must be looked at more closely: it
-        does not fit, or the tensor is not plain, or of another dtype.
+        """The byte at which a transfer from element `offset` on begins.
+
+        -1 if Python has to check it: it does not fit, or the tensor is not plain or of another dtype.
         """
 
 class Words:
-    """8-byte words in `memory` that other processes or threads change too. To read one is an acquire, to write one a
-    release: a reader that sees a word sees what its writer had written before. See native/board/words.h.
+    """8-byte words in `memory` that other processes or threads change too.
+
+    A read is an acquire, a write a release: a reader that sees a word sees all that its writer wrote before. See
+    native/board/words.h.
     """
 
     def __init__(self, memory: Any) -> None: ...
@@ -265,15 +289,16 @@ class Words:
     def __getitem__(self, index: int, /) -> int: ...
     def __setitem__(self, index: int, value: int, /) -> None: ...
     def release(self) -> None:
-        """Let go of the memory: from here on every access is an IndexError."""
+        """Release the memory: from here on every access is an IndexError."""
 
 def fence() -> None:
-    """Put all that this thread has read and written before all that follows: between writing one word and reading
-    another, which acquires and releases leave open.
+    """Order all earlier reads and writes of this thread before all later ones.
+
+    Needed between writing one word and reading another, which acquire and release do not order.
     """
 
 def kind(dtype: str, op: str, /) -> int:
-    """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if there is none."""
+    """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if it does not exist."""
 
 def combine(kind: int, out: int, a: int, b: int, count: int, /) -> None:
     """out = a op b for `count` numbers at these addresses; `out` may be `a` or `b`."""
@@ -282,19 +307,23 @@ def copy(into: int, from_: int, nbytes: int, /) -> None:
     """Copy between two addresses of this process; nothing where they are one."""
 
 def copy_process(pid: int, writes: bool, most: int, /, *pieces: int) -> int:
-    """Copy (address here, address there, nbytes) of each of up to 8 pieces from process `pid`, or to it, in order and
-    at most `most` bytes a system call. Returns the bytes that were moved; OSError if none could be.
+    """Copy (address here, address there, nbytes) of each of up to 8 pieces, in order, from process `pid` or to it.
+
+    One system call copies at most `most` bytes. Returns the bytes copied; OSError if none could be.
     """
 
 def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[int, ...]:
-    """Memory in `count` pieces: (address, nbytes) of each, flat. Piece `but` is said to be empty."""
+    """Split memory into `count` pieces: (address, nbytes) of each, flat. Piece `but` has size 0."""
 
 def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) -> int:
-    """The correctly rounded sums of `count` floats at each of up to 256 addresses. Returns how many were done: it stops
-    before 1024 of them that need more than two doubles, or hold what is not finite. `out` may be one of the inputs."""
+    """Compute the correctly rounded sums of `count` floats at each of up to 256 addresses.
+
+    Returns how many were computed: it stops before 1024 of them that need more than two doubles, or are not all finite.
+    `out` may be one of the inputs.
+    """
 
 def make_nans_alike(dtype: str, address: int, count: int, /) -> None:
-    """Put torch's own NaN in place of every one among `count` floats."""
+    """Replace every NaN among `count` floats by torch's own."""
 
 def register_tensor_type(
     example: Any,
@@ -303,13 +332,18 @@ def register_tensor_type(
     locate: Callable[[Any], tuple[int, int]],
     /,
 ) -> None:
-    """Let `plain` and `span` be quick with tensors of the example's type, by the addresses of torch's C functions for a
-    tensor's storage; `locate` is asked for the address and size of all others. AttributeError or ValueError if the
-    type does not say where its tensors lie as DLPack 1 has it."""
+    """Make `plain` and `span` fast for tensors of the type of `example`.
+
+    They use the addresses of torch's C functions for a tensor's storage; `locate` finds the address and size of all
+    other tensors. AttributeError or ValueError if the type does not describe its tensors as DLPack 1 does.
+    """
 
 def plain(tensor: Any, /) -> bool:
-    """Whether it is dense CPU memory in row-major order that can be taken as it is: outside autograd, and holding the
-    numbers themselves. False for what is no tensor, and for complex numbers."""
+    """Whether it is dense CPU memory in row-major order that can be used directly.
+
+    That means outside autograd, and holding the numbers themselves. False for what is no tensor, and for complex
+    numbers.
+    """
 
 def span(tensor: Any, /) -> tuple[int, int]:
     """The address and the size in bytes of a contiguous tensor."""

@@ -33,7 +33,7 @@ _said: set[str] = set()
 
 @contextmanager
 def settings_of_a_group() -> Iterator[None]:
-    """Set the variables while a group is made. The user's own values stay, and are logged, unless they affect failures."""
+    """Set the variables while a group is made. Values of the user stay, and are logged, unless they affect failures."""
     with _lock:
         before = os.environ.get(_ERROR_HANDLING)
         if before not in (None, _CLEAN_UP_ONLY):

@@ -144,7 +144,7 @@ class NcclTransport(TorchGroup):
             self._allowed = allowed
 
     def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
-        """Translate a failure of torch's group: this rank's abort, the end of a peer, a timeout, or an error of NCCL."""
+        """Translate a failure of torch's group: this rank's abort, a peer's end, a timeout, or an error of NCCL."""
         end = time.monotonic() + _GRACE_SECONDS
         while self._error is None and time.monotonic() < end:
             time.sleep(0.001)

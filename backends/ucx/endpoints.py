@@ -78,11 +78,11 @@ class Connections:
         self._sent = [each for each in self._sent if self.worker.status(each[0]) == libucp.IN_PROGRESS]
         return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
 
-    def leave(self, request: int, tensor: torch.Tensor) -> None:
+    def abandon_send(self, request: int, tensor: torch.Tensor) -> None:
         """Abandon an unfinished send; keep `tensor` alive while UCX may read it."""
         self._sent.append((request, tensor))
 
-    # -- what earlier epochs left
+    # -- messages of earlier epochs
 
     def begin(self, tags: Tags) -> None:
         """Begin an epoch: messages with these tags belong to it."""
@@ -114,4 +114,4 @@ class Connections:
                 self.worker.lib.call.ucp_request_free(request)
             self.worker.close()
             self._sent.clear()
-            prewarmed_worker.left(self.worker.over)
+            prewarmed_worker.worker_closed(self.worker.over)

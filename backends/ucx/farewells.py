@@ -124,7 +124,7 @@ class Notices:
                 return
             self._note()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle the notices that have arrived."""
         if self._request:
             status = self._call.ucp_tag_recv_request_test(self._request, self._info)
@@ -162,7 +162,7 @@ class Notices:
         if request > 0:
             self._worker.give_up(request, kept)
 
-    def meet(self, endpoint: Any, met: HelloReceived) -> int:
+    def send_met(self, endpoint: Any, met: HelloReceived) -> int:
         """Confirm the hello of one peer; returns the request, which ends once the peer has received it.
 
         UCX acknowledges only over a connection that stands in both directions, so this establishes it. Call it only
@@ -175,7 +175,7 @@ class Notices:
             self._worker.abandon(kept)
         return request
 
-    def say(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
+    def send_farewell(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
         """Tell every peer that this rank leaves, and why; only the first call does. Returns within milliseconds."""
         if self._said:
             return

@@ -120,7 +120,7 @@ class _Handshake:
         while self._worker.progress():
             pass
         self._connections.sweep()
-        self._notices.look()
+        self._notices.poll()
         links, hellos = self._transport.links, self._notices.hellos
         for rank in [rank for rank in self._missing if rank in links]:
             if links[rank].key in self._connections.broken:
@@ -140,7 +140,7 @@ class _Handshake:
             met = self._notices.mets.get(rank)
             return met is not None and met.worker == self._transport.links[rank].worker
         if rank not in self._met_requests:
-            self._met_requests[rank] = self._notices.meet(
+            self._met_requests[rank] = self._notices.send_met(
                 self._transport.links[rank].endpoint, HelloReceived(self._connections.name)
             )
         status = self._worker.status(self._met_requests[rank])

@@ -22,12 +22,7 @@ _waiting: UcxWorker | None = None
 
 
 def take(over: Transports, failed: Failed) -> UcxWorker:
-    """A worker for messages that is made before it is needed.
-
-    Making one takes 5 ms; a rebuild that cannot keep its worker then need not wait for it. One is kept while the
-    process has communicators over UCX. It is made when the first of them is connected, and again whenever one of
-    several is closed, as those of earlier epochs are.
-    """
+    """Take a worker for one more communicator. It reports broken connections to `failed`."""
     global _users
     waiting = _take_waiting()
     if waiting is not None and waiting.over != over:
@@ -64,7 +59,7 @@ def warm_up() -> None:
         UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 
-def left(over: Transports) -> None:
+def worker_closed(over: Transports) -> None:
     """Note that a communicator has closed its worker."""
     global _users
     with _lock:

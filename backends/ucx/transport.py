@@ -237,7 +237,7 @@ class UcxTransport(MessageTransport):
         dead = self.liveness.dead()
         while self._worker.progress():
             pass
-        self.notices.look()
+        self.notices.poll()
         waiting[:] = [each for each in waiting if not self._done(each)]
         self.check_live(dead, {each.peer for each in waiting})
 
@@ -274,7 +274,7 @@ class UcxTransport(MessageTransport):
         for _ in range(16):
             if not self._worker.progress():
                 break
-        self.notices.look()
+        self.notices.poll()
         self.notices.check()
         for rank in ranks & self.notices.left.keys():
             kind, why, _ = self.notices.left[rank]
@@ -299,7 +299,7 @@ class UcxTransport(MessageTransport):
             try:
                 if self.connections is not None:
                     self._worker.progress()
-                    self.notices.look()
+                    self.notices.poll()
             finally:
                 self._lock.release()
         self.notices.check()
@@ -328,9 +328,9 @@ class UcxTransport(MessageTransport):
         if self.connections is None:
             return
         dead = self.liveness.dead()
-        self.notices.look()
+        self.notices.poll()
         away = {*dead, *self.notices.left}
-        self.notices.say([link.endpoint for rank, link in self.links.items() if rank not in away], kind, why)
+        self.notices.send_farewell([link.endpoint for rank, link in self.links.items() if rank not in away], kind, why)
 
     def hand_over(self, peers: Collection[Peer]) -> Connections | None:
         """Hand over the connections to the next epoch of `peers`, with nothing of this one under way.
@@ -367,7 +367,7 @@ class UcxTransport(MessageTransport):
             if message.receives:
                 self._call.ucp_request_free(message.request)
             else:
-                connections.leave(message.request, message.tensor)
+                connections.abandon_send(message.request, message.tensor)
         self._pending.clear()
         links, self.links = self.links, {}
         kept = {self._peers[rank]: link for rank, link in links.items() if self._peers[rank] in peers}

@@ -274,7 +274,7 @@ class UcxWorker:
         return status
 
     def finish(self, request: int, seconds: float) -> bool:
-        """Progress until `request` is done, for at most `seconds`; frees it either way. False if it is still under way."""
+        """Progress until `request` is done, for at most `seconds`; free it either way. False if it is under way."""
         if request <= 0:
             return True
         limit = time.monotonic() + seconds
@@ -310,7 +310,7 @@ class UcxWorker:
     def disconnect(self, endpoint: Endpoint) -> None:
         """Close an endpoint, whatever state it is in.
 
-        One over which an atomic was sent without an answer so far is closed with the worker.
+        Not for one over which an unanswered atomic was sent: that goes with the worker.
         """
         self._endpoints.remove(endpoint)
         params = self._ffi.new(

@@ -1,7 +1,7 @@
-"""The lock under which atomics change a rank's part of a window: its holder is named, and a wait for it can end.
+"""The lock for atomics on a rank's part of a window. Its holder is known, and a wait for it can end.
 
-A holder that was stopped keeps the lock for as long as it is. So whoever waits gives way, looks whether there is still
-something to wait for, and at the deadline names the holder, which has written its rank into the header.
+A stopped holder keeps the lock for as long as it is stopped. So a waiter yields, checks whether it still has to wait,
+and at the deadline names the holder, which has written its rank into the header.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from holdfast.comms._native import Words
 from holdfast.comms.errors import OpTimeout
 
 _give_way = ctypes.CDLL(None).sched_yield
-"""Lets go of the GIL, which os.sched_yield does not: the holder may be a thread of this process."""
+"""Releases the GIL, which os.sched_yield does not: the holder may be a thread of this process."""
 _YIELDS = 200
 _SLEEP_SECONDS = 0.0002
 
 
 class WindowLock:
-    """The lock of `target`'s part, for rank `me`. `take()` says whether the lock could be taken now; `give_back()` ends
-    that. Both are the backend's; what it takes must end with its holder's process. Word `holder` of `header` is the
-    rank that has it, plus one.
+    """The lock of `target`'s part, for rank `me`.
+
+    The backend supplies `take()`, which returns whether the lock could be taken now, and `give_back()`. The lock must
+    end with its holder's process. Word `holder` of `header` is the rank that holds it, plus one.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WindowLock:
 
     @contextmanager
     def held(self, deadline: float, look: Callable[[], object]) -> Iterator[None]:
-        """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while that takes time."""
+        """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while waiting."""
         began, turns = time.monotonic(), 0
         while not self._take():
             now = time.monotonic()
@@ -61,5 +62,5 @@ class WindowLock:
             self._give_back()
 
     def _held_by(self) -> int:
-        """The rank that has the lock, as far as it has said so; else the one whose lock it is."""
+        """The rank that holds the lock, if it has written its rank already; else the rank whose lock it is."""
         return (self._header[self._holder] or self._target + 1) - 1

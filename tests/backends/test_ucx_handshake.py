@@ -217,7 +217,7 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
         if epochs.me == 0:
             transport = comm.transport
             assert isinstance(transport, UcxTransport)
-            transport.notices.say([transport.links[1].endpoint], 9, "what nobody says")
+            transport.notices.send_farewell([transport.links[1].endpoint], 9, "what nobody says")
             transport.notices._said = False
             comm.abort("called off")
             (tmp_path / "said").touch()

@@ -12,8 +12,8 @@ from holdfast.comms import Communicator
 from holdfast.comms.algorithms.shared_memory.board import Board
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 
-ALL_SORTS = (1 << 32) - 1
-"""Of large ops: what a rank says in WANTED that would rather read every input where it is."""
+ALL_CLASSES = (1 << 32) - 1
+"""The IN_PLACE_BITS of a rank that prefers to read the inputs of every large op in place."""
 
 
 def board_of(comm: Communicator) -> Board:

@@ -1,12 +1,12 @@
-"""Reading, writing and adding to a peer's memory by active messages: where UCX would only emulate it, as over TCP.
+"""Read, write and add to a peer's memory by active messages: where UCX would only emulate one-sided ops, as over TCP.
 
 The emulation (UCX 1.22) ends the process: that of an owner which comes to answer a peer that died with two requests
 under way, and that of a survivor whose atomic could not leave before its target died. Active messages end with a
 status.
 
-Who asks sends a header, and the bytes of a write; the owner's handler, called inside its progress, does what was asked
-and replies. So an owner is always between two requests: what it withdraws is touched by nobody from then on, and what
-an asker forgets never reaches its memory.
+The requester sends a header, and the bytes of a write. The owner's handler, called inside its progress, carries out the
+request and replies. So an owner is always between two requests: memory that it withdraws is not touched any more, and
+an answer to a forgotten request never reaches the requester's memory.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ PIECES = 4
 """Messages under way at once, in one read or write."""
 
 WAITING, DONE, GONE, REFUSED, BROKEN = range(5)
-"""What became of a request. GONE: no such region any more. REFUSED: not within it, or read-only. BROKEN: not sent."""
+"""The states of a request. GONE: the region does not exist any more. REFUSED: outside it, or read-only. BROKEN: not
+sent.
+"""
 READ, WRITE, ADD, SWAP, NOTE = range(5)
 _REQUEST, _REPLY = 1, 2
 _HEADER = struct.Struct("<BBHIQQQqq")
-"""Kind, width of an integer, nothing, sender, token, region, offset, two values."""
+"""Kind, width of an integer, padding, sender, token, region, offset, two values."""
 _ANSWER = struct.Struct("<QqB")
 """Token, value, status."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of this process. `into` is where the bytes of a read go, `value` what an atomic found."""
+    """A request of this process. `into` is the address for the bytes of a read, `value` the result of an atomic."""
 
     token: int
     into: int = 0
@@ -58,9 +60,10 @@ def in_pieces(
     finish: Callable[[Request], None],
     forget: Callable[[Request], None],
 ) -> None:
-    """`begin(start, length)` for each piece (one of nothing for no bytes), several under way at a time.
+    """Run `begin(start, length)` for each piece, several under way at a time; one empty piece for no bytes.
 
-    `finish` returns when one was answered: all were when this returns. Where it raises, those under way are forgotten.
+    `finish` returns when a piece was answered; when this returns, all were. If it raises, those under way are
+    forgotten.
     """
     pending: deque[Request] = deque()
     try:
@@ -80,8 +83,10 @@ def in_pieces(
 
 @dataclass(slots=True, eq=False)
 class ExposedRange:
-    """Memory that peers may ask for. Who wrote or noted something is told to the two functions, by the number that it
-    sent itself under; `noted(sender, word, value, after)` says whether it will have that.
+    """Memory that peers may access, with two callbacks for what they wrote or noted.
+
+    Each gets the number under which the sender sent it; `noted(sender, word, value, after)` returns whether it accepts
+    that.
     """
 
     memory: ExposedMemory
@@ -91,7 +96,7 @@ class ExposedRange:
 
 
 class ActiveMessages:
-    """Both sides of a worker: what it asks of others, and what others ask of it. Not thread-safe, as the worker."""
+    """Both sides of a worker: its requests to others, and their requests to it. Not thread-safe, like the worker."""
 
     def __init__(self, worker: UcxWorker) -> None:
         self._worker = worker
@@ -126,7 +131,7 @@ class ActiveMessages:
         self._exposed[region] = exposed
 
     def withdraw(self, region: int) -> None:
-        """From here on nobody touches that memory."""
+        """Withdraw a region: no request touches its memory any more."""
         self._exposed.pop(region, None)
 
     # -- asking
@@ -138,18 +143,18 @@ class ActiveMessages:
     def write(
         self, endpoint: Endpoint, region: int, offset: int, source: int, nbytes: int, keep: object, sender: int = 0
     ) -> Request:
-        """`source` must stay as it is until the request is `sent`; `keep` is kept until then."""
+        """Write from `source`, which must not change until the request is `sent`; `keep` is kept until then."""
         ask = Request(next(self._tokens), source, nbytes)
         return self._request(endpoint, ask, (WRITE, 0, sender), region, offset, (nbytes, 0), source, keep)
 
     def update(
         self, endpoint: Endpoint, kind: int, region: int, offset: int, width: int, values: tuple[int, int]
     ) -> Request:
-        """ADD the first value to an integer of `width` bytes; or SWAP in the second if it is the first."""
+        """ADD the first value to an integer of `width` bytes; or SWAP in the second if the integer equals the first."""
         return self._request(endpoint, Request(next(self._tokens)), (kind, width, 0), region, offset, values)
 
     def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> Request:
-        """Tell the owner a value, once `after` writes of this sender have taken effect."""
+        """Send the owner a value, valid once `after` writes of this sender have taken effect."""
         return self._request(endpoint, Request(next(self._tokens)), (NOTE, 0, sender), region, word, (value, after))
 
     def _request(
@@ -171,7 +176,7 @@ class ActiveMessages:
         return ask
 
     def forget(self, ask: Request) -> None:
-        """Stop waiting: a late answer goes nowhere."""
+        """Forget a request: a late answer is discarded."""
         self._asked.pop(ask.token, None)
 
     # -- sending
@@ -195,7 +200,7 @@ class ActiveMessages:
             self._sent(ask, request)
 
     def sweep(self) -> None:
-        """Let go of what has been sent."""
+        """Release the memory of sent messages."""
         if not self._sending:
             return
         going = []

@@ -1,4 +1,4 @@
-"""Regions of the memory plane by active messages: what this process exposes, and what it asks others for."""
+"""Regions of the memory plane by active messages: those of this process, and access to those of others."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class ActiveTable:
         return UcxAddress(self._owner, self._worker.address, b"", 0, self._generation, b"", 0, memory.nbytes, writable)
 
     def invalidate(self, address: UcxAddress) -> None:
-        """From here on nobody reads or writes the memory."""
+        """Withdraw a region: no peer reads or writes its memory any more."""
         self._messages.withdraw(address.generation)
 
     def wait_for_writer(self, address: UcxAddress) -> None:
-        """Writers are never in the middle of something: the owner itself writes, a message at a time."""
+        """Does nothing: the owner itself carries out the writes, one message at a time."""
 
     def free(self, address: UcxAddress) -> None:
-        """A generation is never used twice."""
+        """Does nothing: a generation is never used twice."""
 
     def close(self) -> None:
-        """Nothing but the regions, which their plane has closed."""
+        """Does nothing: the plane has closed the regions."""
 
 
 class ActiveRegion:
-    """A region whose owner is asked. The plane's lock is held around each call."""
+    """A region whose owner carries out reads and writes. The plane's lock is held around each call."""
 
     def __init__(self, owner: Owner, address: UcxAddress, messages: ActiveMessages) -> None:
         self.owner, self.address, self._messages = owner, address, messages
@@ -87,4 +87,4 @@ class ActiveRegion:
             raise ConnectionLost(f"process {pid} could not be asked; its connection broke")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resource is held."""

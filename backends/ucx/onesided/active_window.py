@@ -1,7 +1,7 @@
-"""Windows by active messages, as over TCP: the target's progress thread answers.
+"""Windows by active messages, as over TCP: the progress thread of the target answers.
 
-It may compute or sleep, but a stopped one holds up gets, atomics and flushes until they time out. Puts and signals
-return when they have left; `flush` says when they have arrived. A signal carries how many writes of its rank come
+A target may compute or sleep, but a stopped one delays gets, atomics and flushes until they time out. Puts and signals
+return when they have left; `flush` returns when they have arrived. A signal carries the number of writes of its rank
 before it, and is counted once they have been done.
 """
 
@@ -31,7 +31,7 @@ from holdfast.comms.transport.base import Transport
 
 
 class ActiveSide(OneSidedWorker):
-    """The one-sided side of a rank that asks its peers."""
+    """The one-sided worker of a rank whose peers carry out its requests."""
 
     messages: ActiveMessages
 
@@ -41,14 +41,14 @@ class ActiveSide(OneSidedWorker):
         return worker
 
     def wait_for(self, ask: Request, rank: int, deadline: float, op: str) -> None:
-        """Return when `rank` has answered. Raises `RegionGone` if it has no such region, or is gone; `OpTimeout`."""
+        """Wait for the answer of `rank`. Raises `RegionGone` if it has no such region, or is gone; `OpTimeout`."""
         self.until(lambda: ask.status != active_messages.WAITING, rank, deadline, op)
         if ask.status != active_messages.DONE:
             self.check(rank, now=True)
             raise RegionGone(f"{op}: rank {rank} has closed its window; make another one")
 
     def wait_until_sent(self, ask: Request, rank: int, deadline: float, op: str) -> None:
-        """Return when the memory that `ask` sends may change. Raises `RegionGone`, `OpTimeout`."""
+        """Wait until the memory that `ask` sends may change. Raises `RegionGone`, `OpTimeout`."""
 
         def sent() -> bool:
             self.messages.sweep()
@@ -59,7 +59,7 @@ class ActiveSide(OneSidedWorker):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rank's part, as this rank reaches it."""
+    """A rank's part, as this rank accesses it."""
 
     endpoint: Endpoint
     region: int
@@ -103,7 +103,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         return True
 
     def _count_notes(self, sender: int) -> None:
-        """Count what this sender said after writes that are all done now."""
+        """Count the notes of this sender whose preceding writes are all done now."""
         done, held = self._done[sender], self._held[sender]
         for word, value, after in held:
             if after <= done:
@@ -137,7 +137,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
                 side.wait_until_sent(ask, rank, deadline, "put")
 
     def _without_answer(self, rank: int) -> deque[Request]:
-        """What `flush` has to wait for. The lock is held."""
+        """The requests that `flush` waits for. The lock is held."""
         unanswered = self._unanswered[rank]
         while unanswered and unanswered[0].status == active_messages.DONE:
             unanswered.popleft()
@@ -161,7 +161,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         self._live(rank)
 
     def _settle(self, rank: int, deadline: float, op: str) -> None:
-        """Return when the writes that were issued to `rank` have taken effect there."""
+        """Wait until the writes that were issued to `rank` have taken effect there."""
         with self._side.lock:
             issued = list(self._without_answer(rank))
         for ask in issued:

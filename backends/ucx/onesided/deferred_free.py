@@ -1,5 +1,7 @@
-"""Memory that a process no longer uses, and must not give back: somebody who was stopped in the middle of a copy would
-write into whatever takes its place, once it goes on.
+"""Keep unused memory while a stopped process may still write to it.
+
+A process that was stopped in the middle of a copy, and continues later, would write into whatever takes the place of
+freed memory.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ _left: list[tuple[torch.Tensor, tuple[int, ...]]] = []
 
 
 def leave_behind(memory: ExposedMemory, writers: Sequence[Peer]) -> None:
-    """Move its tensor to other memory; keep that which it had until all of these processes have ended."""
+    """Move the tensor to other memory; keep the old memory until all of these processes have ended."""
     with _lock:
         _left.append((memory.vacate(), tuple(writer_token(peer) for peer in writers)))
 
 
 def sweep() -> None:
-    """Let go of what nobody can write to any more."""
+    """Free the memory to which no living process can write any more."""
     with _lock:
         _left[:] = [(kept, tokens) for kept, tokens in _left if any(writer_lives(token) for token in tokens)]

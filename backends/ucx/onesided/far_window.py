@@ -1,8 +1,9 @@
-"""Windows over a network that reads and writes memory in hardware; the target's progress thread does what it cannot.
+"""Windows over a network that reads and writes memory in hardware; the target's progress thread does the rest.
 
-The target may compute or sleep, but a stopped one may hold up gets, atomics and flushes until they time out. Puts and
-signals return when they have left; `flush` says when they have arrived. A rank that closes its window says so to all,
-and they look at what they were told; the bytes of a get come behind that word, so nobody takes later ones for good.
+A target may compute or sleep, but a stopped one may delay gets, atomics and flushes until they time out. Puts and
+signals return when they have left; `flush` returns when they have arrived. A rank that closes its window writes so to
+all ranks, and they check that word. The bytes of a get arrive after the word, so a get never returns bytes from after
+the close.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.transport.base import Transport
 
 BOUNCE_BYTES = 1 << 20
-"""Bytes of a get that are under way at once, twice. They come through memory of the window's own: those of a get that
-was given up never reach the user's."""
+"""Bytes of each of the two blocks of a get that are under way at once.
+
+They pass through memory of the window, so those of an abandoned get never reach the user's.
+"""
 
 
 class FarWindow(RegisteredWindow):
@@ -52,7 +55,7 @@ class FarWindow(RegisteredWindow):
         self._live(rank)
 
     def _fetch(self, rank: int, part: RemotePart, into: int, nbytes: int, at: int, deadline: float) -> None:
-        """Two blocks under way, through memory of the window's own."""
+        """Fetch with two blocks under way, through memory of the window."""
         ffi, side = self._worker.lib.ffi, self._side
         width = min(BOUNCE_BYTES, nbytes)
         kept = ffi.new("char[]", 2 * width if nbytes > width else width)
@@ -81,7 +84,7 @@ class FarWindow(RegisteredWindow):
             ctypes.memmove(into + done, bounce + done // width % 2 * width, block)
 
     def _settle(self, rank: int, deadline: float, op: str) -> None:
-        """Return when the puts that were issued to `rank` have taken effect there."""
+        """Wait until the puts that were issued to `rank` have taken effect there."""
         if self._dirty[rank]:
             self._side.flush(rank, deadline, op)
             self._dirty[rank] = False
@@ -99,10 +102,10 @@ class FarWindow(RegisteredWindow):
     def _amo(
         self, rank: int, offset: int, dtype: torch.dtype, code: int, values: Sequence[int], deadline: float
     ) -> int:
-        """An atomic of UCX itself. Its buffers are its own: it may be carried out after it was given up.
+        """Run an atomic of UCX itself. Its buffers are its own, since it may be carried out after it was abandoned.
 
         It begins when nothing waits to be sent to `rank`, so that it leaves at once: UCX ends the process if it has to
-        call off one that did not, as when the peer dies.
+        cancel one that did not leave, as when the peer dies.
         """
         ffi, size = self._worker.lib.ffi, dtype.itemsize
         words = ffi.new("int32_t[2]" if size == 4 else "int64_t[2]", list(values))
@@ -155,12 +158,12 @@ class FarWindow(RegisteredWindow):
         self._side.keep(partial(self._release, self._exposed.vacate()))
 
     def _release(self, memory: torch.Tensor, silent: bool) -> bool:
-        """Give `memory` back, which must live until then, once nothing can come any more."""
+        """Free `memory`, which must live until then, once nothing can arrive any more."""
         if silent or self._all_closed():
             self._unmap()
             return True
         return False
 
     def _all_closed(self) -> bool:
-        """Whether nothing can come from the others any more: they say so after all else."""
+        """Whether nothing can arrive from the others any more: each sends its close after all else."""
         return all(self._mine[2 * rank] for rank in range(self._size))

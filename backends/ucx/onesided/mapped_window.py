@@ -1,8 +1,8 @@
-"""Windows whose memory UCX reads and writes itself: every rank's tensor where it lies, registered, and a header.
+"""Windows whose memory UCX reads and writes itself: the registered tensor of every rank, and a header.
 
-A header is memory of UCX's own. It holds what the others say to its rank, a lock for atomics, and a word a peer that
-says "I am writing into your memory". How they are written differs: `near_window` over shared memory, `far_window` over
-a network that does so in hardware.
+A header is memory allocated by UCX. It holds what the others write to its rank, a lock for atomics, and one word a peer
+that means "I am writing into your memory". How these are written differs: `near_window` over shared memory,
+`far_window` over a network that does so in hardware.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.comms.transport.base import Transport
 
 
 class _PartAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's header and memory are. `key` is empty for a window without elements."""
+    """The addresses of a rank's header and memory. `key` is empty for a window without elements."""
 
     header: int
     header_key: bytes
@@ -33,7 +33,7 @@ class _PartAddress(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class RemotePart:
-    """A rank's part, as this rank reaches it. `mapped` is where its header is mapped here, or 0."""
+    """A rank's part, as this rank accesses it. `mapped` is the address of its header here, or 0."""
 
     endpoint: Any
     header: int
@@ -96,7 +96,7 @@ class RegisteredWindow(UcxWindow[OneSidedWorker, RemotePart]):
         super()._let_go()
 
     def _unmap(self) -> None:
-        """Let the registered memories go."""
+        """Release the registered memory."""
         with self._side.lock:
             for mapping in (self._memory, self._header):
                 if mapping is not None:

@@ -1,8 +1,8 @@
-/* holdfast.backends.ucx._near: a get or a put of libucp in one call from Python, where cffi takes four.
+/* holdfast.backends.ucx.onesided._near: a get or a put of libucp in one call from Python, where cffi takes four.
  *
- * The library is loaded by libucp.py, which hands over the addresses of its functions; nothing here is linked to it. A
- * transfer of a few bytes between processes of one host is done when the library returns, but for one look: so that is
- * tried here, and what takes longer is left to Python. Whatever may take more than a few microseconds lets go of the GIL. */
+ * libucp.py loads the library and passes the addresses of its functions; nothing here is linked to it. A transfer of a
+ * few bytes between processes of one host is complete after one progress call at most: that is tried here, and Python
+ * waits for longer ones. Everything that may take more than a few microseconds releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -14,9 +14,9 @@
 
 typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uint64_t remote, void *key, const void *param);
 
-enum { CLOSED = 1, OK = 0 }; /* beside requests, which are addresses, and errors, which are negative */
+enum { CLOSED = 1, OK = 0 }; /* distinct from requests, which are addresses, and errors, which are negative */
 enum { AT_ONCE = 1 << 14 };  /* bytes up to which the GIL is kept */
-enum { BLOCK = 1 << 22 };    /* that are copied at once; between two looks at the deadline */
+enum { BLOCK = 1 << 22 };    /* the most bytes of one copy, between two checks of the deadline */
 
 typedef struct {
     PyObject_HEAD
@@ -30,7 +30,7 @@ typedef struct {
 
 typedef struct {
     PyObject *near;
-} state; /* of the module: its types */
+} state; /* types of the module */
 
 /* -- the library, and a worker of it */
 
@@ -70,7 +70,7 @@ typedef struct {
     Near *near;
     void *endpoint, *key;
     uint64_t memory;
-    _Atomic uint64_t *closed, *busy; /* it has closed its window; this rank writes into it */
+    _Atomic uint64_t *closed, *busy; /* words: it has closed its window; this rank writes into it */
 } Part;
 
 /* OK if done, else a request that is under way, or a negative status. */
@@ -86,7 +86,7 @@ static intptr_t attempt(const Part *self, transfer function, uint64_t address, u
     return OK;
 }
 
-/* address, nbytes, offset: the first block of it. */
+/* get(address, nbytes, offset): the first block of the transfer. */
 static intptr_t run_pipeline(const Part *self, transfer function, const uint64_t *a) {
     uint64_t nbytes = a[1] < BLOCK ? a[1] : BLOCK;
     if (nbytes <= AT_ONCE)
@@ -103,8 +103,8 @@ static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
     return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(run_pipeline(self, self->near->get, a)) : NULL;
 }
 
-/* put: between saying that this rank writes and saying that it does not. Who closes a window says so before it looks who
- * writes: one of them sees the other. */
+/* put: sets `busy` before the write and clears it after. A rank that closes its window sets `closed` before it reads the
+ * `busy` words, so one of the two sees the other. */
 static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
@@ -116,7 +116,7 @@ static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     return PyLong_FromSsize_t(outcome);
 }
 
-/* put_entered: for a caller that has said so itself. */
+/* put_entered: for a caller that has set `busy` itself. */
 static PyObject *part_put_entered(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))

@@ -1,9 +1,9 @@
-"""Windows over shared memory (`posix,cma,self`): the kernel copies between the tensors, and headers are mapped by all.
+"""Windows over shared memory (`posix,cma,self`): the kernel copies between the tensors, and all ranks map the headers.
 
-A target that computes, sleeps or was stopped holds nobody up. A writer sets its word in the target's header, then looks
-whether the window is open; its owner closes the window, then looks at the words. Each has a full fence in between, so
-one of them sees the other: `close` knows whether anybody is in the middle of a block, and leaves the memory to a writer
-that was stopped there.
+A target that computes, sleeps or was stopped delays no other rank. A writer sets its word in the target's header, then
+checks that the window is open; the owner closes the window, then checks the words. A full fence stands between the two
+steps on both sides, so at least one of them sees the other: `close` knows whether a writer is in the middle of a block,
+and leaves the memory to a writer that was stopped there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.comms.transport.window_memory import closed_there
 
 _MOVING_SECONDS = 1.0
-"""The longest that a window's memory is put on huge pages, which halves the time of a large get or put."""
+"""The most seconds for moving a window to huge pages, which halves the time of a large get or put."""
 
 
 class NearWindow(RegisteredWindow):
@@ -114,13 +114,13 @@ class NearWindow(RegisteredWindow):
         self._live(rank)
 
     def _finish_put(self, request: int, rank: int, deadline: float) -> None:
-        """What became of a put that was not done at once. The lock is held."""
+        """Complete a put that was not done at once. The lock is held."""
         if request == CLOSED:
             raise closed_there(rank)
         self._side.wait(request, rank, deadline, "put")
 
     def _enter(self, rank: int) -> None:
-        """Between saying that this rank writes, and writing: is the window open? See the module."""
+        """Check that the window is open, after setting this rank's word and before writing. See the module."""
         fence()
         if self._mine[2 * rank]:
             raise closed_there(rank)
@@ -145,7 +145,7 @@ class NearWindow(RegisteredWindow):
         value: int,
         deadline: float,
     ) -> int:
-        """Change an element under the target's lock word: add `value`, or set to it if the element is `expected`.
+        """Change an element under the target's lock word: add `value`, or set it to `value` if it is `expected`.
 
         UCX's own atomics reach only memory that it allocated.
         """
@@ -173,7 +173,7 @@ class NearWindow(RegisteredWindow):
         return old
 
     def _take_lock(self, rank: int, part: RemotePart, deadline: float) -> None:
-        """Become the holder of a rank's lock word; take over from one that died."""
+        """Take a rank's lock word, or take it over from a holder that died."""
         began, expected, turns = time.monotonic(), 0, 0
         while (seen := self._swap_lock(rank, part, expected, deadline)) != expected:
             expected = seen if seen and not writer_lives(seen) else 0
@@ -213,7 +213,7 @@ class NearWindow(RegisteredWindow):
         self._words[rank][word] = value
 
     def _writers(self) -> list[Peer]:
-        """The processes that may be in the middle of a block of this rank's memory."""
+        """The processes that may be in the middle of writing a block of this rank's memory."""
         fence()
         busy = [rank for rank in range(self._size) if self._mine[self._lock_word + 1 + rank]]
         peers = [self._side.peers[rank] for rank in busy if rank != self._rank]

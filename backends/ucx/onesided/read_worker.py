@@ -1,7 +1,7 @@
 """A worker of a memory plane, and the regions of other processes that it has found.
 
 libucp takes one call at a time on a worker, and where the kernel copies, a call is the whole copy. So a plane that
-reads with several threads gives each a lane of its own.
+reads with several threads gives each thread its own read worker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.liveness import this_host
 
 BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
-"""Bytes between two looks at the generation, by the kernel's copies and over a network."""
+"""Bytes between two checks of the generation, for the kernel's copies and over a network."""
 ATTEMPTS = 3
-"""How often a block is tried, over a new connection each time."""
+"""The number of attempts for a block, each over a new connection."""
 REMEMBERED = 256
-"""How many regions of others a lane keeps keys to."""
+"""The number of remote regions whose keys a read worker caches."""
 
 
 class ReadWorker:
@@ -57,14 +57,14 @@ class ReadWorker:
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        """Copy between memory at `address` and a region, block by block; `look()` before each may raise."""
+        """Copy between memory at `address` and a region, block by block; `look()` is called before each, and may raise."""
         for start in range(0, nbytes, self._block) or (0,):
             with self.lock:
                 look()
                 self._move(handle, address + start, offset + start, min(self._block, nbytes - start), deadline, writing)
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
-        """One block, over a new connection if the one that is there is broken."""
+        """Move one block, over a new connection if the existing one is broken."""
         for attempt in range(1, ATTEMPTS + 1):
             region = None
             try:
@@ -114,7 +114,7 @@ class ReadWorker:
         return region
 
     def _forget(self, owner: Owner) -> None:
-        """Drop the connection to an owner, which may be broken, and what was known of its regions."""
+        """Drop the connection to an owner, which may be broken, and its cached regions."""
         self._drop_keys([handle for handle, region in self._found.items() if region.owner is owner])
         for address, known in list(self._owners.items()):
             if known is owner:
@@ -122,7 +122,7 @@ class ReadWorker:
                 owner.close()
 
     def _note_failure(self, key: int, why: str) -> None:
-        """A connection broke; called by UCX while it makes progress."""
+        """Note a broken connection; called by UCX during progress."""
         for owner in self._owners.values():
             if owner.key == key:
                 owner.broken = why
@@ -132,7 +132,7 @@ class ReadWorker:
             self._found.pop(handle).close()
 
     def close(self, and_then: Callable[[], None] = lambda: None) -> None:
-        """Let everything go; `and_then` is called when no connection is left, before the worker goes."""
+        """Release everything; `and_then` is called when no connection is left, before the worker is closed."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None

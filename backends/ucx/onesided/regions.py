@@ -1,7 +1,7 @@
-"""Memory that this process exposes for UCX to read and write, and the table that says which of it is still there.
+"""Memory that this process exposes for UCX to read and write, and the table of its open regions.
 
 A row of the table is two words: the region's generation, which is never used twice and is 0 once the region is closed,
-and the process that is writing to it. The table is memory of UCX's own, so that processes of one host load from it
+and the process that is writing to it. The table is memory allocated by UCX, so processes of one host load from it
 directly. A reader that finds the generation after its copy has copied from that very region.
 """
 
@@ -27,11 +27,11 @@ from holdfast.comms.transport.liveness import started
 ROWS = 1 << 16
 ROW_BYTES = 16
 WRITER_SECONDS = 2.0
-"""How long `RegionTable.strike_out` waits for one that is in the middle of a block."""
+"""How long `wait_for_writer` waits for a writer in the middle of a block."""
 
 
 class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
-    """What a handle of the ucx plane says: whose memory, how to connect, where the table and the memory are."""
+    """The address in a handle of the ucx plane: the owner, how to connect, the table and the memory."""
 
     owner: Peer
     worker: bytes
@@ -45,7 +45,7 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def by_messages(self) -> bool:
-        """Whether the owner is asked for the bytes, since UCX does not read them itself."""
+        """Whether the owner carries out reads and writes by active messages, since UCX only emulates them."""
         return not self.key
 
     def encode(self) -> bytes:
@@ -54,7 +54,7 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> UcxAddress:
-        """Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
+        """Decode an address. Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
         body = data[8:]
         if xxhash.xxh3_64_digest(body) != data[:8]:
             raise CorruptData("not the address of a region: its checksum is wrong")
@@ -68,7 +68,7 @@ _addresses = msgspec.msgpack.Decoder(UcxAddress)
 
 
 def writer_token(process: Peer) -> int:
-    """How a process names itself in a row that it writes under: never 0."""
+    """The number of a process in a row that it writes under: never 0."""
     return (process.started << 22 | process.pid) & (1 << 63) - 1
 
 
@@ -132,7 +132,7 @@ class UcxRegionTable:
         self._free: list[int] = []
 
     def expose(self, memory: ExposedMemory, writable: bool) -> UcxAddress:
-        """Register memory and write it down. Raises `Unsupported` when too many regions are open already."""
+        """Register memory and enter it. Raises `Unsupported` when too many regions are open already."""
         if not self._free and self._used == ROWS:
             raise Unsupported(f"more than {ROWS} exposed regions in one process", "close some of them")
         nbytes = memory.nbytes
@@ -157,12 +157,12 @@ class UcxRegionTable:
         )
 
     def invalidate(self, address: UcxAddress) -> None:
-        """From here on nothing that was read or written is taken for good."""
+        """Invalidate a region: no read or write of it succeeds any more."""
         self._words[self._index(address)] = 0
-        fence()  # a writer enters before it looks at the generation: one of the two sees the other
+        fence()  # a writer enters before it checks the generation: one of the two sees the other
 
     def wait_for_writer(self, address: UcxAddress) -> None:
-        """Return once nobody writes to an invalidated region. Raises `OpTimeout`."""
+        """Wait until no process writes to an invalidated region. Raises `OpTimeout`."""
         began = time.monotonic()
         index = self._index(address) + 1
         while token := self._words[index]:
@@ -175,7 +175,7 @@ class UcxRegionTable:
             time.sleep(0.0002)
 
     def free(self, address: UcxAddress) -> None:
-        """Let the memory go, and its row."""
+        """Release the memory and its row."""
         row = self._index(address) // 2
         self._exposed.pop(row).close()
         self._free.append(row)

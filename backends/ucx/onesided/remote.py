@@ -23,13 +23,13 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsuppor
 from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
 
 PIECE_BYTES = 1 << 20
-"""Bytes that go over a network at once."""
+"""Bytes of one transfer over a network."""
 _LOOK_SECONDS = 0.002
 _LEAVE_SECONDS = 0.5
 
 
 class ConnectionLost(RegionGone):
-    """The connection broke, though the owner lives as far as is known: another may still find the region."""
+    """The connection broke, though the owner lives as far as is known: a new connection may still find the region."""
 
 
 class Owner:
@@ -75,8 +75,9 @@ class Owner:
         return made[0]
 
     def atomic(self, begin: Callable[[], int], deadline: float) -> None:
-        """Carry out an atomic, once nothing waits to be sent to this owner, so that it leaves at once: UCX ends the
-        process if it has to call off one that did not, as when the owner dies. Raises as `wait` does.
+        """Run an atomic, once nothing waits to be sent to this owner, so that it leaves at once. Raises as `wait` does.
+
+        UCX ends the process if it has to cancel an atomic that did not leave, as when the owner dies.
         """
         op = "taking a region to write to"
         worker, flush = self.worker, self.worker.lib.call.ucp_ep_flush_nbx
@@ -141,10 +142,10 @@ class Owner:
 
 
 class RemoteRegion:
-    """A region that was seen in its owner's table.
+    """A region found in its owner's table.
 
-    `direct` says that the kernel or this process itself does the copies: no help from the owner is needed, and none of
-    them outlives its call. Otherwise bytes come through `_bounce`, so that late ones never reach the user's memory.
+    `direct`: the kernel or this process itself copies, so the owner need not help, and no copy outlives its call.
+    Otherwise bytes pass through `_bounce`, so that late ones never reach the user's memory.
     """
 
     def __init__(self, owner: Owner, address: UcxAddress) -> None:
@@ -156,7 +157,7 @@ class RemoteRegion:
         pointer = ffi.new("uintptr_t *")
         self.direct = self._call.ucp_rkey_ptr(self._table_key, address.row, pointer) == libucp.OK
         self._row = words_at(int(pointer[0]), ROW_BYTES // 8) if self.direct else None
-        """The generation and the writer, if they are mapped here."""
+        """The generation and the writer, if the row is mapped here."""
         self._words, self._words_at = owner.words, owner.words_at
         self._atomic = libucp.atomic_parameters(owner.worker.lib, 8, self._words)
 
@@ -167,14 +168,14 @@ class RemoteRegion:
         self._verify()
 
     def _request(self) -> int:
-        """Begin to get the generation from afar; a request."""
+        """Begin to get the generation from afar; returns a request."""
         request: int = self._call.ucp_get_nbx(
             self.owner.endpoint, self._words_at + 16, 8, self.address.row, self._table_key, self._worker.plain
         )
         return request
 
     def _verify(self) -> None:
-        """Raise `RegionGone` unless the generation that is mapped, or was got, is the region's."""
+        """Raise `RegionGone` unless the generation, mapped or fetched, is the region's."""
         self.owner.check()
         if (int(self._words[2]) if self._row is None else self._row[0]) != self.address.generation:
             raise RegionGone(f"process {self.owner.pid} closed the region; what was read of it must not be used")
@@ -197,7 +198,7 @@ class RemoteRegion:
         return request
 
     def _pull_far(self, into: int, offset: int, nbytes: int, deadline: float) -> None:
-        """Two pieces under way at a time, the generation behind the last."""
+        """Read with two pieces under way at a time; the generation follows the last."""
         width = min(PIECE_BYTES, nbytes)
         bounce = self._worker.bounce(2 * width)
         pending: deque[tuple[int, int]] = deque()
@@ -213,7 +214,7 @@ class RemoteRegion:
     # -- writing
 
     def push(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
-        """Copy one block at the address `source` into the region, while its owner's `close` waits."""
+        """Copy one block at the address `source` into the region, while `close` of its owner waits."""
         if not self.address.writable:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
         token = self.owner.token
@@ -239,7 +240,7 @@ class RemoteRegion:
         return request
 
     def _push_far(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
-        """Two pieces under way at a time; all have arrived when this returns."""
+        """Write with two pieces under way at a time; all have arrived when this returns."""
         self._verify()
         width = min(PIECE_BYTES, nbytes)
         bounce = self._worker.bounce(2 * width)
@@ -257,14 +258,14 @@ class RemoteRegion:
             self.owner.wait(flush, deadline, "memory write")
 
     def _leave(self, token: int, deadline: float) -> None:
-        """Be the row's writer no longer; from afar, get the generation after that."""
+        """Stop being the row's writer; from afar, get the generation after that."""
         if self._row is not None:
             self._row[1] = 0
         else:
             self._compare_and_swap(token, 0, deadline)
 
     def _enter(self, token: int, deadline: float) -> None:
-        """Become the row's writer; take over from one that died."""
+        """Become the row's writer, or take over from a writer that died."""
         expected = 0
         while (seen := self._compare_and_swap(expected, token, deadline)) != expected:
             self._verify()
@@ -275,7 +276,7 @@ class RemoteRegion:
                 time.sleep(0.0001)
 
     def _compare_and_swap(self, expected: int, desired: int, deadline: float) -> int:
-        """What the row's writer was; `desired` from now on if that was `expected`. From afar, the generation too."""
+        """Compare and swap the row's writer; returns the old value. From afar, fetches the generation, too."""
         self._words[0], self._words[1] = expected, desired
         self.owner.atomic(self._swap, deadline)
         if not self.direct:
@@ -283,7 +284,7 @@ class RemoteRegion:
         return int(self._words[1])
 
     def _swap(self) -> int:
-        """Begin a compare-and-swap of the row's writer; a request."""
+        """Begin a compare-and-swap of the row's writer; returns a request."""
         request: int = self._call.ucp_atomic_op_nbx(
             self.owner.endpoint,
             libucp.ATOMIC_CSWAP,

@@ -1,6 +1,6 @@
-"""Windows over UCX: what all kinds have in common. How bytes move, and how ranks tell each other, differs.
+"""Base of the windows over UCX. Subclasses differ in how bytes move and how ranks notify each other.
 
-What the others say to a rank are two words a peer: has it closed its window; how often it has signalled.
+The others write two words a peer to a rank: whether they have closed their window, and how often they have signalled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast.comms.transport.window_memory import WindowMemory, closed_here, cl
 YIELDS = 200
 SLEEP_SECONDS = 0.0002
 LEAVE_SECONDS = 0.3
-"""How long `close` waits for peers to hear of it, and for writers in the middle of a block."""
+"""How long `close` waits until peers know of it, and for writers in the middle of a block."""
 _LEAST_SECONDS = 0.02
 
 
 class Sized(Protocol):
-    """A rank's part, as this rank reaches it."""
+    """A rank's part, as this rank accesses it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -41,7 +41,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     """See the module. Calls may come from several threads."""
 
     _mine: Any
-    """What the others say to this rank."""
+    """The words that the others write to this rank."""
 
     def __init__(self, side: SideOf, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
         self._side, self._exposed = side, ExposedMemory(tensor)
@@ -64,7 +64,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Make room for what the others say, before they can."""
+        """Allocate the words that the others write, before they can."""
 
     @abstractmethod
     def _open(self, transport: Transport, deadline: float) -> None:
@@ -93,7 +93,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         """Set a word in a rank's header, after all that was issued to it before."""
 
     def _look(self) -> None:
-        """Let what the others say arrive, where that takes this rank's help."""
+        """Progress the words of the others, where that takes this rank's help."""
 
     def wait_signal(self, rank: int, deadline: float) -> None:
         word, wanted = 2 * rank + 1, self._waited[rank] + 1
@@ -122,7 +122,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
             self._let_go()
 
     def _announce_close(self) -> None:
-        """Tell all that live; they have heard when this returns, unless they were stopped."""
+        """Tell all living ranks that this window is closed; unless stopped, they know it when this returns."""
         until = time.monotonic() + LEAVE_SECONDS
         self._mine[2 * self._rank] = 1
         try:
@@ -143,7 +143,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
                     continue  # it was stopped, or is gone meanwhile
 
     def _await_delivery(self, rank: int, deadline: float) -> None:
-        """Return when a rank has been told what it was told."""
+        """Wait until a rank has received its words."""
 
     def _let_go(self) -> None:
         self._parts.clear()
@@ -151,4 +151,4 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
 
     @abstractmethod
     def _withdraw(self) -> None:
-        """Stop exposing the tensor's memory. Whatever may still come must find no memory that is used."""
+        """Stop exposing the tensor's memory. Transfers that arrive later must not find memory in use."""

@@ -1,8 +1,8 @@
-"""How one rank reaches the memory of the others: a worker of its own beside that of the messages, connected to all.
+"""A rank's worker for one-sided access, beside that for messages, connected to all other ranks.
 
-A worker of its own, so that a window's ops need not wait while another thread is inside a collective, and the other
-way round. Over shared memory nothing here needs the target. Where it has to help (TCP), its progress thread does: it
-may compute or sleep, but not be stopped.
+It is separate so that a window's ops do not wait while another thread is inside a collective, nor the reverse. Over
+shared memory no op needs the target. Where the target has to help (TCP), its progress thread does: it may compute or
+sleep, but not be stopped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FEATURES = libucp.FEATURE_RMA | libucp.FEATURE_AMO32 | libucp.FEATURE_AMO64
 _CARD_BYTES = 4096
 _LOOK_SECONDS = 0.001
 _TURNS = 64
-"""Progress calls between two looks at clock and peers, with the lock held."""
+"""Progress calls between two checks of clock and peers, with the lock held."""
 _YIELDS, _CROWDED_YIELDS = 220, 200
-"""Such rounds before a wait begins to sleep; it gives way after each."""
+"""The number of such rounds before a wait begins to sleep; it yields after each."""
 _NAP_SECONDS = 0.0001
 
 
 CheckLive = Callable[[], Iterable[int]]
-"""Raises what ended the communicator; else the ranks whose connection is known to be broken."""
+"""Raises what ended the communicator; else returns the ranks whose connection is known to be broken."""
 
 
 class OneSidedWorker:
@@ -68,7 +68,7 @@ class OneSidedWorker:
         return UcxWorker(FEATURES, over)
 
     def _connect(self, transport: Transport, deadline: float) -> None:
-        """Return once every rank is connected to every other, and helps where it has to."""
+        """Wait until every rank is connected to every other, and progresses where it has to."""
         addresses = exchange(transport, self.worker.address, deadline)
         self.endpoints: list[Endpoint] = []
         for rank, address in enumerate(addresses):
@@ -82,7 +82,7 @@ class OneSidedWorker:
                 self.flush(rank, deadline, "window")
         transport.barrier(deadline)
 
-    # -- who is still there
+    # -- liveness
 
     def check(self, rank: int, now: bool = False) -> None:
         """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most, or now)."""
@@ -92,7 +92,7 @@ class OneSidedWorker:
             raise gone(rank)
 
     def look(self) -> frozenset[int]:
-        """The dead, as of now. Raises if the communicator has ended."""
+        """The dead ranks, as of now. Raises if the communicator has ended."""
         broken = self._check_live()
         with self._looking:
             self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
@@ -102,13 +102,13 @@ class OneSidedWorker:
     # -- requests
 
     def start(self, request: int, rank: int, op: str) -> int:
-        """`request` as an `_nbx` call returned it; raises if that is an error."""
+        """Return `request`, the result of an `_nbx` call; raises if it is an error."""
         if libucp.ERR_LAST <= request < 0:
             self._explain(request, rank, op)
         return request
 
     def wait(self, request: int, rank: int, deadline: float, op: str, keep: object = None) -> None:
-        """Return when `request`, made with the lock held, is done.
+        """Wait for `request`, which was made with the lock held.
 
         Raises `RegionGone` if it failed or `rank` is gone, `OpTimeout`: it may still be carried out then, and `keep` is
         kept for it.
@@ -135,8 +135,9 @@ class OneSidedWorker:
             self._explain(status, rank, op)
 
     def until(self, done: Callable[[], bool], rank: int, deadline: float, op: str) -> None:
-        """Progress until `done()`, which is called with the lock held. Raises `RegionGone` if `rank` is gone,
-        `OpTimeout`.
+        """Progress until `done()`, which is called with the lock held.
+
+        Raises `RegionGone` if `rank` is gone, `OpTimeout`.
         """
         progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
         began, rounds = time.monotonic(), 0
@@ -157,7 +158,7 @@ class OneSidedWorker:
                 yield_cpu()
 
     def flush(self, rank: int, deadline: float, op: str) -> None:
-        """Return when all that was issued to `rank` has taken effect there."""
+        """Wait until all that was issued to `rank` has taken effect there."""
         with self.lock:
             request = self.worker.lib.call.ucp_ep_flush_nbx(self.endpoints[rank], self.worker.plain)
         self.wait(request, rank, deadline, op)
@@ -178,7 +179,7 @@ class OneSidedWorker:
     # -- the end
 
     def keep(self, release: Callable[[bool], bool]) -> None:
-        """Call `release(False)` now and then until it returns true; `release(True)` when nothing arrives any more."""
+        """Call `release(False)` repeatedly until it returns true; `release(True)` when nothing arrives any more."""
         self._kept.append(release)
 
     def sweep(self) -> None:
@@ -190,7 +191,7 @@ class OneSidedWorker:
         self._kept.clear()
 
     def close(self) -> None:
-        """Let everything go; what is under way ends here. Windows are closed before."""
+        """Release everything; requests under way end here. All windows are closed before."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -203,7 +204,7 @@ def gone(rank: int) -> RegionGone:
 
 
 def exchange(transport: Transport, card: bytes, deadline: float) -> list[bytes]:
-    """Every rank's card, in rank order; collective."""
+    """Gather the `card` of every rank, in rank order; collective."""
     if len(card) > _CARD_BYTES - 4:
         raise HoldfastError(f"a card of {len(card)} bytes is too long")
     padded = bytearray((len(card).to_bytes(4, "little") + card).ljust(_CARD_BYTES, b"\0"))

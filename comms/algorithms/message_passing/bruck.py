@@ -1,7 +1,7 @@
-"""Dissemination: in round k every rank talks to the one 2^k further on; log2 n rounds for any n.
+"""Dissemination: in round k, every rank exchanges with those 2^k away; log2 n rounds for any n.
 
-J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997);
-the barrier is D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization" (1988).
+J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997); the
+barrier is D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization" (1988).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Exchange
 
 
 def all_gather(exchange: Exchange, flats: Sequence[torch.Tensor]) -> None:
-    """Fill every rank's entry of `flats`, of which this rank's own is there. log2 n messages; for small entries."""
+    """Fill the other entries of `flats`; this rank's own is there already. log2 n messages; for small entries."""
     rank, size = exchange.rank, exchange.size
     have = 1
     while have < size:

@@ -1,9 +1,9 @@
-"""Which algorithm is quickest: Hockney's model, in which b bytes take `latency` + b / `bandwidth`.
+"""Choose the fastest algorithm by Hockney's model, in which b bytes take `latency` + b / `bandwidth`.
 
-R. Hockney, "The communication challenge for MPP" (1994); the costs of the algorithms are those of R. Thakur,
-R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), reductions left
-out: they add alike to each. The two constants are those that `holdfast tune` measured on this machine, else the
-defaults below. They must be alike on all ranks, or they would run different algorithms: rank 0's are used.
+R. Hockney, "The communication challenge for MPP" (1994); the costs of the algorithms are those of R. Thakur, R.
+Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), without reductions,
+which add the same to each. The two constants are those that `holdfast tune` measured on this machine, else the defaults
+below. All ranks use those of rank 0: with different constants they would run different algorithms.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _BROKEN = "error: "
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one message costs between two ranks: `latency` in seconds, `bandwidth` in bytes a second.
+    """The cost of one message between two ranks: `latency` in seconds, `bandwidth` in bytes a second.
 
-    `name` says over what ("ucx/tcp"): measured constants are kept under it. A link without a name is not measured.
+    `name` names the transport ("ucx/tcp"); measured constants are stored under it. A link without a name is not
+    measured.
     """
 
     latency: float
@@ -44,13 +45,13 @@ class Link:
 DEFAULTS = {
     link.name: link for link in (Link(3e-6, 8e9, "ucx/shm"), Link(25e-6, 1.5e9, "ucx/tcp"), Link(2e-6, 8e9, "mpi"))
 }
-"""What our own links cost on a machine that nobody has measured: right to a factor of a few on most."""
+"""The costs of holdfast's own links on an unmeasured machine: right to a factor of a few on most."""
 
 
 def agree(context: Context, link: Link) -> Link:
-    """Rank 0's constants, on every rank: measured ones, else `link`'s; collective.
+    """Return rank 0's constants on every rank: measured ones, else those of `link`; collective.
 
-    `CorruptData`, on every rank, if what rank 0 has measured cannot be used.
+    Raises `CorruptData`, on every rank, if the measurements of rank 0 cannot be used.
     """
     if context.rank == 0:
         try:
@@ -71,7 +72,7 @@ def agree(context: Context, link: Link) -> Link:
 
 
 def here(link: Link) -> Link:
-    """`link` with the constants that were measured on this machine, if they were; the log says which it is."""
+    """Return `link` with the constants measured on this machine, if there are any; the log says which it is."""
     found = tuning.load().links.get(link.name) if link.name else None
     if found is None:
         log.info("link %s: %s; defaults, since `holdfast tune` has not measured it here", link.name or "unnamed", link)
@@ -81,7 +82,7 @@ def here(link: Link) -> Link:
 
 
 def choose(costs: Mapping[str, float]) -> str:
-    """The cheapest; the first of equals."""
+    """The name of the lowest cost; the first of equals."""
     return min(costs, key=lambda name: costs[name])
 
 
@@ -118,4 +119,4 @@ def all_gather(link: Link, ranks: int, nbytes: int) -> dict[str, float]:
 
 
 OPS = {"all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather}
-"""The ops that have several algorithms, and what each of them costs."""
+"""The ops with several algorithms, and the cost of each."""

@@ -1,7 +1,7 @@
 """Recursive doubling and halving: partners at distance 1, 2, 4 ...; log2 n rounds.
 
-R. Rabenseifner, "Optimization of Collective Reduction Operations" (2004). Where n is no power of two, the ranks above
-the largest one give their input to a partner beforehand and get the result from it afterwards.
+R. Rabenseifner, "Optimization of Collective Reduction Operations" (2004). If n is not a power of two, the ranks above
+the largest one send their input to a partner first, and receive the result from it at the end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def halving_all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> 
 
 
 def _folded(exchange: Exchange, flat: torch.Tensor, op: ReduceOp, body: Callable[[int, int], None]) -> None:
-    """Run `body(rank, ranks)` on a power of two of ranks, with the others' inputs folded in."""
+    """Run `body(rank, ranks)` on a power of two of ranks, after folding in the inputs of the others."""
     rank, size = exchange.rank, exchange.size
     ranks = 1 << (size.bit_length() - 1)
     if rank >= ranks:

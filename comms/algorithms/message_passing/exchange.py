@@ -1,4 +1,4 @@
-"""The messages of one collective op, as an algorithm sees them."""
+"""The messages of one collective op, in the form that algorithms use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 Posted = object
-"""A message under way; only the transport looks inside."""
+"""A message under way; only the transport knows its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +46,5 @@ class Exchange:
 
 
 def bounds(count: int, parts: int) -> list[int]:
-    """The parts + 1 bounds of `count` elements in nearly equal parts."""
+    """The `parts` + 1 bounds of `count` elements in nearly equal parts."""
     return [count * part // parts for part in range(parts + 1)]

@@ -1,7 +1,7 @@
-"""Collectives for transports that only pass messages: a backend supplies three primitives, the rest is here.
+"""Collectives for transports that only pass messages: a backend supplies three primitives.
 
-Which algorithm runs is decided by `cost`, from the size, the number of ranks and two measured constants that all ranks
-share. The algorithms are in files of their own: `ring`, `doubling`, `tree`, `bruck`, `pairwise`.
+`cost` chooses the algorithm from the size, the number of ranks and two measured constants that all ranks share. The
+algorithms are in `ring`, `doubling`, `tree`, `bruck` and `pairwise`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.comms.transport.base import Context, Transport
 Tensor = torch.Tensor
 
 _OP_TAGS = 1 << 20
-"""How many tags collectives use, one an op, from `TAGS` on: those below are the user's."""
+"""The number of tags for collectives, one an op, from `TAGS` on; the tags below are the user's."""
 
 
 class MessageTransport(Transport):
@@ -35,7 +35,7 @@ class MessageTransport(Transport):
         self._journal = context.journal
 
     def _agree(self, context: Context, link: cost.Link) -> cost.Link:
-        """What a message costs, on every rank alike."""
+        """The cost of a message, the same on every rank."""
         return cost.agree(context, link)
 
     @abstractmethod
@@ -51,13 +51,13 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
-        """Return when all of them are complete; raise `OpTimeout`, `PeerFailed` or what `abort` was given.
+        """Wait until all of them are complete; raise `OpTimeout`, `PeerFailed` or what `abort` was given.
 
-        Counts one more of `_rounds`, and tells `_journal` of a long wait.
+        Increments `_rounds`, and tells `_journal` of a long wait.
         """
 
     def _exchange(self, op: str, deadline: float) -> Exchange:
-        """What an algorithm works with: the messages of the op that begins."""
+        """Begin an op; returns the exchange over which its algorithm runs."""
         self._op += 1
         self._rounds = 0
         tag = TAGS + self._op % _OP_TAGS

@@ -1,4 +1,4 @@
-"""Every pair of ranks for itself: what must travel between two ranks goes directly, in n - 1 rounds.
+"""Direct exchange between every pair of ranks, in n - 1 rounds.
 
 R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 """
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def keep_own(target: Tensor, source: Tensor) -> None:
-    """A rank's own share, which does not travel."""
+    """Copy a rank's own share, which is not sent. Raises `Mismatch` if the sizes differ."""
     if target.nbytes != source.nbytes:
         raise Mismatch(f"a rank gives itself {source.nbytes} bytes and expects {target.nbytes}; both must agree")
     if target.data_ptr() != source.data_ptr():
@@ -26,7 +26,9 @@ def keep_own(target: Tensor, source: Tensor) -> None:
 
 
 def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`inputs[j]` to rank j, `outputs[i]` from rank i; sizes may differ. n - 1 rounds, no byte moves twice."""
+    """Send `inputs[j]` to rank j, receive `outputs[i]` from rank i. n - 1 rounds; sizes may differ; each byte moves
+    once.
+    """
     rank, size = exchange.rank, exchange.size
     keep_own(outputs[rank], inputs[rank])
     for step in range(1, size):
@@ -35,7 +37,7 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
 
 
 def reduce_scatter(exchange: Exchange, inputs: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """The reduction of every rank's `inputs[rank]`, a new tensor. n - 1 messages of one part; sizes may differ."""
+    """Return the reduction of every rank's `inputs[rank]`. n - 1 messages of one part; sizes may differ."""
     rank, size = exchange.rank, exchange.size
     result = inputs[rank].clone()
     arriving = torch.empty_like(result)
@@ -47,7 +49,7 @@ def reduce_scatter(exchange: Exchange, inputs: Sequence[Tensor], op: ReduceOp) -
 
 
 def gather(exchange: Exchange, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int) -> None:
-    """Rank i's `tensor` into `outputs[i]` on rank `dst`, all at once."""
+    """Gather `tensor` of rank i into `outputs[i]` on rank `dst`, all at once."""
     if outputs is None:
         exchange.send(tensor, dst)
         return
@@ -56,7 +58,7 @@ def gather(exchange: Exchange, tensor: Tensor, outputs: Sequence[Tensor] | None,
 
 
 def scatter(exchange: Exchange, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int) -> None:
-    """`inputs[i]` of rank `src` into rank i's `tensor`, all at once."""
+    """Scatter `inputs[i]` of rank `src` into `tensor` of rank i, all at once."""
     if inputs is None:
         exchange.recv(tensor, src)
         return

@@ -1,4 +1,4 @@
-"""Ring algorithms: each rank talks to its two neighbours only, and every link carries the same.
+"""Ring algorithms: each rank exchanges with its two neighbours only, and all links carry the same load.
 
 P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 """
@@ -35,7 +35,7 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
 
 
 def all_gather(exchange: Exchange, flats: Sequence[torch.Tensor]) -> None:
-    """Fill every rank's entry of `flats`, of which this rank's own is there. n - 1 messages of one entry."""
+    """Fill the other entries of `flats`; this rank's own is there already. n - 1 messages of one entry."""
     rank, size = exchange.rank, exchange.size
     for step in range(size - 1):
         given, taken = flats[(rank - step) % size], flats[(rank - step - 1) % size]

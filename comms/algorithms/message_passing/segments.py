@@ -1,9 +1,9 @@
-"""All_reduce of large tensors in segments that stay in cache: each rank reduces its part of one, then hands it round.
+"""All_reduce of large tensors in segments that stay in cache.
 
-Reduce-scatter and all-gather by direct exchange, segment by segment: every rank receives the others' parts of a
-segment, adds them to its own while they are in cache, and sends the result to all. 2 (n - 1) messages a segment;
-2 (n - 1) / n of the tensor travels, the least there is. The segmentation is that of Open MPI's segmented ring (J.
-Pjesivac-Grbovic et al., "Performance analysis of MPI collective operations", 2007).
+Each rank receives the others' parts of its part of a segment, adds them to its own while they are in cache, and sends
+the result to all: a reduce-scatter and an all-gather by direct exchange. 2 (n - 1) messages a segment; 2 (n - 1) / n of
+the tensor travels, which is the minimum. The segmentation is that of Open MPI's segmented ring (J. Pjesivac-Grbovic et
+al., "Performance analysis of MPI collective operations", 2007).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.comms.ops import ReduceOp
 
 
 def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp, part_bytes: int) -> None:
-    """Reduce `flat` in place; a rank's part of a segment is of `part_bytes`. Every rank gets equal bits."""
+    """Reduce `flat` in place; each rank's part of a segment has `part_bytes`. All ranks get equal bits."""
     rank, size = exchange.rank, exchange.size
     part = max(1, part_bytes // flat.element_size())
     after = [(rank + step) % size for step in range(1, size)]

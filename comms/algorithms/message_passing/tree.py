@@ -15,7 +15,7 @@ from holdfast.comms.ops import ReduceOp
 
 
 def broadcast(exchange: Exchange, flat: torch.Tensor, src: int) -> None:
-    """Binomial: log2 n rounds, in each of which all that have the tensor send it on."""
+    """Binomial: log2 n rounds, in each of which every rank that has the tensor sends it on."""
     size = exchange.size
     place = (exchange.rank - src) % size
     distance = 1
@@ -29,7 +29,7 @@ def broadcast(exchange: Exchange, flat: torch.Tensor, src: int) -> None:
 
 
 def pipelined_broadcast(exchange: Exchange, flat: torch.Tensor, src: int) -> None:
-    """A chain from the source on: each rank sends on a segment while it receives the next; b bytes on every link."""
+    """A chain from the source: each rank forwards a segment while it receives the next. Each link carries b bytes."""
     size = exchange.size
     place = (exchange.rank - src) % size
     before, behind = (exchange.rank - 1) % size, (exchange.rank + 1) % size
@@ -45,7 +45,7 @@ def pipelined_broadcast(exchange: Exchange, flat: torch.Tensor, src: int) -> Non
 
 
 def reduce(exchange: Exchange, flat: torch.Tensor, dst: int, op: ReduceOp) -> None:
-    """Binomial, towards `dst`; `flat` of the other ranks is used up on the way. log2 n messages of b bytes."""
+    """Binomial, towards `dst`; overwrites `flat` on the other ranks. log2 n messages of b bytes."""
     size = exchange.size
     place = (exchange.rank - dst) % size
     arriving = torch.empty_like(flat)

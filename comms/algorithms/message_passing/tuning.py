@@ -1,9 +1,9 @@
-"""The constants of the cost model that were measured on this machine: where they are kept, and how they are checked.
+"""Store and check the constants of the cost model that `holdfast tune` measured on this machine.
 
-One small JSON file a machine, in the user's cache folder (`$XDG_CACHE_HOME/holdfast/`, else `~/.cache/holdfast/`),
-named after the host, since home folders are often shared. It is only ever replaced whole. No file means that nothing
-was measured, and the defaults hold, as where the folder cannot be read; a file that cannot be understood is an error,
-never a silent default.
+They are in one small JSON file a machine, in the user's cache folder (`$XDG_CACHE_HOME/holdfast/`, else
+`~/.cache/holdfast/`), named after the host, since home folders are often shared. It is only ever replaced whole. If
+there is no file, or the folder cannot be read, the defaults hold; a file that cannot be decoded is an error, never a
+silent default.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One link: `latency` in seconds, `bandwidth` in bytes a second, when it was measured (UTC), and by how much the
-    model misses the worst of the measurements (0.2: 20%)."""
+    """The constants of one link: `latency` in seconds, `bandwidth` in bytes a second.
+
+    `measured` is when (UTC), `worst_error` by how much the model misses the worst measurement (0.2: 20%).
+    """
 
     latency: Positive
     bandwidth: Positive
@@ -37,7 +39,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All links that were measured on one machine, by name."""
+    """All links measured on one machine, by name."""
 
     version: int = VERSION
     links: Mapping[str, Measured] = {}

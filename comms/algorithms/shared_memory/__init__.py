@@ -1,1 +1,1 @@
-"""Collectives and point to point for ranks that map the same memory."""
+"""Collectives and point-to-point messages for ranks that map the same memory."""

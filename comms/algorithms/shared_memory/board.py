@@ -1,32 +1,32 @@
-"""The board: memory that all ranks of a communicator map, with flags to meet by and slots for small payloads.
+"""The board: memory that all ranks of a communicator map, with flags for waiting and slots for small payloads.
 
-Each rank has a row that it alone writes (but for the bell and the TAKEN words of its channels), so aligned eight-byte
-loads and stores are enough for all but the bell, which is counted up. They are acquiring and releasing ones
-(`_native.Words`, and the same in `native/board/board.h`): a rank that reads a word sees what its writer wrote before.
+Each rank writes only its own row, except for the futex word and the TAKEN words of its channels. So aligned eight-byte
+loads and stores suffice, except for the futex word, which is incremented atomically. Loads acquire and stores release
+(`_native.Words`, and `comms/native/board/board.h`): a rank that reads a word sees all that its writer wrote before.
 
-A row, in 8-byte words, hot words on cache lines of their own:
+A row, in 8-byte words, with the hot words on cache lines of their own:
 
-    0   flag        the phase this rank has reached; only ever grows
-    1   given       how many blocks of its input this rank has staged, over all ops; only ever grows
-    2   reduced     how many blocks of results it has staged
-    3   taken       how many blocks of the others' results it has taken
-    4   near        1 if what it last took lay near it (see core_locality.h)
-    5   wanted      a bit for each sort of large op whose inputs it would read where they are (see copy_mode.h)
-    6   unstaged    1 + the blocks of all ops before, if it lets the others do that in this one
+    0   flag        the phase that this rank has reached; only ever grows
+    1   given       the number of input blocks that this rank has staged, over all ops; only ever grows
+    2   reduced     the number of result blocks that it has staged
+    3   taken       the number of the others' result blocks that it has taken
+    4   near        1 if its last reads were from near cores (see core_locality.h)
+    5   in_place    a bit for each class of large op whose inputs it prefers to read in place (see copy_mode.h)
+    6   unstaged    1 + the blocks of all earlier ops, if the others may read its inputs in place in this op
     8   asleep      1 while this rank sleeps
-    16  bell        of the first row: the futex on which all sleep, changed (by all) to wake some of them
+    16  futex       in the first row: the word on which all ranks sleep, incremented to wake some of them
     24  state       ALIVE, CLOSED, ABORTED or REPLACED
     25  note        length of the text that says why, or what follows
-    26  epoch       1 + the epoch for which this rank has made its row ready; before that it may hold anything
-    27  connect_payload    4 numbers that this rank has for the others, from the start
-    32  line        2 parities x (op, signature, nbytes, 40 bytes): an op whose one input is tiny, or that has none
-    128 sounding    changes with each staged op; away from all else, for processors fetch what lies beside what is read
+    26  epoch       1 + the epoch for which this rank has made its row ready; before that the row may hold anything
+    27  connect_payload    4 numbers for the other ranks, set on entering
+    32  line        2 parities x (op, signature, nbytes, 40 bytes): an op with one tiny input, or none
+    128 probe       changes with each staged op; far from all other words, since processors prefetch neighbours
     256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
-    ..  places      where its input for each rank lies, if they are to read it there
+    ..  places      address of its input for each rank, if they read in place
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
 
-Waiting goes in three stages, which are compiled and let go of the GIL: look, then give way to other processes, then
-sleep until the bell rings. Who has slept for 2 ms comes back to Python for a look at the deadline and the peers.
+A wait has three stages, compiled and without the GIL: spin, yield to other processes, sleep until another rank wakes
+this one. After 2 ms of sleep the wait returns to Python, which checks the deadline and the peers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 
 LINE = 8
-FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, WANTED, UNSTAGED, ASLEEP, BELL = 0, 1, 2, 3, 4, 5, 6, 8, 16
+FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, IN_PLACE_BITS, UNSTAGED, ASLEEP, FUTEX = 0, 1, 2, 3, 4, 5, 6, 8, 16
 STATE, NOTE, EPOCH, CONNECT_PAYLOAD = 24, 25, 26, 27
 TABLE = 256
 CONNECT_PAYLOAD_WORDS = 4
@@ -53,7 +53,7 @@ NOTE_BYTES = 2048
 SLOT_BYTES = 128 * 1024
 STAGE_BLOCK_BYTES = 256 * 1024
 STAGE_DEPTH = 4
-"""How many blocks one rank may be ahead of another in a staged op."""
+"""The blocks that one rank may be ahead of another in a staged op."""
 
 CHANNEL_ENTRIES = 8
 INLINE_BYTES = 1024
@@ -64,13 +64,13 @@ _NOT_READY = 1
 _ALL_BITS = (1 << 64) - 1
 _SLEEP_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
-"""Looks before the first yield: yielding is what the others need if there are more ranks than cores."""
+"""Checks before the first yield: with more ranks than cores, the others need the processor."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
 
 
 @dataclass(frozen=True)
 class BoardLayout:
-    """Where things are on a board of `size` ranks; all in words unless the name says bytes."""
+    """The layout of a board of `size` ranks, in words unless a name says bytes."""
 
     size: int
 
@@ -100,7 +100,7 @@ class BoardLayout:
 
     @cached_property
     def stage_block(self) -> int:
-        """Bytes of a block of the stage: smaller for more ranks, so that the stage stays in the shared cache."""
+        """Bytes of a stage block: smaller for more ranks, so that the stage stays in the shared cache."""
         return max(STAGE_BLOCK_BYTES // max(1, self.size - 1) // 4096, 8) * 4096
 
     @cached_property
@@ -123,12 +123,12 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Board:
-    """One rank's hands on the board that lies in `memory` (a writable buffer of `layout_of(rows).nbytes` bytes; of its
-    rows `size` are used, by default all).
+    """One rank's view of the board in `memory`.
 
-    `dead` names the ranks whose processes are known to be gone; it is asked only while waiting. `journal` is told of
-    long waits. `pids`, in rank order, are processes whose memory this one may read. `error` is what `fail` was given,
-    if anything.
+    `memory` is a writable buffer of `layout_of(rows).nbytes` bytes; `size` of its rows are used, by default all. `dead`
+    returns the ranks whose processes are known to be gone; it is called only while waiting. `journal` is told of long
+    waits. `pids`, in rank order, are processes whose memory this one may read. `error` is what `fail` was given, if
+    anything.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Board:
             pids=tuple(pids),
         )
 
-    # -- what this rank says
+    # -- this rank's words
 
     def enter(self, flag: int, connect_payload: Sequence[int]) -> None:
         """Make this rank's row ready, with its first flag at `flag`, and tell the others.
@@ -191,13 +191,13 @@ class Board:
         self.native.raise_flag(self.epoch + 1, EPOCH)
 
     def withdraw(self) -> None:
-        """Take back `enter`: the others are on another board. Those who are here by mistake, too, do not mind."""
+        """Undo `enter`: wrong slot. Peers with the same wrong guess withdraw too."""
         self.words[self._mine + EPOCH] = _NOT_READY
 
     def wait_entered(self, deadline: float) -> None:
-        """Return once every rank's row is ready. Raises `Revoked` if one is for a later epoch.
+        """Wait until every rank's row is ready. Raises `Revoked` if one is for a later epoch.
 
-        Sleeps at once: to come, the others need the processor.
+        Sleeps at once: the other ranks need the processor to get here.
         """
         words, ready = self.words, self.epoch + 1
         self._sleep_for(self._others, ready, deadline, "connect", 0, EPOCH)
@@ -206,13 +206,14 @@ class Board:
                 raise Revoked(self.epoch, "a later epoch has begun")
 
     def connect_payload(self, rank: int) -> tuple[int, ...]:
-        """The numbers that `rank` had for the others; zeros after them."""
+        """The numbers that `rank` passed to `enter`, padded with zeros."""
         start = self.rows[rank] + CONNECT_PAYLOAD
         return tuple(self.numbers[start : start + CONNECT_PAYLOAD_WORDS])
 
     def leave(self, state: int, note: bytes) -> bool:
-        """Tell the others that this rank has closed or aborted, and why, or what follows this board. Only the first
-        time counts; whether this is it.
+        """Tell the others that this rank has closed, aborted or been replaced, with a note.
+
+        The note says why, or what follows this board. Only the first call counts; returns whether this was it.
         """
         start = 8 * (self._mine + self.layout.note_text)
         first = self.words[self._mine + STATE] == ALIVE and self.words[self._mine + EPOCH] == self.epoch + 1
@@ -225,10 +226,11 @@ class Board:
         return first
 
     def stop_spinning(self, phase: int | None = None) -> None:
-        """Sleep in waits for phases before `phase` (default: all, this one included) without giving way first.
+        """Do not yield in waits for phases before `phase` (default: all, this one included); sleep instead. From any
+        thread.
 
-        Where others take the processor who are no ranks, as one that has died and whose memory is being freed, to give
-        way to them takes until the next tick of the clock: up to 4 ms. Who sleeps is woken at once. From any thread.
+        A process that is no rank may hold the processor, such as a dead one whose memory is being freed. Yielding to it
+        takes until the next timer tick, up to 4 ms; a sleeping rank is woken at once.
         """
         self.native.stop_spinning(_ALL_BITS if phase is None else phase)
 
@@ -239,14 +241,14 @@ class Board:
         self.native.stop()
         self.native.wake_all()
 
-    # -- what this rank waits for
+    # -- waits
 
     def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
-        """Return once every rank has reached `phase`, for which this one has looked in vain."""
+        """Wait until every rank has reached `phase`. The caller has polled without success."""
         self._sleep_for(self._others, phase, deadline, op, seq, FLAG)
 
     def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
-        """Return once `rank` has reached a phase, or a block (another flag). This one has looked for it in vain."""
+        """Wait until `rank` has reached a phase, or a block (another flag). The caller has polled without success."""
         self._sleep_for([rank], value, deadline, op, seq, flag)
 
     def wait_until(
@@ -257,7 +259,7 @@ class Board:
         op: str,
         seq: int,
     ) -> None:
-        """Return once `ready()`; give way, then sleep. `missing` names the ranks that are waited for.
+        """Wait until `ready()`: yield, then sleep. `missing` names the ranks that are waited for.
 
         Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
         """
@@ -283,7 +285,7 @@ class Board:
         self._sleep_until(sleep_wait, missing, deadline, op, seq)
 
     def _sleep_for(self, ranks: Sequence[int], value: int, deadline: float, op: str, seq: int, flag: int) -> None:
-        """Return once these ranks, one or all others, have raised a flag to `value`."""
+        """Wait until these ranks, one or all others, have raised a flag to `value`."""
         words, rows = self.words, self.rows
         peer = ranks[0] if len(ranks) == 1 else self.size
         self._sleep_until(
@@ -297,7 +299,7 @@ class Board:
     def _sleep_until(
         self, sleep_wait: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
     ) -> None:
-        """Return once `sleep_wait`, which sleeps for a while, says that all is there that is waited for."""
+        """Wait until `sleep_wait`, which sleeps for a while, returns true."""
         began = time.monotonic()
         while not sleep_wait():
             self.check()
@@ -334,11 +336,11 @@ class Board:
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
 
     def _has_left(self, row: int) -> bool:
-        """Whether the rank has left this epoch: what a row says before it is ready is of one long ago."""
+        """Whether the rank has left this epoch: before a row is ready, it holds words of an earlier epoch."""
         return self.words[row + STATE] != ALIVE and self.words[row + EPOCH] == self.epoch + 1
 
     def announced(self) -> bytes | None:
-        """What another rank said, as it left, takes the place of this board; None if none has."""
+        """The note of a rank that was replaced: what follows this board; None if there is none."""
         announcer = self._announcer()
         return None if announcer is None else self._note(announcer)
 
@@ -355,7 +357,7 @@ class Board:
         length = min(self.words[self.rows[rank] + NOTE], NOTE_BYTES)
         return bytes(self.bytes[start : start + length])
 
-    # -- where things are
+    # -- layout
 
     def table(self, rank: int, parity: int) -> int:
         """Word index of a rank's table: the signature, then (place, nbytes) for each rank."""
@@ -367,7 +369,7 @@ class Board:
         return self.rows[src] + self.layout.channels + index * ENTRY_WORDS
 
     def release(self) -> None:
-        """Let go of the memory. Nothing of this board may be used afterwards."""
+        """Release the memory. The board must not be used afterwards."""
         self.native.release()
         self.words.release()
         self.numbers.release()

@@ -57,7 +57,7 @@ class Channels:
         self._ops = 0
 
     def run(self, sends: Sequence[Message], recvs: Sequence[Message], deadline: float, op: str) -> None:
-        """Do all of `sends` and `recvs`. Each list's messages between one pair keep their order, tag by tag."""
+        """Carry out all of `sends` and `recvs`. Messages between one pair keep their order, tag by tag."""
         board = self._board
         board.check()
         self._ops += 1
@@ -94,7 +94,7 @@ class Channels:
             board.wait_until(progress, missing, deadline, op, self._ops)
 
     def _post(self, message: Message) -> tuple[int, int] | None:
-        """Put a message into a free entry; None if there is none."""
+        """Put a message into a free entry; None if all are in use."""
         tensor, dst, tag = message
         board, words = self._board, self._board.words
         for slot in range(CHANNEL_ENTRIES):
@@ -143,7 +143,7 @@ class Channels:
         return True
 
     def _scan(self, src: int, tag: int, whole: bool = True) -> tuple[int, int] | None:
-        """The number and entry of the oldest message of the tag that this scan comes upon, or of the first."""
+        """The number and entry of the oldest message of the tag in this scan (`whole`), or of the first one found."""
         board, words = self._board, self._board.words
         oldest: tuple[int, int] | None = None
         for slot in range(CHANNEL_ENTRIES):

@@ -1,10 +1,10 @@
-"""Collectives for ranks that share memory: every op is publish, meet, take, part.
+"""Collectives for ranks that share memory: in every op, a rank publishes, waits for the others, and takes its part.
 
-A rank publishes how large its inputs are (and the inputs themselves, in its slot, when they are small), raises its
-flag, and takes what it needs from the others once their flags are up. Larger inputs go block by block through the stage
-(see `staging`). Nobody writes into another's tensors, so a rank that was stopped and wakes up late harms nobody.
+A rank publishes the sizes of its inputs (and small inputs themselves, in its slot) and raises its flag. Once the flags
+of the others are up, it takes what it needs from them. Larger inputs go block by block through the stage (see
+`staging`). No rank writes into the tensors of another, so a rank that was stopped and wakes up late harms none.
 
-Cost for n ranks: one meeting, and two copies of what the op's definition makes a rank move.
+Cost for n ranks: one synchronisation, and two copies of all that the op makes a rank move.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DirectTransport(Transport):
         self._staging = Staging(board)
 
     def start(self, deadline: float, connect_payload: Sequence[int] = ()) -> None:
-        """`enter` and `meet`. On failure everything is released."""
+        """Run `enter` and `wait_for_ranks`. Releases everything on failure."""
         try:
             self.enter(connect_payload)
             self.wait_for_ranks(deadline)
@@ -47,11 +47,11 @@ class DirectTransport(Transport):
             raise
 
     def enter(self, connect_payload: Sequence[int]) -> None:
-        """Tell the others that this rank's part of the board is ready, and up to four numbers."""
+        """Make this rank's row of the board ready, with up to four numbers for the others."""
         self._board.enter(STARTED, connect_payload)
 
     def wait_for_ranks(self, deadline: float) -> None:
-        """Return once every rank has entered. May be called again after `OpTimeout`."""
+        """Wait until every rank has entered. May be called again after `OpTimeout`."""
         self._board.wait_entered(deadline)
         self.connect_payloads = [self._board.connect_payload(rank) for rank in range(self.size)]
 
@@ -61,7 +61,7 @@ class DirectTransport(Transport):
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of what the backend holds beside the board."""
+        """Release what the backend holds beside the board."""
 
     # -- reductions
 
@@ -168,7 +168,7 @@ class DirectTransport(Transport):
         self._all_to_all(into, given, start + self.rank * nbytes, tensor.dtype, deadline)
 
     def _all_to_all(self, into: Spans, given: Spans, own: int, dtype: torch.dtype, deadline: float) -> None:
-        """`given` without what this rank keeps, which lies at `own`."""
+        """Run an all_to_all; `given` is without what this rank keeps, which lies at `own`."""
         ops = self._ops
         if not ops.exchange("all_to_all", given, into, self.rank, own, deadline, dtype):
             if self.size > 1:
@@ -208,7 +208,7 @@ class DirectTransport(Transport):
         ops.finish()
 
     def _overlaps_others(self, target: tuple[int, int], given: Spans) -> bool:
-        """Whether a result would be written over inputs that are still to be given to others."""
+        """Whether a result would overwrite inputs that are still to be given to others."""
         start, stop = target[0], sum(target)
         pieces = zip(given[::2], given[1::2], strict=True)
         return any(start < at + n and at < stop for rank, (at, n) in enumerate(pieces) if rank != self.rank)
@@ -239,7 +239,7 @@ class DirectTransport(Transport):
 
     def abort(self, error: HoldfastError) -> None:
         self._board.leave(ABORTED, (error.reason if isinstance(error, Revoked) else str(error)).encode())
-        self._board.fail(error)  # later: others may be reading what the caller of an op takes back now
+        self._board.fail(error)  # after the note: the caller of a failed op may reuse memory that others read
 
     def rest(self) -> None:
         self._board.stop_spinning()

@@ -1,11 +1,11 @@
-"""A window whose every part this process has mapped: puts and gets are copies, signals are counters.
+"""A window whose parts this process has all mapped: puts and gets are copies, signals are counters.
 
-The header of each rank is written by that rank alone: its state, and how often it has signalled each other rank. An
-atomic update holds the target's lock (`WindowLock`), whose holder writes its rank there.
+Each rank alone writes its header: its state, and how often it has signalled each other rank. An atomic update holds the
+target's lock (`WindowLock`), whose holder writes its rank there.
 
-Headers are `Words`, whose order is what a window promises: a signal is written after all puts before it, and read
-before all gets after it; a window is looked at again after a get has read it, and is said to be closed before its
-owner writes to the memory again.
+Headers are `Words`, whose memory order provides the window's guarantees: a signal is written after all puts before it,
+and read before all gets after it; a get checks the window again after reading it, and an owner marks its window closed
+before it writes to the memory again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _libc = ctypes.CDLL(None)
 
 
 def header_words(size: int) -> int:
-    """The state, the signals sent to each rank, and who holds the lock."""
+    """The number of header words: the state, the signals sent to each rank, the holder of the lock."""
     return 2 + size
 
 
 def holder_word(size: int) -> int:
-    """Where a header says who holds its rank's lock: see `WindowLock`."""
+    """The word of a header that names the holder of its rank's lock: see `WindowLock`."""
     return 1 + size
 
 
@@ -51,7 +51,7 @@ class Part:
 
 
 class MappedWindow(WindowMemory):
-    """Windows of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
+    """A window of ranks that share memory. `check` raises what ended the communicator; `dead` returns the dead ranks."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class MappedWindow(WindowMemory):
         return self.update(rank, offset, dtype, lambda old: desired if old == expected else old, deadline)
 
     def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
-        """Replace an integer by `change(it)`, atomically; the old one."""
+        """Replace an integer by `change(it)`, atomically; returns the old value."""
         part = self._live(rank)
         kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
         with part.lock.held(deadline, lambda: self._live(rank)):
@@ -120,7 +120,7 @@ class MappedWindow(WindowMemory):
         self._waited[rank] += 1
 
     def flush(self, rank: int | None, deadline: float) -> None:
-        """Copies are complete when they return."""
+        """Check that the targets are live; copies are complete when they return."""
         for target in range(len(self._parts)) if rank is None else (rank,):
             self._live(target)
 

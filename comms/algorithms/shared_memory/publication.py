@@ -1,8 +1,8 @@
-"""How a rank shows its inputs to the others and takes theirs: what every direct collective is made of.
+"""Publish inputs and take those of the others: the steps of every direct collective.
 
-A rank *publishes* an op (what it is, and how large its inputs are), *meets* the others (waits for theirs, and
-compares), *takes* what it needs, and *finishes*. Small inputs are copied into the rank's slot of the board, so that it
-need not wait for the others to have taken them; larger ones go through the stage (see `staging`).
+A rank *publishes* an op (its signature, and the sizes of its inputs), *waits* until the others have published it (and
+compares signatures), *takes* what it needs, and *finishes*. Small inputs are copied into the rank's slot of the board,
+so that it need not wait until the others have taken them; larger ones go through the stage (see `staging`).
 
 Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Slots and
 tables have two parities, so op k+2 waits until all have finished op k before it writes.
@@ -19,13 +19,13 @@ from holdfast.comms.errors import Mismatch
 from holdfast.comms.ops import ReduceOp
 
 Spans = tuple[int, ...]
-"""Memory of this process: address and size in bytes of one piece after the other, flat."""
+"""Memory of this process: the address and size in bytes of each piece, flat."""
 
 _Key = tuple[str, torch.dtype | None, int, str, int]
-"""What an op is: its name, dtype, root, reduction and count."""
+"""The identity of an op: its name, dtype, root, reduction and count."""
 
 STARTED = 3
-"""The phase in which a rank has done op 0, to connect."""
+"""The phase of a rank after op 0, which connects."""
 
 _EARLY, _NOT_MET, _DONE_AT_ONCE = -1, 2, 4
 _LATE, _ALIKE, _DONE = -2, -1, -1
@@ -57,7 +57,7 @@ class Publications:
         reduction: str = "",
         count: int = 0,
     ) -> bool:
-        """Publish an op. True if its inputs were copied, and may be let go of.
+        """Publish an op. True if its inputs were copied, so that the caller may reuse them.
 
         `dtype`, `root`, `reduction` and `count`, as far as they are given, must be the same on all ranks.
         """
@@ -132,7 +132,7 @@ class Publications:
         return True
 
     def _next(self) -> int:
-        """The number of one more op."""
+        """The number of the next op. Raises if the board has failed."""
         if self._board.error is not None:
             self._board.check()
         return self._next_number()
@@ -140,8 +140,9 @@ class Publications:
     def plan(
         self, op: str, tensor: torch.Tensor | None, root: int, reduction: ReduceOp | None
     ) -> tuple[int, int] | None:
-        """What a fast path must know of an op: its signature and its kind (-1: it reduces nothing). None if it takes
-        more than one reduction of what is there, or there is no such reduction.
+        """The signature and kind of an op for a fast path; kind -1: nothing is reduced.
+
+        None if the op takes more than one reduction of the inputs, or the reduction does not exist.
         """
         op = op.removesuffix("_single")
         if tensor is None:
@@ -155,23 +156,23 @@ class Publications:
         return None if kind < 0 else (signature(op, tensor.dtype, root, reduction.name, count), kind)
 
     def _signed(self, key: _Key) -> int:
-        """The signature of an op, kept for the next."""
+        """Compute and cache the signature of an op."""
         signed = self._signatures[key] = signature(*key)
         return signed
 
     def _wait_for_place(self, op: str, deadline: float) -> None:
-        """Return once all have read what lies where the newest op goes."""
+        """Wait until all ranks have read what lies in the slot of the newest op."""
         self._board.wait_all(4 * (self.number - 2) + 3, deadline, op, self.number)
 
     def wait_published(self, rank: int, op: str, deadline: float) -> None:
-        """Wait until `rank` has published this op too. Raises `Mismatch` if it is another."""
+        """Wait until `rank` has published this op too. Raises `Mismatch` if it published another one."""
         while (other := self._native.match(rank, self.number)) != _ALIKE:
             if other != _LATE:
                 self._refuse(other)
             self._board.wait_for(rank, 4 * self.number + 1, deadline, op, self.number)
 
     def wait_all_published(self, op: str, deadline: float) -> None:
-        """`wait_published` every rank."""
+        """Run `wait_published` for every rank."""
         while (other := self._native.match_all(self.number)) != _ALIKE:
             if other != _LATE:
                 self._refuse(other)
@@ -186,7 +187,7 @@ class Publications:
         )
 
     def copied(self, rank: int) -> bool:
-        """Whether the inputs of `rank` lie in its slot."""
+        """Whether the slot of `rank` holds its inputs."""
         return self._native.input(rank, self.number, 0)[1]
 
     def nbytes(self, rank: int, index: int) -> int:
@@ -194,7 +195,7 @@ class Publications:
         return self._native.input(rank, self.number, index)[0]
 
     def take(self, rank: int, index: int, into: int, nbytes: int) -> None:
-        """Copy input `index` of `rank` out of its slot, to an address. Raises `Mismatch` if it has another size."""
+        """Copy input `index` of `rank` from its slot to an address. Raises `Mismatch` if it has another size."""
         theirs = self._native.fetch(rank, self.number, index, into, nbytes)
         if theirs >= 0:
             self.refuse_size(rank, theirs, nbytes)
@@ -206,9 +207,9 @@ class Publications:
             self.refuse_size(rank, theirs, nbytes)
 
     def collect(self, index: int, into: Spans) -> bool:
-        """Copy input `index` of every other rank out of its slot, to piece `rank` of `into`, unless that is empty.
+        """Copy input `index` of every other rank from its slot to piece `rank` of `into`, unless that is empty.
 
-        False if some are not in slots; then nothing was copied. Raises `Mismatch` if a size differs.
+        False if slots do not hold all inputs; then nothing was copied. Raises `Mismatch` if a size differs.
         """
         rank = self._native.collect(self.number, index, into)
         if rank >= 0:
@@ -222,15 +223,15 @@ class Publications:
         )
 
     def combine(self, index: int, kind: int, into: int, nbytes: int) -> None:
-        """Reduce input `index` of all ranks, out of their slots and in rank order, to an address."""
+        """Reduce input `index` of all ranks, from their slots and in rank order, to an address."""
         rank = self._native.combine(self.number, index, kind, into, nbytes)
         if rank >= 0:
             self.refuse_size(rank, self.nbytes(rank, index), nbytes)
 
     def finish(self) -> None:
-        """Say that this rank has taken all it needs."""
+        """Finish the op: this rank has taken all it needs."""
         self._native.raise_flag(4 * self.number + 3, FLAG)
 
     def around(self) -> list[int]:
-        """The other ranks, starting after this one, so that not all read from the same rank at once."""
+        """The other ranks, starting after this one, so that not all ranks read from the same one at once."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]

@@ -1,4 +1,4 @@
-"""What ranks must agree on before they touch each other's memory, packed into one word that is quick to compare."""
+"""Pack what ranks must agree on, before they access each other's memory, into one word for a fast comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDUCTIONS = ("", "sum", "product", "min", "max", "avg", "band", "bor", "bxor",
 
 
 def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, count: int) -> int:
-    """Op in 4 bits, reduction 4, dtype 7, root 12, number of elements 36."""
+    """Pack an op: op in 4 bits, reduction 4, dtype 7, root 12, number of elements 36."""
     return (
         1 + _OPS.index(op)
         | _REDUCTIONS.index(reduction) << 4
@@ -32,7 +32,7 @@ def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, cou
 
 
 def in_words(packed: int) -> str:
-    """A signature, for people."""
+    """Describe a signature for an error message."""
     op = _OPS[(packed & 15) - 1] if 0 < packed & 15 <= len(_OPS) else "nothing"
     details = [str(DTYPES[packed >> 8 & 127]), f"{packed >> 27} elements", f"root {packed >> 15 & 0xFFF}"]
     if reduction := _REDUCTIONS[packed >> 4 & 15]:

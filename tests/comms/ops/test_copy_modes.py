@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, PeerFailed, Revoked
-from holdfast.comms.algorithms.shared_memory.board import UNSTAGED, WANTED
+from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, UNSTAGED
 from holdfast.harness import LocalCluster
-from support.memory import ALL_SORTS, board_of
+from support.memory import ALL_CLASSES, board_of
 
 LARGE = 60_000  # elements: beyond a slot
 
@@ -34,7 +34,7 @@ def want(comm: Communicator, in_place: bool) -> None:
     """Let every rank say that it would rather read inputs where they are, or rather not; collective."""
     board = board_of(comm)
     comm.barrier()
-    board.words[board.rows[comm.rank] + WANTED] = ALL_SORTS * in_place
+    board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * in_place
     comm.barrier()
 
 
@@ -109,7 +109,7 @@ def gathers_until_one_dies(comm: Communicator) -> tuple[str, float]:
     began = time.monotonic()
     try:
         while time.monotonic() - began < 20.0:
-            board.words[board.rows[comm.rank] + WANTED] = ALL_SORTS
+            board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES
             comm.all_gather_single(output, mine)
             assert output.eq(1).all()
     except PeerFailed as failure:

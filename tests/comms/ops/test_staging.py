@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp
-from holdfast.comms.algorithms.shared_memory.board import NEAR, WANTED
+from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR
 from holdfast.harness import LocalCluster
-from support.memory import ALL_SORTS, board_of
+from support.memory import ALL_CLASSES, board_of
 
 LARGE = 40_000  # elements: beyond a slot
 COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
@@ -31,7 +31,7 @@ def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> No
     for step, (op, root, count, near, wanted) in enumerate(program):
         root %= size
         board.words[board.rows[rank] + NEAR] = near >> rank & 1
-        board.words[board.rows[rank] + WANTED] = ALL_SORTS * (wanted >> rank & 1)
+        board.words[board.rows[rank] + IN_PLACE_BITS] = ALL_CLASSES * (wanted >> rank & 1)
         mine = torch.full((count,), float(100 * step + rank))
         everyones = [torch.full((count,), float(100 * step + r)) for r in range(size)]
         total = torch.stack(everyones).sum(0)
