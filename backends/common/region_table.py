@@ -153,8 +153,7 @@ def _row(slot: int) -> int:
 
 @contextmanager
 def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
-    """Open the table that `address` names: yields a descriptor of its file, and the address of its mapping in the
-    owner.
+    """Open the table that `address` names; yields its file's descriptor and its address in the owner.
 
     Raises `RegionGone` if the table does not exist (any more), `BackendUnavailable` if it may not be opened.
     """

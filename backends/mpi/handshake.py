@@ -1,4 +1,4 @@
-"""Make an MPI communicator for some ranks, in their order, even if other processes of the MPI job are dead or busy.
+"""Make an MPI communicator for some ranks, in their order, whatever state other processes of the job are in.
 
 While no process of the job is known to have failed, MPI_Comm_create_group on MPI_COMM_WORLD does it in well under a
 millisecond. After a failure that call refuses, and MPI_Comm_create_from_group makes one of the living, through PMIx.

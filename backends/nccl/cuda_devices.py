@@ -45,10 +45,11 @@ def _asked_in_a_child(visible: tuple[str, ...]) -> int:
 
 
 def own_device(context: Context) -> torch.device:
-    """The GPU of this rank: the named one, else the current one, LOCAL_RANK's, or one by its place on the host.
+    """Choose the GPU of this rank.
 
-    That place is the rank's number among the ranks of its host. Raises ValueError if the GPU does not exist: with all
-    ranks on the first one, NCCL would refuse them or be slow.
+    That is the named one, else the current one, LOCAL_RANK's, or the one at the rank's place among the ranks of its
+    host. Raises ValueError if the GPU does not exist: with all ranks on the first one, NCCL would refuse them or be
+    slow.
     """
     there, index = count(), context.device.index
     if index is not None:

@@ -49,7 +49,10 @@ def marks_open_group(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CallingThread:
-    """Runs calls in a thread without an open group: the calling thread, or a new one if a group was left open there."""
+    """Runs calls in a thread without an open group.
+
+    That is the calling thread, or a new one if a group was left open there.
+    """
 
     def __init__(self, entering: Callable[[], Callable[[], contextlib.AbstractContextManager[Any]]]) -> None:
         """`entering()`, called in the calling thread, returns what to enter in the other: its device and stream."""

@@ -59,9 +59,10 @@ def settings_of_a_group() -> Iterator[None]:
 
 
 def bound_waits(seconds: float) -> None:
-    """Bound how long torch waits with its lock held for a communicator to connect or end; an abort waits as well.
+    """Bound how long torch waits, with its lock held, for a communicator to connect or end.
 
-    torch reads the bound once, when it first waits. So it holds for the whole process, and the first call counts.
+    An abort has to wait for that as well. torch reads the bound once, when it first waits. So it holds for the whole
+    process, and the first call counts.
     """
     with _lock:
         os.environ.setdefault(LONGEST_WAIT, str(max(1, math.ceil(seconds))))

@@ -374,7 +374,7 @@ def _native(op: ReduceOp) -> Any:
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Equal parts that lie one behind the other in one storage, as one tensor of bytes; None if they do not."""
+    """Return equal, adjacent parts of one storage as one tensor of bytes; None if they are not adjacent."""
     first, step = parts[0], parts[0].nbytes
     storage = first.untyped_storage().data_ptr()
     for place, part in enumerate(parts):

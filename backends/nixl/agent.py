@@ -67,10 +67,10 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 class Transfer:
     """A transfer between a local and a remote range, which may be posted any number of times."""
 
-    __slots__ = ("handle", "who")
+    __slots__ = ("handle", "owner")
 
-    def __init__(self, handle: Any, who: str) -> None:
-        self.handle, self.who = handle, who
+    def __init__(self, handle: Any, owner: str) -> None:
+        self.handle, self.owner = handle, owner
 
 
 class NixlAgent:

@@ -110,12 +110,12 @@ class SharedSegment:
 
     def take(self, epoch: int, peers: Sequence[Peer]) -> memoryview:
         """The slot of `epoch`. It still holds the board of an epoch long ago."""
-        plot = epoch % BOARD_SLOTS
-        if plot in self._held:
+        slot = epoch % BOARD_SLOTS
+        if slot in self._held:
             raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
-        self._held.add(plot)
+        self._held.add(slot)
         self.peers = frozenset(peers)
-        return memoryview(self._memory)[plot * self._board_bytes : (plot + 1) * self._board_bytes]
+        return memoryview(self._memory)[slot * self._board_bytes : (slot + 1) * self._board_bytes]
 
     def give_back(self, epoch: int) -> None:
         """Release the slot of `epoch`: this process uses nothing in it any more."""

@@ -96,7 +96,7 @@ class ShmTransport(DirectTransport):
 
 
 def connect(context: Context) -> ShmTransport:
-    """Begin a board in the kept segment, or in a new one of rank 0; wait until all ranks have entered.
+    """Begin a board in the kept segment, or in a new one of rank 0; wait for all ranks.
 
     Rank 0 decides. It publishes the segment for ranks that cannot know it. A rank that has kept the same segment enters
     at once, and asks rank 0 only if the others do not come.

@@ -1,4 +1,4 @@
-"""Connect the ranks of a communicator over ucx: each sends hello to every other, and waits for the hellos of all.
+"""Connect the ranks of a communicator over ucx: each sends hello to every other, and waits for theirs.
 
 Ranks that were connected in the epoch before use the existing links and exchange no addresses. A link is good if both
 ranks have it from the same epoch. If a hello does not come, or names another epoch, both sides make a new link, with

@@ -1,4 +1,4 @@
-"""Read, write and add to a peer's memory by active messages: where UCX would only emulate one-sided ops, as over TCP.
+"""Read, write and add to a peer's memory by active messages, as over TCP, where UCX only emulates one-sided ops.
 
 The emulation (UCX 1.22) ends the process: that of an owner which comes to answer a peer that died with two requests
 under way, and that of a survivor whose atomic could not leave before its target died. Active messages end with a
@@ -150,7 +150,7 @@ class ActiveMessages:
     def update(
         self, endpoint: Endpoint, kind: int, region: int, offset: int, width: int, values: tuple[int, int]
     ) -> Request:
-        """ADD the first value to an integer of `width` bytes; or SWAP in the second if the integer equals the first."""
+        """ADD the first value to an integer of `width` bytes; or SWAP in the second if it equals the first."""
         return self._request(endpoint, Request(next(self._tokens)), (kind, width, 0), region, offset, values)
 
     def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> Request:

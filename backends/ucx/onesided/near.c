@@ -87,7 +87,7 @@ static intptr_t attempt(const Part *self, transfer function, uint64_t address, u
 }
 
 /* get(address, nbytes, offset): the first block of the transfer. */
-static intptr_t run_pipeline(const Part *self, transfer function, const uint64_t *a) {
+static intptr_t transfer_block(const Part *self, transfer function, const uint64_t *a) {
     uint64_t nbytes = a[1] < BLOCK ? a[1] : BLOCK;
     if (nbytes <= AT_ONCE)
         return attempt(self, function, a[0], nbytes, a[2]);
@@ -100,7 +100,7 @@ static intptr_t run_pipeline(const Part *self, transfer function, const uint64_t
 
 static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(run_pipeline(self, self->near->get, a)) : NULL;
+    return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(transfer_block(self, self->near->get, a)) : NULL;
 }
 
 /* put: sets `busy` before the write and clears it after. A rank that closes its window sets `closed` before it reads the
@@ -110,7 +110,7 @@ static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
     atomic_store(self->busy, 1);
-    intptr_t outcome = atomic_load(self->closed) ? CLOSED : run_pipeline(self, self->near->put, a);
+    intptr_t outcome = atomic_load(self->closed) ? CLOSED : transfer_block(self, self->near->put, a);
     if (outcome == OK || outcome == CLOSED)
         atomic_store_explicit(self->busy, 0, memory_order_release);
     return PyLong_FromSsize_t(outcome);
@@ -121,7 +121,7 @@ static PyObject *part_put_entered(Part *self, PyObject *const *args, Py_ssize_t 
     uint64_t a[3];
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
         return NULL;
-    return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : run_pipeline(self, self->near->put, a));
+    return PyLong_FromSsize_t(atomic_load(self->closed) ? CLOSED : transfer_block(self, self->near->put, a));
 }
 
 static int part_init(PyObject *object, PyObject *args, PyObject *named) {

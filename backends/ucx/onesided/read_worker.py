@@ -57,7 +57,7 @@ class ReadWorker:
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        """Copy between memory at `address` and a region, block by block; `look()` is called before each, and may raise."""
+        """Copy between memory at `address` and a region, block by block. `look()`, called before each, may raise."""
         for start in range(0, nbytes, self._block) or (0,):
             with self.lock:
                 look()

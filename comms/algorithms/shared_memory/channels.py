@@ -143,7 +143,7 @@ class Channels:
         return True
 
     def _scan(self, src: int, tag: int, whole: bool = True) -> tuple[int, int] | None:
-        """The number and entry of the oldest message of the tag in this scan (`whole`), or of the first one found."""
+        """The number and entry of the oldest message of the tag; the first one found unless `whole`."""
         board, words = self._board, self._board.words
         oldest: tuple[int, int] | None = None
         for slot in range(CHANNEL_ENTRIES):

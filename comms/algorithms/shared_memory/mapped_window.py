@@ -51,7 +51,7 @@ class Part:
 
 
 class MappedWindow(WindowMemory):
-    """A window of ranks that share memory. `check` raises what ended the communicator; `dead` returns the dead ranks."""
+    """A window of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Staging:
         self._run(op, give, take, longest, deadline, number, kind=kind, own=own)
 
     def move(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
-        """Copy piece d of what rank s gives to piece s of what rank d takes, for all s other than d."""
+        """Copy piece d of what rank s gives to piece s of what rank d takes, unless s = d."""
         self._run(op, give, take, longest, deadline, number)
 
     def share(self, op: str, give: Spans, take: Spans, longest: int, deadline: float, number: int) -> None:
