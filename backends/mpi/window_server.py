@@ -53,7 +53,7 @@ def data_tag(number: int) -> int:
 
 
 class ExposedPart:
-    """This rank's part of a window, and what the others said about theirs. `lock` is held around changes."""
+    """This rank's part of a window, and what the others wrote about theirs. `lock` is held around changes."""
 
     def __init__(self, tensor: torch.Tensor, size: int) -> None:
         self.lock = threading.Lock()

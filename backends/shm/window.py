@@ -1,8 +1,8 @@
 """Windows between processes of one host: each rank's tensor is moved into memory that the others map.
 
-Moving it makes late writes harmless: a rank that was stopped in the middle of a put, and goes on after the window is
-closed, writes into pages that nobody uses any more. Locks for atomics are the kernel's own (open file description locks
-on the header), which end with the process that holds them.
+The move makes late writes harmless: a rank that was stopped in the middle of a put, and continues after the window is
+closed, writes into pages that no process uses any more. Locks for atomics are the kernel's open-file-description locks
+on the header, which end with the process that holds them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_window(
     dead: Callable[[], Sequence[int]],
     check: Callable[[], None],
 ) -> MappedWindow:
-    """Expose `tensor`, map everybody's; collective over the ranks of `transport`."""
+    """Expose `tensor`, and map the parts of all ranks; collective over the ranks of `transport`."""
     rank, size = transport.rank, transport.size
     held = ExitStack()
     try:
@@ -66,7 +66,7 @@ def make_window(
 
 
 def _share(tensor: torch.Tensor) -> tuple[int, int]:
-    """Move the tensor's storage into shared memory, in place; its descriptor, and the tensor's byte offset in it."""
+    """Move the tensor's storage into shared memory; returns its descriptor, and the tensor's byte offset in it."""
     descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
     return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
 
@@ -101,13 +101,13 @@ def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
 
 
 class _FileLock:
-    """The kernel's lock on a header, which ends with its holder's process; and one among the threads of this one."""
+    """A kernel lock on a header, which ends with its holder's process, and a lock among threads of this process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._threads = descriptor, threading.Lock()
 
     def take(self) -> bool:
-        """Whether it could be taken now."""
+        """Try to take the lock; whether that succeeded."""
         if not self._threads.acquire(blocking=False):
             return False
         try:

@@ -1,22 +1,12 @@
 """Point to point over a board: each ordered pair of ranks has a channel of eight entries.
 
-A sender fills a free entry with (tag, size, address), and the payload itself when it is small; the receiver takes the
+A sender fills a free entry with (tag, size, address), and the payload itself when it is small. The receiver takes the
 oldest entry with the tag it wants, reads the payload, and marks the entry taken. Small sends return at once; larger
 ones when the receiver has read. Sends and receives of a batch progress together, so their order cannot deadlock.
 
-Order. A sender numbers its messages to a rank and fills whichever entry is free, so a receiver that scans the entries
-may pass an empty one, which is then filled with message 1, and find message 2 in the next. Therefore a receiver that
-has found a message of its tag scans all entries a second time, and takes the oldest of that scan:
-
-- SENT is written last, with release, and read with acquire. So once the first scan has read message n's SENT, all
-  that the sender wrote before is visible, in particular the SENT of every message before n.
-- An entry is filled again only after this receiver has taken what it held. So no message before n can disappear
-  between the scans, and the second scan reads every one that is waiting, with its tag, size and payload.
-- TAKEN is written with release after the payload was read, and read with acquire before an entry is filled. So no
-  payload is overwritten while it is read.
-
-These are all orderings that the argument needs; `_native.Words` has them on every processor (x86 needs no instruction
-for them, aarch64 does). tests/comms/ops/test_channels.py runs this code through every order of loads that they allow.
+A receiver that has found a message of its tag scans all entries a second time, and takes the oldest of that scan:
+docs/internals/decisions/channel-order.md proves that this keeps the order. tests/comms/ops/test_channels.py runs this
+code through every order of loads that the memory model allows.
 """
 
 from __future__ import annotations
