@@ -177,7 +177,7 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, t
 
 
 def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, tmp_path: Path) -> None:
-    """Epoch 2 waits for a rank that does not come, and is given up; epoch 6 has the plot of 2."""
+    """Epoch 2 waits for a rank that does not come, and is given up; epoch 6 has the slot of 2."""
 
     def run(outer: Communicator) -> float:
         epochs = Epochs(outer, tmp_path)
@@ -205,7 +205,7 @@ def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, 
     assert four.run(run) == [10.0] * 4
 
 
-# What a ground is ---------------------------------------------------------------------------------------------------
+# What a segment is ---------------------------------------------------------------------------------------------------
 
 
 def a_segment(rows: int = 2) -> tuple[SharedSegment, Any]:
@@ -232,10 +232,10 @@ def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
 
 def test_two_boards_never_share_a_slot() -> None:
     segment, peers = a_segment()
-    plot = segment.take(1, peers)
+    slot = segment.take(1, peers)
     with pytest.raises(ValueError, match="earlier epoch"):
         segment.take(1 + BOARD_SLOTS, peers)
-    plot.release()
+    slot.release()
     segment.give_back(1)
 
 
@@ -265,11 +265,11 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
     segment.prefault()
     layout = layout_of(4)
     pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
-    with segment.take(3, [this_process()] * 4) as plot:
+    with segment.take(3, [this_process()] * 4) as slot:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         for row in range(4):
             for page in pages:
-                plot[8 * row * layout.row_words + page] = 1
+                slot[8 * row * layout.row_words + page] = 1
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
     segment.give_back(3)
     assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
