@@ -38,7 +38,7 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
         borrowed.close()
 
 
-def listens(number: int) -> bool:
+def is_listening(number: int) -> bool:
     with _borrowed(number) as each:
         return each.family in _INTERNET and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
@@ -50,7 +50,7 @@ def name_of(number: int) -> tuple[str, int]:
         return str(address[0]), int(address[1])
 
 
-def close_to_strangers(number: int) -> None:
+def refuse_connections(number: int) -> None:
     """Make a listening socket refuse further connections; accepted ones stay.
 
     A socket filter makes the kernel drop all that arrives. The socket cannot be closed: gloo's own loop still uses it.

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo import message_headers
 from holdfast.backends.gloo.errors import meaning_of
-from holdfast.backends.gloo.sockets import close_to_strangers, duplicates, listens, name_of, sockets
+from holdfast.backends.gloo.sockets import duplicates, is_listening, name_of, refuse_connections, sockets
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Unsupported, again, describe
 from holdfast.comms.execution.argument_checks import TAGS
@@ -119,7 +119,7 @@ class GlooTransport(TorchGroup):
         with _making_device:
             before = sockets()
             settings._devices = [_device(one_host)]
-            doors = [number for number, _ in sockets() - before if listens(number)]
+            doors = [number for number, _ in sockets() - before if is_listening(number)]
             listening = {name_of(number) for number in doors}
         context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
         theirs: set[tuple[str, int]] = set()
@@ -160,7 +160,7 @@ class GlooTransport(TorchGroup):
             look()
             raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
         for door in doors:
-            close_to_strangers(door)
+            refuse_connections(door)
         self._sockets = duplicates(listening, theirs)
         return group
 
@@ -304,7 +304,7 @@ class GlooTransport(TorchGroup):
         arithmetic.after(tensor, op, self.size)
 
     def function(self, form: Form) -> Callable[..., None]:
-        kind, detail = self._of_gloos_own(form)
+        kind, detail = self._native_options(form)
         if kind is None:
             return super().function(form)
         options = self._make_options((kind, int(form.timeout) + 1, detail))
@@ -312,7 +312,7 @@ class GlooTransport(TorchGroup):
         name = "allreduce" if form.op == "all_reduce" else form.op
         return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, form.op, limit))
 
-    def _of_gloos_own(self, form: Form) -> tuple[Any, str | int]:
+    def _native_options(self, form: Form) -> tuple[Any, str | int]:
         """The options and the reduction or root of an op that gloo runs on a tensor directly; else None."""
         if form.op == "broadcast" and form.dtype in _NATIVE_DTYPES and form.nbytes:
             return dist.BroadcastOptions, form.root

@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 
 from holdfast.backends.common.cpu_wait import yield_cpu
-from holdfast.backends.mpi.buffers import at
+from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
 from holdfast.backends.mpi.window import MpiWindow, WindowService
@@ -35,7 +35,7 @@ _SPINS, _CROWDED_SPINS = 2000, 50
 _LOOK_SECONDS = 0.001
 _WAITING_SECONDS = 0.01
 _PATIENT_SECONDS = 0.1
-_NAP_SECONDS = 5e-5
+_SLEEP_SECONDS = 5e-5
 _GRACE_SECONDS = 0.2
 """How long a failed call waits for the status message that explains it."""
 
@@ -187,7 +187,7 @@ class MpiMessages(MessageTransport):
             if now >= deadline:
                 raise OpTimeout(op, seq, now - began, self._missing(seq, awaited))
             if now - began > _PATIENT_SECONDS:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
 
     def _look(self, seq: int, awaited: Sequence[int]) -> HoldfastError | None:
         """Why an op that is not complete never will be; None as far as this rank can tell."""
@@ -294,7 +294,7 @@ class MpiMessages(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         try:
-            request = call([at(tensor), MPI.BYTE], peer, tag)
+            request = call([buffer_of(tensor), MPI.BYTE], peer, tag)
         except MPI.Exception as error:
             raise self._explain("recv" if receives else "send", self._op, error) from error
         return _Message(request, tensor, peer, receives)

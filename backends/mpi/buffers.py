@@ -15,7 +15,7 @@ Counts = tuple[list[int], list[int]]
 """Sizes and offsets, one of each per rank."""
 
 
-def at(tensor: Tensor) -> MPI.buffer:
+def buffer_of(tensor: Tensor) -> MPI.buffer:
     """The memory of a contiguous tensor. The caller keeps the tensor."""
     return MPI.buffer.fromaddress(*span(tensor))
 
@@ -25,7 +25,7 @@ def counts(sizes: Sequence[int]) -> Counts:
     return list(sizes), [0, *accumulate(sizes)][:-1]
 
 
-def together(tensors: Sequence[Tensor]) -> MPI.buffer | None:
+def adjacent(tensors: Sequence[Tensor]) -> MPI.buffer | None:
     """The memory of tensors that lie one behind the other; None if they do not."""
     start = end = 0
     for tensor in tensors:
@@ -39,24 +39,24 @@ def together(tensors: Sequence[Tensor]) -> MPI.buffer | None:
     return MPI.buffer.fromaddress(start, end - start)
 
 
-def given(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
+def gathered_buffer(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
     """One buffer with the bytes of all tensors, and the object that the caller has to keep."""
-    if (memory := together(tensors)) is not None:
+    if (memory := adjacent(tensors)) is not None:
         return memory, tensors
     staged = torch.cat([_bytes(tensor) for tensor in tensors])
-    return at(staged), staged
+    return buffer_of(staged), staged
 
 
-def room(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
-    """One buffer for the bytes of all tensors, and its tensor if `spread` must copy from it afterwards."""
-    if (memory := together(tensors)) is not None:
+def receive_buffer(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
+    """One buffer for the bytes of all tensors, and its tensor if `copy_out` must copy from it afterwards."""
+    if (memory := adjacent(tensors)) is not None:
         return memory, None
     staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device="cpu")
-    return at(staged), staged
+    return buffer_of(staged), staged
 
 
-def spread(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Copy the bytes received into `room` to their tensors."""
+def copy_out(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
+    """Copy the bytes received into `receive_buffer` to their tensors."""
     if staged is None:
         return
     start = 0

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from holdfast.backends.mpi import addresses
 from holdfast.backends.mpi.base import MpiMessages, abandon
-from holdfast.backends.mpi.buffers import at, counts, given, room, spread
+from holdfast.backends.mpi.buffers import buffer_of, copy_out, counts, gathered_buffer, receive_buffer
 from holdfast.backends.mpi.datatypes import native
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.algorithms.message_passing import segments
@@ -27,7 +27,7 @@ STAGED_BYTES = 8 << 10
 """Up to this size, a persistent all_reduce on its own buffer, with two copies, is faster than a nonblocking one."""
 MOST_PREPARED = 64
 """The number of persistent requests of a communicator: the first sizes, datatypes and operations that it meets."""
-LOOKS_A_SPIN = 5
+TESTS_PER_SPIN = 5
 """Compiled code tests a request this many times while Python tests it once."""
 SEGMENTED_BYTES = 24 << 20
 """From this size on, holdfast's segmented all_reduce is faster than MPI's."""
@@ -66,7 +66,7 @@ class MpiTransport(MpiMessages):
             prepared(tensor, deadline)
         elif kind is not None:
             mpi, reduce = kind
-            given = MPI.IN_PLACE, [at(tensor), mpi], reduce
+            given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
             self._run("all_reduce", self._comm.Iallreduce, given, deadline, tensor)
         arithmetic.after(tensor, op, self.size)
 
@@ -95,7 +95,7 @@ class MpiTransport(MpiMessages):
             request=request,
             handle=MPI._addressof(request),
             test=addresses.TEST,
-            max_tests=LOOKS_A_SPIN * self._spins,
+            max_tests=TESTS_PER_SPIN * self._spins,
             finish_request=partial(self._finish_request, "all_reduce", request),
         )
         return self._prepared[form]
@@ -107,13 +107,13 @@ class MpiTransport(MpiMessages):
             return
         mpi, reduce = kind
         contribution = arithmetic.before(tensor, op)
-        memory = [at(contribution), contribution.numel(), mpi]
+        memory = [buffer_of(contribution), contribution.numel(), mpi]
         if self.rank != dst:
             self._run("reduce", self._comm.Ireduce, (memory, None, reduce, dst), deadline, contribution)
             return
         if contribution is not tensor:
             tensor.copy_(contribution)
-            memory[0] = at(tensor)
+            memory[0] = buffer_of(tensor)
         self._run("reduce", self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
         arithmetic.after(tensor, op, self.size)
 
@@ -124,9 +124,9 @@ class MpiTransport(MpiMessages):
             return
         mpi, reduce = kind
         contributions = [arithmetic.before(tensor, op) for tensor in inputs]
-        memory, kept = given(contributions)
+        memory, kept = gathered_buffer(contributions)
         sizes = [tensor.numel() for tensor in inputs]
-        source, target = [memory, sum(sizes), mpi], [at(output), output.numel(), mpi]
+        source, target = [memory, sum(sizes), mpi], [buffer_of(output), output.numel(), mpi]
         kept = kept, contributions, output
         self._run("reduce_scatter", self._comm.Ireduce_scatter, (source, target, sizes, reduce), deadline, kept)
         arithmetic.after(output, op, self.size)
@@ -134,15 +134,15 @@ class MpiTransport(MpiMessages):
     # -- moves
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
-        self._run("broadcast", self._comm.Ibcast, ([at(tensor), MPI.BYTE], src), deadline, tensor)
+        self._run("broadcast", self._comm.Ibcast, ([buffer_of(tensor), MPI.BYTE], src), deadline, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if sum(output.nbytes for output in outputs) >= GATHERED_BYTES:
             super().all_gather(outputs, tensor, deadline)
             return
-        memory, staged = room(outputs)
+        memory, staged = receive_buffer(outputs)
         sizes = [output.nbytes for output in outputs]
-        source = [at(tensor), MPI.BYTE]
+        source = [buffer_of(tensor), MPI.BYTE]
         kept = outputs, staged, tensor
         if len(set(sizes)) == 1:
             target = [memory, sizes[0], MPI.BYTE]
@@ -150,39 +150,39 @@ class MpiTransport(MpiMessages):
         else:
             uneven = [memory, counts(sizes), MPI.BYTE]
             self._run("all_gather", self._comm.Iallgatherv, (source, uneven), deadline, kept)
-        spread(staged, outputs)
+        copy_out(staged, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         if output.nbytes >= GATHERED_BYTES:
             super().all_gather_single(output, tensor, deadline)
             return
-        given = [at(tensor), MPI.BYTE], [at(output), tensor.nbytes, MPI.BYTE]
+        given = [buffer_of(tensor), MPI.BYTE], [buffer_of(output), tensor.nbytes, MPI.BYTE]
         self._run("all_gather", self._comm.Iallgather, given, deadline, (output, tensor))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        memory, kept = given(inputs)
-        into, staged = room(outputs)
+        memory, kept = gathered_buffer(inputs)
+        into, staged = receive_buffer(outputs)
         source = [memory, counts([tensor.nbytes for tensor in inputs]), MPI.BYTE]
         target = [into, counts([tensor.nbytes for tensor in outputs]), MPI.BYTE]
         self._run("all_to_all", self._comm.Ialltoallv, (source, target), deadline, (kept, staged, outputs))
-        spread(staged, outputs)
+        copy_out(staged, outputs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        source = [at(tensor), MPI.BYTE]
+        source = [buffer_of(tensor), MPI.BYTE]
         if outputs is None:
             self._run("gather", self._comm.Igatherv, (source, None, dst), deadline, tensor)
             return
-        memory, staged = room(outputs)
+        memory, staged = receive_buffer(outputs)
         target = [memory, counts([output.nbytes for output in outputs]), MPI.BYTE]
         self._run("gather", self._comm.Igatherv, (source, target, dst), deadline, (tensor, staged, outputs))
-        spread(staged, outputs)
+        copy_out(staged, outputs)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        target = [at(tensor), MPI.BYTE]
+        target = [buffer_of(tensor), MPI.BYTE]
         if inputs is None:
             self._run("scatter", self._comm.Iscatterv, (None, target, src), deadline, tensor)
             return
-        memory, kept = given(inputs)
+        memory, kept = gathered_buffer(inputs)
         source = [memory, counts([part.nbytes for part in inputs]), MPI.BYTE]
         self._run("scatter", self._comm.Iscatterv, (source, target, src), deadline, (tensor, kept, inputs))
 
@@ -212,7 +212,7 @@ class MpiTransport(MpiMessages):
             op=reduce.handle,
             comm=self._comm.handle,
             test=addresses.TEST,
-            max_tests=LOOKS_A_SPIN * self._spins,
+            max_tests=TESTS_PER_SPIN * self._spins,
             finish_request=partial(self._finish_request, "all_reduce", None),
         )
 

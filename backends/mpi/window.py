@@ -18,7 +18,7 @@ import torch
 from mpi4py import MPI
 
 from holdfast.backends.common.cpu_wait import yield_cpu
-from holdfast.backends.mpi.buffers import at
+from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.window_server import (
     ADD,
     CLOSED,
@@ -53,7 +53,7 @@ PUT_BYTES = 64 << 20
 _LOOK_SECONDS = 0.001
 _SPINS = 64
 _YIELDS = 2000
-_NAP_SECONDS = 0.0001
+_SLEEP_SECONDS = 0.0001
 
 
 class WindowService:
@@ -77,7 +77,7 @@ class WindowService:
         self.ranks = {process: number for number, process in enumerate(processes)}
         self.numbers, self.windows = itertools.count(secrets.randbits(62)), itertools.count(1)
         self._check_live = check_live
-        self._looking, self._look_at = threading.Lock(), 0.0
+        self._checking, self._next_check = threading.Lock(), 0.0
         self._dead: tuple[int, ...] = ()
         self._liveness = Liveness(peers, rank)
         server.open()
@@ -90,11 +90,11 @@ class WindowService:
 
     def check(self, rank: int) -> None:
         """Raise if the communicator has ended, or the process of `rank` (as of a millisecond ago at most)."""
-        if time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._next_check:
             self._check_live()
-            with self._looking:
+            with self._checking:
                 self._dead = self._liveness.dead()
-                self._look_at = time.monotonic() + _LOOK_SECONDS
+                self._next_check = time.monotonic() + _LOOK_SECONDS
         if rank in self._dead:
             raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
 
@@ -110,9 +110,9 @@ class _Reply:
     def __init__(self, service: WindowService, rank: int, number: int, room: int = 0) -> None:
         self._service, self._process, self._number = service, service.processes[rank], number
         self._text = bytearray(REPLY.size + room)
-        self.listen()
+        self.expect_another()
 
-    def listen(self) -> None:
+    def expect_another(self) -> None:
         """Expect one more reply to the same request."""
         self._request = MPI.COMM_WORLD.Irecv([self._text, MPI.BYTE], self._process, reply_tag(self._number))
 
@@ -122,7 +122,7 @@ class _Reply:
             return None
         outcome, number, value = REPLY.unpack_from(self._text)
         if number != self._number:  # of a request that was given up long ago
-            self.listen()
+            self.expect_another()
             return None
         return outcome, value, memoryview(self._text)[REPLY.size :]
 
@@ -203,7 +203,7 @@ class MpiWindow(WindowMemory):
                 if turns < _SPINS * _YIELDS:
                     yield_cpu()
                 else:
-                    time.sleep(_NAP_SECONDS)
+                    time.sleep(_SLEEP_SECONDS)
         except MPI.Exception as error:
             raise self._explain(rank, error) from error
         outcome, value, data = heard
@@ -246,8 +246,8 @@ class MpiWindow(WindowMemory):
         reply, number = self._send_request(PUT, rank, deadline, offset, source.nbytes)
         try:
             self._await_reply(reply, rank, deadline, "put")
-            reply.listen()
-            sent = MPI.COMM_WORLD.Isend([at(source), MPI.BYTE], self._service.processes[rank], data_tag(number))
+            reply.expect_another()
+            sent = MPI.COMM_WORLD.Isend([buffer_of(source), MPI.BYTE], self._service.processes[rank], data_tag(number))
             try:
                 self._await_reply(reply, rank, deadline, "put")
                 while not sent.Test():  # it has arrived, and MPI is about to notice
@@ -313,7 +313,7 @@ class MpiWindow(WindowMemory):
         bounce = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         number = next(self._service.numbers)
         reply = _Reply(self._service, rank, number)
-        coming = MPI.COMM_WORLD.Irecv([at(bounce), MPI.BYTE], self._service.processes[rank], data_tag(number))
+        coming = MPI.COMM_WORLD.Irecv([buffer_of(bounce), MPI.BYTE], self._service.processes[rank], data_tag(number))
         frame = REQUEST.pack(self._service.mark, GET, self._number, number, offset, nbytes, 0, 0, 0)
         self._service.send(frame, rank)
         return reply, coming, bounce
@@ -353,7 +353,7 @@ class MpiWindow(WindowMemory):
             if turns < _YIELDS:
                 yield_cpu()
             else:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
         self._waited[rank] = wanted
 
     def flush(self, rank: int | None, deadline: float) -> None:

@@ -39,9 +39,9 @@ INLINE_BYTES = 1024
 REQUEST_TAG = 1 << 30
 _NUMBERS = 1 << 28
 _AWAKE_SECONDS = 0.0005
-_NAP_SECONDS = 0.00005
+_SLEEP_SECONDS = 0.00005
 _PATIENT_SECONDS = 0.05
-_LONG_NAP_SECONDS = 0.001
+_LONG_SLEEP_SECONDS = 0.001
 
 
 def reply_tag(number: int) -> int:
@@ -135,7 +135,7 @@ class Server:
             elif now - active < _AWAKE_SECONDS or self._transfers:
                 yield_cpu()
             else:
-                time.sleep(_NAP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_SLEEP_SECONDS)
 
     def _take_one(self) -> bool:
         status = MPI.Status()

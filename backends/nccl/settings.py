@@ -37,15 +37,17 @@ def settings_of_a_group() -> Iterator[None]:
     with _lock:
         before = os.environ.get(_ERROR_HANDLING)
         if before not in (None, _CLEAN_UP_ONLY):
-            _say(
+            _log_once(
                 f"{_ERROR_HANDLING}={before} is taken as {_CLEAN_UP_ONLY}: a failed op ends its group, not the process"
             )
         ours = {name: value for name, value in _UNLESS_SET.items() if name not in os.environ}
         for name in _UNLESS_SET.keys() - ours.keys():
             if os.environ[name] != _UNLESS_SET[name]:
-                _say(f"{name}={os.environ[name]} stays so: torch may hold up, or end, this process after a failure")
+                _log_once(
+                    f"{name}={os.environ[name]} stays so: torch may hold up, or end, this process after a failure"
+                )
         if os.environ.get(BLOCKING_WAIT, "0") not in ("", "0"):
-            _say(f"{BLOCKING_WAIT} is set: torch has no watchdog then; timeouts are found only by waits")
+            _log_once(f"{BLOCKING_WAIT} is set: torch has no watchdog then; timeouts are found only by waits")
         os.environ.update({**ours, _ERROR_HANDLING: _CLEAN_UP_ONLY})
         try:
             yield
@@ -68,7 +70,7 @@ def bound_waits(seconds: float) -> None:
         os.environ.setdefault(LONGEST_WAIT, str(max(1, math.ceil(seconds))))
 
 
-def _say(what: str) -> None:
+def _log_once(what: str) -> None:
     if what not in _said:
         _said.add(what)
         _log.warning("%s", what)

@@ -126,7 +126,7 @@ class NcclTransport(TorchGroup):
     def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
         self._seq += 1
         self._check()
-        self._allow(deadline - time.monotonic())
+        self._set_timeout(deadline - time.monotonic())
         try:
             self._calls.run(_issue, start, *arguments)
         except RuntimeError as error:
@@ -135,7 +135,7 @@ class NcclTransport(TorchGroup):
                 raise  # an error of this process: out of memory, for one
             raise self._explain(op, error) from error
 
-    def _allow(self, seconds: float) -> None:
+    def _set_timeout(self, seconds: float) -> None:
         """Set the timeout of the next op. torch checks only the timeout of the group, not those of op options."""
         steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
         allowed = max(steps, 1) * _TIMEOUT_STEP
@@ -168,7 +168,7 @@ class NcclTransport(TorchGroup):
         if not self._ended:
             self._ended = True
             group = self._group
-            self._allow(_ABORT_SECONDS)
+            self._set_timeout(_ABORT_SECONDS)
             _ended_within(_ABORT_SECONDS, "abort", lambda: group.abort())
 
     def _release_group(self) -> None:
@@ -259,7 +259,7 @@ class NcclTransport(TorchGroup):
         if tensor.numel() == 0:
             return
         limit = options(AllgatherOptions, until(deadline), asyncOp=False)
-        whole = _as_one(outputs)
+        whole = _adjacent(outputs)
         if whole is not None:
             self._call("all_gather", deadline, self._group._allgather_base, whole, bytes_of(tensor), limit)
         else:
@@ -373,7 +373,7 @@ def _native(op: ReduceOp) -> Any:
     return _NATIVE_OPS[op.name]
 
 
-def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
     """Return equal, adjacent parts of one storage as one tensor of bytes; None if they are not adjacent."""
     first, step = parts[0], parts[0].nbytes
     storage = first.untyped_storage().data_ptr()
@@ -385,7 +385,7 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Equal parts as one tensor: a view where they lie one behind the other."""
-    whole = _as_one(parts)
+    whole = _adjacent(parts)
     return torch.cat([part.view(-1) for part in parts]) if whole is None else whole.view(parts[0].dtype)
 
 

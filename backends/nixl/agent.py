@@ -23,7 +23,7 @@ from holdfast.comms.system import forks
 _LOOKS = 200
 """The number of status checks of a transfer between two checks of the clock and the owner."""
 _PATIENT_SECONDS = 0.002
-_NAP_SECONDS = 0.0001
+_SLEEP_SECONDS = 0.0001
 
 _setting = threading.Lock()
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
@@ -178,7 +178,7 @@ class NixlAgent:
             self._give_up(transfer, memory)
             raise
         if now - began > _PATIENT_SECONDS:
-            time.sleep(_NAP_SECONDS)
+            time.sleep(_SLEEP_SECONDS)
 
     def _give_up(self, transfer: Transfer, memory: object) -> None:
         if self.local:  # then it has failed, and UCX does not say so

@@ -117,7 +117,7 @@ class SharedSegment:
         self.peers = frozenset(peers)
         return memoryview(self._memory)[slot * self._board_bytes : (slot + 1) * self._board_bytes]
 
-    def give_back(self, epoch: int) -> None:
+    def release_slot(self, epoch: int) -> None:
         """Release the slot of `epoch`: this process uses nothing in it any more."""
         self._held.discard(epoch % BOARD_SLOTS)
         if not self._held and not self._memory.closed:

@@ -92,7 +92,7 @@ class ShmTransport(DirectTransport):
     def _release(self) -> None:
         self._liveness.close()
         self._slot.release()
-        self.segment.give_back(self._epoch)
+        self.segment.release_slot(self._epoch)
 
 
 def connect(context: Context) -> ShmTransport:

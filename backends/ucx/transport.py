@@ -212,7 +212,7 @@ class UcxTransport(MessageTransport):
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_SECONDS
-                self._look_at_peers(waiting)
+                self._check_peers(waiting)
                 if self._journal is not None:
                     self._notify(self._journal, waiting)
                 if now >= deadline:
@@ -232,7 +232,7 @@ class UcxTransport(MessageTransport):
         takes = sorted({each.peer for each in waiting if each.receives})
         journal.waits(takes, sorted({each.peer for each in waiting if not each.receives}), self._rounds)
 
-    def _look_at_peers(self, waiting: list[PendingMessage]) -> None:
+    def _check_peers(self, waiting: list[PendingMessage]) -> None:
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
         dead = self.liveness.dead()
         while self._worker.progress():

@@ -47,7 +47,7 @@ _LACKING = frozenset(
 )
 """The statuses with which UCX fails if this process lacks a resource."""
 _HERE = {"RNDV_SCHEME": "get_zcopy"}
-_AFAR = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+_TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
 _CLOSE_SECONDS = 0.2
 
@@ -75,7 +75,7 @@ class Transports:
         names = set(tls.split(","))
         local = names <= _SHARED_MEMORY | {"self"}
         options = {
-            name: value for name, value in (_HERE if local else _AFAR).items() if f"UCX_{name}" not in os.environ
+            name: value for name, value in (_HERE if local else _TCP_OPTIONS).items() if f"UCX_{name}" not in os.environ
         }
         if loopback and not local and "UCX_NET_DEVICES" not in os.environ:
             options["NET_DEVICES"] = "lo"

@@ -221,10 +221,10 @@ def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
     assert not segment.has_room(3, 3)
     assert segment.has_room(3, 2)
     first.release()
-    segment.give_back(1)
+    segment.release_slot(1)
     assert segment.has_room(1 + BOARD_SLOTS, 2)
     second.release()
-    segment.give_back(2)
+    segment.release_slot(2)
     assert not segment.has_room(3, 2)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
@@ -236,7 +236,7 @@ def test_two_boards_never_share_a_slot() -> None:
     with pytest.raises(ValueError, match="earlier epoch"):
         segment.take(1 + BOARD_SLOTS, peers)
     slot.release()
-    segment.give_back(1)
+    segment.release_slot(1)
 
 
 @pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
@@ -271,7 +271,7 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
             for page in pages:
                 slot[8 * row * layout.row_words + page] = 1
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    segment.give_back(3)
+    segment.release_slot(3)
     assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
 
 

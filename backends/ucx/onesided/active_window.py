@@ -203,7 +203,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
     def _await_delivery(self, rank: int, deadline: float) -> None:
         self._settle(rank, deadline, "closing a window")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with self._side.lock:
             self._worker.progress()
 

@@ -19,7 +19,7 @@ _lock = threading.Lock()
 _left: list[tuple[torch.Tensor, tuple[int, ...]]] = []
 
 
-def leave_behind(memory: ExposedMemory, writers: Sequence[Peer]) -> None:
+def free_later(memory: ExposedMemory, writers: Sequence[Peer]) -> None:
     """Move the tensor to other memory; keep the old memory until all of these processes have ended."""
     with _lock:
         _left.append((memory.vacate(), tuple(writer_token(peer) for peer in writers)))

@@ -147,7 +147,7 @@ class FarWindow(RegisteredWindow):
     def _await_delivery(self, rank: int, deadline: float) -> None:
         self._side.flush(rank, deadline, "closing a window")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with self._side.lock:
             self._worker.progress()
 

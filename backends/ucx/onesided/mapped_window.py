@@ -87,13 +87,13 @@ class RegisteredWindow(UcxWindow[OneSidedWorker, RemotePart]):
         """The address at which a rank's header is mapped into this process; 0 if it cannot be."""
         return 0
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         with self._side.lock:
             for part in self._parts:
                 for key in (part.header_key, part.key):
                     if key is not None:
                         self._call.ucp_rkey_destroy(key)
-        super()._let_go()
+        super()._release_memory()
 
     def _unmap(self) -> None:
         """Release the registered memory."""

@@ -18,7 +18,7 @@ from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.common.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided._near import BLOCK, CLOSED, Near, NearPart
-from holdfast.backends.ucx.onesided.deferred_free import leave_behind
+from holdfast.backends.ucx.onesided.deferred_free import free_later
 from holdfast.backends.ucx.onesided.mapped_window import RegisteredWindow, RemotePart
 from holdfast.backends.ucx.onesided.regions import writer_lives, writer_token
 from holdfast.backends.ucx.onesided.window import LEAVE_SECONDS, SLEEP_SECONDS, YIELDS
@@ -224,7 +224,7 @@ class NearWindow(RegisteredWindow):
         while (writers := self._writers()) and time.monotonic() < until:
             time.sleep(SLEEP_SECONDS)
         if writers:
-            leave_behind(self._exposed, writers)
+            free_later(self._exposed, writers)
         self._unmap()
 
 

@@ -59,7 +59,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
             transport.barrier(deadline)
         except BaseException:
             self._closed = True
-            self._let_go()
+            self._release_memory()
             raise
 
     @abstractmethod
@@ -92,7 +92,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     def _notify(self, rank: int, part: PartOf, word: int, value: int, deadline: float, op: str) -> None:
         """Set a word in a rank's header, after all that was issued to it before."""
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Progress the words of the others, where that takes this rank's help."""
 
     def wait_signal(self, rank: int, deadline: float) -> None:
@@ -100,7 +100,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         began, turns = time.monotonic(), 0
         while self._mine[word] < wanted:
             self._live(rank)
-            self._look()
+            self._poll()
             turns += 1
             if turns < YIELDS:
                 yield_cpu()
@@ -119,14 +119,14 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         try:
             self._announce_close()
         finally:
-            self._let_go()
+            self._release_memory()
 
     def _announce_close(self) -> None:
         """Tell all living ranks that this window is closed; unless stopped, they know it when this returns."""
         until = time.monotonic() + LEAVE_SECONDS
         self._mine[2 * self._rank] = 1
         try:
-            dead = self._side.look()
+            dead = self._side.find_dead()
         except HoldfastError:
             dead = frozenset()
         for told in (False, True):
@@ -145,7 +145,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     def _await_delivery(self, rank: int, deadline: float) -> None:
         """Wait until a rank has received its words."""
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         self._parts.clear()
         self._withdraw()
 

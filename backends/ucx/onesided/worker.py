@@ -31,7 +31,7 @@ _TURNS = 64
 """Progress calls between two checks of clock and peers, with the lock held."""
 _YIELDS, _CROWDED_YIELDS = 220, 200
 """The number of such rounds before a wait begins to sleep; it yields after each."""
-_NAP_SECONDS = 0.0001
+_SLEEP_SECONDS = 0.0001
 
 
 CheckLive = Callable[[], Iterable[int]]
@@ -48,8 +48,8 @@ class OneSidedWorker:
         self.local = over.local
         self.lock = threading.RLock()
         self._check_live = check_live
-        self._looking = threading.Lock()
-        self._look_at = 0.0
+        self._checking = threading.Lock()
+        self._next_check = 0.0
         self._dead: frozenset[int] = frozenset()
         self._kept: list[Callable[[bool], bool]] = []
         self._crowded = transport.size > len(os.sched_getaffinity(0))
@@ -86,17 +86,17 @@ class OneSidedWorker:
 
     def check(self, rank: int, now: bool = False) -> None:
         """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most, or now)."""
-        if now or time.monotonic() >= self._look_at:
-            self.look()
+        if now or time.monotonic() >= self._next_check:
+            self.find_dead()
         if rank in self._dead:
             raise gone(rank)
 
-    def look(self) -> frozenset[int]:
+    def find_dead(self) -> frozenset[int]:
         """The dead ranks, as of now. Raises if the communicator has ended."""
         broken = self._check_live()
-        with self._looking:
+        with self._checking:
             self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._next_check = time.monotonic() + _LOOK_SECONDS
         return self._dead
 
     # -- requests
@@ -153,7 +153,7 @@ class OneSidedWorker:
             if time.monotonic() > deadline:
                 raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
             if rounds > yields:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
             else:
                 yield_cpu()
 

@@ -30,7 +30,7 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
             combine(flat, arriving, op, other_first=partner < rank)
             distance *= 2
 
-    _folded(exchange, flat, op, body)
+    _on_power_of_two(exchange, flat, op, body)
 
 
 def halving_all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
@@ -54,10 +54,10 @@ def halving_all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> 
         for partner, keep_start, keep_stop, give_start, give_stop in reversed(spans):
             exchange.swap(flat[keep_start:keep_stop], partner, flat[give_start:give_stop], partner)
 
-    _folded(exchange, flat, op, body)
+    _on_power_of_two(exchange, flat, op, body)
 
 
-def _folded(exchange: Exchange, flat: torch.Tensor, op: ReduceOp, body: Callable[[int, int], None]) -> None:
+def _on_power_of_two(exchange: Exchange, flat: torch.Tensor, op: ReduceOp, body: Callable[[int, int], None]) -> None:
     """Run `body(rank, ranks)` on a power of two of ranks, after folding in the inputs of the others."""
     rank, size = exchange.rank, exchange.size
     ranks = 1 << (size.bit_length() - 1)

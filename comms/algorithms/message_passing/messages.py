@@ -108,7 +108,7 @@ class MessageTransport(Transport):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         exchange = self._exchange("all_gather", deadline)
-        pairwise.keep_own(outputs[self.rank], tensor)
+        pairwise.copy_own(outputs[self.rank], tensor)
         flats = [output.view(-1) for output in outputs]
         largest = max(flat.nbytes for flat in flats)
         algorithm = cost.choose(cost.all_gather(self._link, self.size, largest))

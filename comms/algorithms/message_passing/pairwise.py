@@ -17,7 +17,7 @@ from holdfast.comms.ops import ReduceOp
 Tensor = torch.Tensor
 
 
-def keep_own(target: Tensor, source: Tensor) -> None:
+def copy_own(target: Tensor, source: Tensor) -> None:
     """Copy a rank's own share, which is not sent. Raises `Mismatch` if the sizes differ."""
     if target.nbytes != source.nbytes:
         raise Mismatch(f"a rank gives itself {source.nbytes} bytes and expects {target.nbytes}; both must agree")
@@ -30,7 +30,7 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
     once.
     """
     rank, size = exchange.rank, exchange.size
-    keep_own(outputs[rank], inputs[rank])
+    copy_own(outputs[rank], inputs[rank])
     for step in range(1, size):
         dst, src = (rank + step) % size, (rank - step) % size
         exchange.swap(inputs[dst], dst, outputs[src], src)
@@ -53,7 +53,7 @@ def gather(exchange: Exchange, tensor: Tensor, outputs: Sequence[Tensor] | None,
     if outputs is None:
         exchange.send(tensor, dst)
         return
-    keep_own(outputs[dst], tensor)
+    copy_own(outputs[dst], tensor)
     exchange.finish(*[exchange.begin_recv(output, r) for r, output in enumerate(outputs) if r != dst])
 
 
@@ -62,5 +62,5 @@ def scatter(exchange: Exchange, tensor: Tensor, inputs: Sequence[Tensor] | None,
     if inputs is None:
         exchange.recv(tensor, src)
         return
-    keep_own(tensor, inputs[src])
+    copy_own(tensor, inputs[src])
     exchange.finish(*[exchange.begin_send(part, r) for r, part in enumerate(inputs) if r != src])

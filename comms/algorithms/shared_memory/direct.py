@@ -117,7 +117,7 @@ class DirectTransport(Transport):
             if self.size == 1:
                 copy(target[0], *given)
             else:
-                for rank in ops.around():
+                for rank in ops.other_ranks():
                     ops.expect(rank, self.rank, target[1])
                 result = torch.empty_like(output) if self._overlaps_others(target, given) else output
                 into, longest, kind = span(result), max(given[1::2]), arithmetic.kind(output.dtype, op)

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.comms import arithmetic
 from holdfast.comms.algorithms.shared_memory.board import FLAG, Board
-from holdfast.comms.algorithms.shared_memory.signature import in_words, signature
+from holdfast.comms.algorithms.shared_memory.signature import describe, signature
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.ops import ReduceOp
 
@@ -182,7 +182,7 @@ class Publications:
         board, parity = self._board, self.number & 1
         theirs, mine = board.words[board.table(rank, parity)], board.words[board.table(self.rank, parity)]
         raise Mismatch(
-            f"rank {rank} called {in_words(theirs)} as op {self.number}, rank {self.rank} {in_words(mine)}; "
+            f"rank {rank} called {describe(theirs)} as op {self.number}, rank {self.rank} {describe(mine)}; "
             "every rank must issue the same ops, in the same order, with the same shapes and dtypes"
         )
 
@@ -232,6 +232,6 @@ class Publications:
         """Finish the op: this rank has taken all it needs."""
         self._native.raise_flag(4 * self.number + 3, FLAG)
 
-    def around(self) -> list[int]:
+    def other_ranks(self) -> list[int]:
         """The other ranks, starting after this one, so that not all ranks read from the same one at once."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]

@@ -31,7 +31,7 @@ def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, cou
     )
 
 
-def in_words(packed: int) -> str:
+def describe(packed: int) -> str:
     """Describe a signature for an error message."""
     op = _OPS[(packed & 15) - 1] if 0 < packed & 15 <= len(_OPS) else "nothing"
     details = [str(DTYPES[packed >> 8 & 127]), f"{packed >> 27} elements", f"root {packed >> 15 & 0xFFF}"]
