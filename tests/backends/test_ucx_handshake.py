@@ -232,7 +232,7 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
         def heard() -> bool:
             with transport._lock:
                 transport._worker.progress()
-                transport.notices.look()
+                transport.notices.poll()
             return 0 in transport.notices.left
 
         eventually(heard, 10.0)
