@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.backends.gloo.sockets import listens, name_of, sockets
+from holdfast.backends.gloo.sockets import is_listening, name_of, sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
 from holdfast.ft.control.rpc import RpcClient, RpcServer
@@ -102,7 +102,7 @@ def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytes
 
 def test_a_connected_gloo_group_accepts_no_connection() -> None:
     def body(comm: Communicator) -> object:
-        doors = [name_of(number) for number, _ in sockets() if listens(number)]
+        doors = [name_of(number) for number, _ in sockets() if is_listening(number)]
         reached = []
         for door in doors:
             with socket.socket() as stranger:
