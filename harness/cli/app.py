@@ -1,4 +1,4 @@
-"""The `holdfast` command. Nothing heavy is imported before a command needs it."""
+"""The `holdfast` command. A command imports what is heavy only when it runs."""
 
 from __future__ import annotations
 

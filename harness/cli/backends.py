@@ -1,4 +1,4 @@
-"""`holdfast backends`: what each backend can do, whether it can run here, and what to install where it cannot."""
+"""`holdfast backends`: the capabilities of each backend, whether it can run here, and what it lacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from holdfast.ft.registers import schemes
 
 
 def describe() -> dict[str, Any]:
-    """Everything about the installed plugins as plain data: `backends` by name, failure `detectors` by name,
-    `registers` by URL scheme, and `broken` plugins with why.
+    """The installed plugins as plain data.
+
+    `backends` by name, failure `detectors` by name, `registers` by URL scheme, and `broken` plugins with the reason.
     """
     found = registry()
     return {
@@ -88,7 +89,7 @@ FLAGS = {
 
 
 def table(described: dict[str, Any]) -> Table:
-    """The table for people, of what `describe` gave."""
+    """The table of backends, from the result of `describe`."""
     result = FoldingTable(title="backends", title_justify="left", show_lines=True)
     result.add_column("name", style="bold")
     result.add_column("here")
@@ -106,7 +107,7 @@ def table(described: dict[str, Any]) -> Table:
 
 
 def detectors_table(described: dict[str, Any]) -> Table:
-    """The table of failure detectors for people."""
+    """The table of failure detectors."""
     result = FoldingTable(title="failure detectors", title_justify="left")
     for column in ("name", "here", "what it tells by", "its word is"):
         result.add_column(column, style="bold" if column == "name" else "")
@@ -117,7 +118,7 @@ def detectors_table(described: dict[str, Any]) -> Table:
 
 
 def registers_table(described: dict[str, Any]) -> Table:
-    """The table of registers for people."""
+    """The table of registers."""
     result = FoldingTable(title="registers", title_justify="left")
     result.add_column("URL", style="bold")
     result.add_column("what it is")

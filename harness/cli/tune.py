@@ -1,4 +1,4 @@
-"""`holdfast tune`: measure the links of this machine, and show which algorithm is chosen where."""
+"""`holdfast tune`: measures the links of this machine, and shows the algorithm chosen for each size."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print(links: dict[str, Any], json: bool) -> None:
 
 
 def _in_words(row: Sequence[Choice]) -> str:
-    """The algorithms of growing sizes, each with the size from which it holds."""
+    """The algorithms by growing size, each with the size from which on it is chosen."""
     words = [row[0].algorithm]
     for before, each in itertools.pairwise(row):
         if each.algorithm != before.algorithm:

@@ -1,6 +1,6 @@
-"""What a parent raises for a rank that failed, and how an exception travels from a rank to it.
+"""The errors that a parent raises for failed ranks, and the packing of a rank's exception on its way to it.
 
-A rank's exception is raised as a type made on the spot that is both `RankFailed` and the original type, so that
+A rank's exception is raised as a dynamic type that is both `RankFailed` and the original type, so that
 `except ValueError` and `pytest.raises(PeerFailed)` work, while the text names the rank and has the remote traceback.
 """
 
@@ -45,7 +45,7 @@ class RankDied(RankFailed, PeerFailed):
 
 
 class RunTimeout(HoldfastError, TimeoutError):
-    """Ranks did not return in time. `ranks` says which, `where` what they were doing."""
+    """Ranks did not return in time. `ranks` says which, `where` has their stacks."""
 
     def __init__(self, ranks: Sequence[int], waited: float, where: str) -> None:
         self.ranks, self.waited, self.where = tuple(ranks), waited, where
@@ -57,7 +57,7 @@ class RunTimeout(HoldfastError, TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class PackedError:
-    """An exception on its way. `pickled` is its type and what makes it, or None where that cannot be pickled."""
+    """A packed exception. `pickled` is its type and recipe, or None if these cannot be pickled."""
 
     pickled: bytes | None
     summary: str
@@ -65,7 +65,7 @@ class PackedError:
 
 
 def pack_error(error: BaseException) -> PackedError:
-    """Make `error` fit to travel, whatever its type. Never raises."""
+    """Pack an exception of any type. Never raises."""
     trace = "".join(traceback.format_exception(error)).strip()
     for recipe in (_recipe(error), _Recipe(False, (str(error),), {})):
         try:
@@ -76,7 +76,7 @@ def pack_error(error: BaseException) -> PackedError:
 
 
 def unpack_error(packed: PackedError) -> BaseException:
-    """The exception again, or a `RuntimeError` with its text if its type does not exist here."""
+    """The original exception, or a `RuntimeError` with its text if its type does not exist here."""
     if packed.pickled is not None:
         try:
             kind, recipe = cloudpickle.loads(packed.pickled)
@@ -107,7 +107,11 @@ class _Recipe:
 
 
 def _recipe(error: BaseException) -> _Recipe:
-    """A constructor in C keeps its arguments in places of its own (OSError ...), one in Python must not be trusted."""
+    """The recipe of an exception.
+
+    Types with a constructor in C (OSError ...) are called again, as they hide their arguments; a constructor in Python
+    may take others than `args`, so it is not called.
+    """
     if isinstance(type(error).__init__, types.WrapperDescriptorType):
         reduced = error.__reduce__()
         if isinstance(reduced, tuple) and reduced[0] is type(error):
@@ -124,7 +128,7 @@ def _make(kind: type[BaseException], recipe: _Recipe) -> BaseException:
 
 
 def _both(kind: type[BaseException]) -> type[BaseException]:
-    """A type that is `RankFailed` and `kind`; plain `RankFailed` for what ends an interpreter (SystemExit ...)."""
+    """A type that is both `RankFailed` and `kind`; `RankFailed` alone if `kind` ends interpreters (SystemExit ...)."""
     if issubclass(RankFailed, kind) or not issubclass(kind, Exception):
         return RankFailed
     methods = {"__str__": RankFailed.__str__, "__reduce__": RankFailed.__reduce__, "__module__": kind.__module__}

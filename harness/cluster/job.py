@@ -1,4 +1,4 @@
-"""A job on this machine: processes that each run a function under an `ft.Session`, and the means to break them.
+"""A job on this machine: processes that each run a function under an `ft.Session`, and calls that break them.
 
 Made by `LocalCluster.start`. Ranks are those of the newest view in the job's register, so `kill(2)` hits whichever
 process is rank 2 now.
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """A running job. A context manager; `close` (or that of its cluster) ends what still runs.
+    """A running job. A context manager; `close` (or that of its cluster) ends the processes that still run.
 
-    `processes` are all that were started, spares included, whatever their rank; `directory` holds their files.
+    `processes` are all started processes, spares included, in the order of their start; `directory` holds their files.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what it is doing
+    # -- watching it
 
     def view(self, timeout: float = 30.0) -> View:
-        """The newest view of a job that runs, or has run; waits for the job to form.
+        """The newest view of the job, which may have ended; waits for the job to form.
 
-        Raises `RunTimeout` after `timeout` seconds without one, and the failure if a process fails before.
+        Raises `RunTimeout` after `timeout` seconds without a view, and the failure if a process fails before.
         """
         deadline = time.monotonic() + seconds(timeout)
         epoch = 0
@@ -122,7 +122,7 @@ class Job:
         return self._contract.events()
 
     def wait_for(self, kind: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
-        """The first event of this kind with these fields, waited for. Raises `TimeoutError`."""
+        """Wait for the first event of this kind with these fields, and return it. Raises `TimeoutError`."""
         deadline = time.monotonic() + seconds(timeout)
         while True:
             for event in self.events():
@@ -133,7 +133,7 @@ class Job:
             self._collect(0.01)
 
     def wait_for_spares(self, timeout: float = 30.0) -> None:
-        """Until the spares that were started with the job stand by: a rank that dies after this is replaced.
+        """Wait until the spares started with the job stand by: a rank that dies after this is replaced.
 
         Raises `TimeoutError`.
         """
@@ -145,10 +145,10 @@ class Job:
             self._collect(0.01)
 
     def results(self, timeout: float = 60.0) -> list[Any]:
-        """What the function returned on each rank of the final view, by rank.
+        """The results of the function on the ranks of the final view, by rank.
 
         Raises the first failure of a member of that view, as `LocalCluster.run` does (members that died and were
-        replaced, or done without, are no failure), and `RunTimeout` after `timeout` seconds; the job then goes on.
+        replaced or left out are no failure), and `RunTimeout` after `timeout` seconds; the job then goes on.
         """
         deadline = time.monotonic() + seconds(timeout)
         while not self._is_over():
@@ -164,33 +164,34 @@ class Job:
         return values([self._outcome(rank, self._process(view, rank)) for rank in range(len(view.members))])
 
     def over(self, timeout: float = 0.0) -> bool:
-        """Whether the job is over; waits up to `timeout` seconds for a process to end, and takes in what it sent."""
+        """Whether the job is over. Waits up to `timeout` seconds for a process to end, and reads its result."""
         if not self._is_over():
             self._collect(seconds(timeout))
         return self._is_over()
 
     def newest_view(self) -> View | None:
-        """The view in the register, of whatever phase; None before the first. Never waits for one, nor for a register
-        that is away: one on another machine is followed by a thread.
+        """The view in the register, in any phase; None before the first.
+
+        Never waits, not even for an absent register: a thread follows one on another machine.
         """
         return self._register.read() if self._following is None else self._following.newest()
 
     def ended(self, process: ForkedProcess) -> bool:
-        """Whether the process has ended, as far as `over` and the like have taken it in."""
+        """Whether the process has ended, as of the last call of `over`, `view` or `results`."""
         return process.pid in self._ended
 
     def process_of(self, member_pid: int) -> ForkedProcess | None:
-        """The process of this job with this process id."""
+        """The process of this job with the id `member_pid`."""
         return next((process for process in self.processes if process.pid == member_pid), None)
 
     @property
     def register_url(self) -> str:
-        """The job's register."""
+        """The URL of the job's register."""
         return self._contract.register_url
 
     @property
     def events_directory(self) -> Path:
-        """Where the processes write their event logs."""
+        """The folder of the processes' event logs."""
         return self._contract.events_directory
 
     def add(self) -> ForkedProcess:
@@ -205,25 +206,25 @@ class Job:
     # -- breaking it
 
     def kill(self, rank: int) -> int:
-        """SIGKILL the process that holds `rank` in the newest view; its pid."""
+        """SIGKILL the process that holds `rank` in the newest view; returns its pid."""
         return self._signal(rank, signal.SIGKILL)
 
     def pause(self, rank: int) -> int:
-        """SIGSTOP the process that holds `rank` in the newest view, and wait until it has stopped; its pid."""
+        """SIGSTOP the process that holds `rank` in the newest view, and wait until it is stopped; returns its pid."""
         process = self._holder(rank)
         process.signal(signal.SIGSTOP)
         process.wait_stopped(5.0)
         return process.pid
 
     def resume(self, rank: int) -> int:
-        """SIGCONT the process that holds `rank` in the newest view; its pid."""
+        """SIGCONT the process that holds `rank` in the newest view; returns its pid."""
         return self._signal(rank, signal.SIGCONT)
 
     def partition(self, *groups: Iterable[int]) -> None:
-        """Cut the network between groups of ranks (those of the newest view; who is in no group is one more), until
-        `heal`. Nobody is told; what is sent meanwhile arrives afterwards.
+        """Cut the network between groups of ranks of the newest view, until `heal`.
 
-        Raises `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
+        Ranks in no group form one more. No process is told; data sent meanwhile arrives afterwards. Raises
+        `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
         from holdfast.harness.links.breakable import unbreakable
         from holdfast.harness.links.policy import LinkRule, Policy
@@ -250,7 +251,7 @@ class Job:
             self._cuts = ()
 
     def close(self) -> None:
-        """End what still runs, and remove the job's files. Idempotent."""
+        """End the processes that still run, and remove the job's files. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -295,7 +296,7 @@ class Job:
         return process.pid
 
     def _collect(self, timeout: float) -> None:
-        """Take in what has ended, waiting `timeout` seconds at most for something."""
+        """Wait up to `timeout` seconds for processes to end, and read their results."""
         poller = select.poll()
         waiting = {}
         for process in self.processes:
@@ -308,7 +309,7 @@ class Job:
         self._echo.pump()
 
     def _end_of(self, process: ForkedProcess) -> Ended | None:
-        """What the process sent at its end; None if it died before."""
+        """The last message of the process; None if it died before sending it."""
         try:
             ended: Ended = process.channel.recv(30.0)
         except (ChannelClosed, TimeoutError):
@@ -325,7 +326,7 @@ class Job:
         return RankResult(rank, ended.time, cloudpickle.loads(ended.value))
 
     def _raise_failures(self) -> None:
-        """Raise the first failure, if any; ranks are then the numbers of the processes."""
+        """Raise the first failure, if any, with the numbers of processes as ranks."""
         values([self._outcome(n, process) for n, process in enumerate(self.processes) if process.pid in self._ended])
 
     def _running(self) -> list[ForkedProcess]:
@@ -338,7 +339,10 @@ class Job:
         return [rank for rank, member in enumerate(members) if member.peer.pid not in self._ended]
 
     def _is_over(self) -> bool:
-        """All have ended; or the job has, and all of its last members (not one that is stopped, and was left out)."""
+        """Whether all processes have ended, or the job and all members of its last view have.
+
+        A process that is stopped and was left out of the last view may remain.
+        """
         if len(self._ended) == len(self.processes):
             return True
         view = self.newest_view()
@@ -347,7 +351,7 @@ class Job:
         return all(member.peer.pid in self._ended for member in view.members)
 
     def _where(self) -> str:
-        """Where the processes are that still run: each is asked for the stack of its main thread."""
+        """The stacks of the main threads of the processes that still run; asks each by a signal."""
         running = self._running()
         for process in running:
             process.signal(WHERE_ARE_YOU)

@@ -49,7 +49,7 @@ class LocalCluster:
     - `prepare`: called in each process under `start` before its session, when it has no other thread yet; it may return
       keyword arguments of this process's `ft.Session` alone.
     - `links`: the links between the processes of jobs lead through a proxy, so that `Job.partition` can cut them.
-    - `echo`: print what ranks print, line by line with their names in front. It is kept in `logs` either way.
+    - `echo`: print the output of ranks, line by line with their names in front. `logs` has it either way.
 
     The processes are forked from one that has torch imported (see `holdfast.harness.processes.zygote`). They have this
     process's environment, directory and `sys.path`; they end with it, however it ends. A context manager; used from one
@@ -140,16 +140,16 @@ class LocalCluster:
     def outcomes(
         self, fn: Callable[Concatenate[Communicator, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> list[RankResult]:
-        """As `run`, but every rank goes on to its own end, and what became of each is returned: nothing is raised.
+        """As `run`, but let every rank come to its own end, and return all outcomes instead of raising.
 
-        For functions that break things: see how each survivor takes the death of another.
+        For functions that break things: it shows how each survivor handles the death of another.
         """
         return self._call(fn, args, kwargs, abort=False)
 
     def start(self, fn: Callable[Concatenate[Session, P], Any], *args: P.args, **kwargs: P.kwargs) -> Job:
         """Call `fn(session, *args, **kwargs)` under an `ft.Session` in size + spares processes of their own.
 
-        Returns at once, with the `Job` by which to watch and break it. Several jobs may run side by side.
+        Returns at once, with the `Job` to watch and break it. Several jobs may run side by side.
         """
         if self._one_process:
             killable = "its ranks must be killable: use 'shm', 'gloo', 'ucx' or 'mpi'"
@@ -171,7 +171,7 @@ class LocalCluster:
         return job
 
     def warm_up(self) -> None:
-        """Start the processes of `run` now and not at the first run."""
+        """Start the processes of `run` now instead of at the first run."""
         self._the_ranks().start()
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class LocalCluster:
             self._directory = None
 
     def _the_links(self) -> Links | None:
-        """The proxy between the processes, if there is to be one."""
+        """The proxy between the processes, if `links` asks for one."""
         if self._with_links and self._links is None:
             from holdfast.harness.links.client import Links
 
@@ -198,7 +198,7 @@ class LocalCluster:
         return self._links
 
     def _prepare_with(self, links: Links | None) -> Callable[[], Mapping[str, Any] | None] | None:
-        """What each process of a job calls first."""
+        """The call that each process of a job makes first."""
         prepare = self._prepare
         if links is None:
             return prepare

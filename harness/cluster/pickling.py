@@ -1,7 +1,7 @@
-"""Which code travels by value: functions of scripts, notebooks and test modules, so that they run in other processes.
+"""Pickles functions of scripts, notebooks and test modules by value, so that they run in other processes.
 
-cloudpickle sends `__main__` by value anyway; any other module goes by name, and so must be importable there. This
-module finds those that are not, or that should not be imported again (test modules).
+cloudpickle sends `__main__` by value anyway, and any other module by name, so that must be importable there. This
+module finds the modules that are not, or that should not be imported again (test modules).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _lock = threading.Lock()
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for a child process (or its parent), with the modules of what it holds by value where needed."""
+    """Pickle a value for a child process or its parent, with the modules of its contents by value where needed."""
     with _by_value(set(_modules(value))):
         data: bytes = cloudpickle.dumps(value)
     return data
 
 
 def dumps_result(value: Any) -> bytes:
-    """The same for what a function returned. Raises TypeError, saying so, for what cannot be pickled."""
+    """As `dumps`, for the result of a function. Raises TypeError, saying so, if it cannot be pickled."""
     try:
         return dumps(value)
     except Exception as error:
@@ -35,7 +35,7 @@ def dumps_result(value: Any) -> bytes:
 
 
 def _modules(value: Any, depth: int = 3) -> Iterator[str]:
-    """The modules in which `value`, its type and what it holds (to some depth) were defined."""
+    """The modules that define `value`, its type, and its contents down to `depth`."""
     for thing in (value, type(value)):
         if isinstance(name := getattr(thing, "__module__", None), str):
             yield name
@@ -68,7 +68,7 @@ def _by_value(names: set[str]) -> Iterator[None]:
 
 
 def _importable(module: ModuleType) -> bool:
-    """True if a process with our `sys.path` would find this very module, and should."""
+    """Whether a process with our `sys.path` would find this very module, and may import it again."""
     name = module.__name__
     if name == "__main__":
         return True

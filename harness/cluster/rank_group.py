@@ -1,4 +1,4 @@
-"""The seam between `LocalCluster` and what ranks are: processes, or threads for the `inproc` backend."""
+"""The interface between `LocalCluster` and its ranks: processes, or threads for the `inproc` backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.harness.cluster.results import RankResult
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What stays the same from call to call. Times in seconds."""
+    """The settings of all calls of a cluster. Times in seconds."""
 
     size: int
     backend: str
@@ -23,7 +23,7 @@ class ClusterSettings:
     environ: Mapping[str, str]
     echo: bool
     launcher: str = ""
-    """What must start the processes of this backend together; see `Capabilities.launcher`."""
+    """The program that must start the processes of this backend together; see `Capabilities.launcher`."""
 
 
 class RankGroup(ABC):
@@ -31,7 +31,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Bring up what is missing."""
+        """Start the ranks that do not run yet."""
 
     @abstractmethod
     def call(
@@ -43,10 +43,10 @@ class RankGroup(ABC):
         timeout: float,
         abort: bool,
     ) -> list[RankResult]:
-        """Call `fn(comm, *args, **kwargs)` on every rank, with a fresh communicator; the outcomes in rank order.
+        """Call `fn(comm, *args, **kwargs)` on every rank, with a fresh communicator; returns outcomes in rank order.
 
-        With `abort` the first failure ends what the others have pending, and the others if that does not help within
-        the grace. Ranks that have not returned after `timeout` seconds are ended.
+        With `abort` the first failure aborts the communicators of the others; ranks that still do not return within the
+        grace are ended. Ranks that have not returned after `timeout` seconds are ended.
         """
 
     @abstractmethod

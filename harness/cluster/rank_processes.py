@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: forked once, used for call after call, replaced when they die."""
+"""Ranks as processes of this machine: forked once, reused from call to call, replaced when they die."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RankProcesses(RankGroup):
             self._launch = None
 
     def _replace_dead(self) -> None:
-        """Start what has died anew: one process, or all of them where a launcher starts them together."""
+        """Replace dead processes: each alone, or all of them where a launcher starts them together."""
         if self._settings.launcher and not all(process.alive() for process in self._processes.values()):
             self.close()
         for rank, process in list(self._processes.items()):
@@ -133,7 +133,7 @@ class RankProcesses(RankGroup):
         return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
-        """Wait for news of the ranks that are still at it (0.1 s at most, so that output flows)."""
+        """Wait for messages or ends of the ranks without outcome, 0.1 s at most, so that output flows."""
         poller = select.poll()
         waiting = {}
         for rank, process in self._processes.items():
@@ -194,7 +194,7 @@ class RankProcesses(RankGroup):
                     pass
 
     def _end_stuck(self, outcomes: dict[int, RankResult], began: float, is_consequence: bool) -> None:
-        """End the ranks without an outcome; SIGABRT makes their fault handlers write down where they were."""
+        """End the ranks without an outcome; on SIGABRT their fault handlers write their stacks."""
         stuck = [rank for rank in self._processes if rank not in outcomes]
         self._echo.pump()
         for rank in stuck:

@@ -22,7 +22,7 @@ from holdfast.harness.cluster.results import RankResult
 
 
 class RankThreads(RankGroup):
-    """`size` threads a call."""
+    """Ranks that are `size` new threads in each call."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""What runs in a rank's process under `LocalCluster.run`: for each call connect, call the function, close, report.
+"""The body of a rank's process under `LocalCluster.run`: for each call connect, call the function, close, report.
 
 The main thread runs the functions. A second thread reads the channel, so that an abort gets through while a function
 is blocked in an op.
@@ -26,7 +26,7 @@ from holdfast.harness.processes.framed_socket import ChannelClosed
 
 @dataclass(frozen=True, slots=True)
 class ConnectArguments:
-    """How a rank connects. `timeout` (seconds) is that of connecting, and of every op."""
+    """The arguments with which a rank connects. `timeout` (seconds) is that of connecting and of every op."""
 
     backend: str
     rank: int
@@ -37,7 +37,7 @@ class ConnectArguments:
     timeout: float
 
     def connect(self) -> Communicator:
-        """Join the others; see `holdfast.comms.connect`."""
+        """Connect to the other ranks; see `holdfast.comms.connect`."""
         return comms.connect(
             self.backend,
             rank=self.rank,
@@ -51,7 +51,7 @@ class ConnectArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """Call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs)."""
+    """The request to call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs)."""
 
     number: int
     link: ConnectArguments
@@ -60,7 +60,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End what call `number` has pending on its communicator."""
+    """The request to abort the communicator of call `number`."""
 
     number: int
     reason: str
@@ -84,7 +84,7 @@ class Raised:
 
 
 class Running:
-    """The call that runs now, and its communicator once there is one."""
+    """A running call, and its communicator once connected."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -109,7 +109,7 @@ class Running:
 def call_connected(
     link: ConnectArguments, running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Connect, call `fn`, close. Notes the moment of a failure before closing lets the others know of it."""
+    """Connect, call `fn`, close. Records the time of a failure before closing, which other ranks notice."""
     with link.connect() as comm:
         running.connected(comm)
         try:
@@ -120,7 +120,7 @@ def call_connected(
 
 
 class RankWorker:
-    """One rank: answers calls until the parent closes the channel."""
+    """One rank: serves calls until the parent closes the channel."""
 
     def __init__(self, channel: ProcessChannel) -> None:
         self._channel = channel
@@ -154,7 +154,7 @@ class RankWorker:
 
 
 def rank_target(rank: int) -> Callable[[ProcessChannel], None]:
-    """What the process of rank `rank` runs."""
+    """The target of the process of rank `rank`."""
 
     def target(channel: ProcessChannel) -> None:
         threading.current_thread().name = f"rank-{rank}"

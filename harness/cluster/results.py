@@ -1,4 +1,4 @@
-"""What became of a call on each rank, and which failure to raise when several ranks failed."""
+"""The outcome of a call on each rank, and the choice of the failure to raise when several ranks failed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from holdfast.ft.error_history import StepFailed
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank's call came to: its `value`, or the `error` that is to be raised for it.
+    """The outcome of a call on one rank: its `value`, or the `error` to raise.
 
-    `time` is when (`time.monotonic()` seconds). `error` is a `RankFailed`, `RankDied` or `RunTimeout`.
+    `time` is that of the outcome (`time.monotonic()` seconds). `error` is a `RankFailed`, `RankDied` or `RunTimeout`.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A computation of several ranks within this process: a thread for each."""
+"""Runs several ranks within this process, each in a thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def run_in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
-    """`body(rank)` in a thread for each rank; what they return, in rank order. Raises what was raised first.
+    """Call `body(rank)` in a thread for each rank; returns the results in rank order. Raises the first error.
 
-    Raises RunTimeout if nothing was, but ranks are not done after `timeout` seconds: their threads stay behind.
+    Raises RunTimeout if ranks without an error are not done after `timeout` seconds: their threads stay behind.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What runs in a process of a `Job`: a function under an `ft.Session` that joins by the environment."""
+"""The body of a process of a `Job`: a function under an `ft.Session` that joins by the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.harness.cluster.errors import PackedError, pack_error
 from holdfast.harness.processes.channel import ProcessChannel
 
 WHERE_ARE_YOU = signal.SIGUSR2
-"""Makes a process write the stack of its main thread to its output."""
+"""The signal on which a process writes the stack of its main thread to its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,9 @@ class Ended:
 def session_target(
     body: bytes, options: Mapping[str, Any], prepare: Callable[[], Mapping[str, Any] | None] | None = None
 ) -> Callable[[ProcessChannel], None]:
-    """What a process runs: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
+    """The target of a process: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
 
-    `prepare` is called first, when the process has no other thread yet; what it returns are further options, of this
-    process alone.
+    It calls `prepare` first, while it has no other thread; that may return further options, of this process alone.
     """
 
     def target(channel: ProcessChannel) -> None:

@@ -1,6 +1,6 @@
-"""Which spares of a job stand by: they have said so, and everybody whom they told has heard it.
+"""Finds the spares of a job that stand by: every member that they announced themselves to has welcomed them.
 
-Before that a rank that dies is done without, not replaced, so what breaks a job on purpose waits for it.
+Before that the job goes on without a dead rank instead of replacing it, so fault injection waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from holdfast.ft.telemetry.event import Event
 
 
 def standing_by(events: Iterable[Event]) -> set[str]:
-    """The members that stand by, from the events of all processes so far."""
+    """The spares that stand by, from the events of all processes so far."""
     told: dict[str, tuple[str, ...]] = {}
     heard: set[tuple[str, str]] = set()
     for event in events:

@@ -1,4 +1,4 @@
-"""The newest view of a register on another machine, followed by a thread: to look at it waits for nobody."""
+"""Caches the newest view of a remote register, which a thread follows: reads never block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_SECONDS = 10.0
 
 
 class Following:
-    """Follows `register` until that is closed. While it is away the last view known is the newest."""
+    """Follows `register` until that is closed. While it is away, the newest view is the last known one."""
 
     def __init__(self, register: Register) -> None:
         self._register = register
@@ -25,7 +25,7 @@ class Following:
         self._thread.start()
 
     def newest(self) -> View | None:
-        """The newest view known; None before the first. Raises what the register holds that is no view."""
+        """The newest known view; None before the first. Raises the error if the register holds no view."""
         if self._failure is not None:
             raise self._failure
         return self._view

@@ -1,5 +1,5 @@
-"""What it takes to be a backend: the checks that every one must pass, ours and yours.
+"""The conformance suite of backends: the checks that each one must pass, ours or a plugin's.
 
-`collectives` and `failures` hold one body a check, as pytest functions that ask for a backend; `run` runs them on one
-by name, from an installed wheel (`pip install 'holdfast[conformance]'`, then `holdfast conformance --backend NAME`).
+The checks are pytest functions with a fixture for the backend; `run` runs them on a backend by its name, from an
+installed wheel (`pip install 'holdfast[conformance]'`, then `holdfast conformance --backend NAME`).
 """

@@ -1,4 +1,4 @@
-"""What the backend under test says that it can do: checks hold it to that, and to no more."""
+"""The capabilities that the backend under test announces: checks test these, and no more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.comms.plugins.spec import Capabilities
 
 
 def capabilities(backend: str) -> Capabilities:
-    """The table that the backend's plugin announces."""
+    """The capabilities that the backend's plugin announces."""
     return registry().backend(backend).info.capabilities
 
 

@@ -1,4 +1,4 @@
-"""Every collective that moves data, and what all of them promise; reductions are in `reductions`.
+"""Checks of every collective that moves data, and of the guarantees of all; reductions are in `reductions`.
 
 Fixtures: `ranks`, a cluster over the backend that is checked; `backend`, its name.
 """
@@ -280,7 +280,7 @@ def test_a_closed_communicator_says_so(ranks: LocalCluster) -> None:
 
 @pytest.mark.parametrize("case", ["op", "shape", "dtype", "root", "reduction"])
 def test_disagreement_is_named_on_every_rank(backend: str, case: str) -> None:
-    """What differs between the ranks, who is odd, and what the others do: the same message everywhere."""
+    """Every rank gets the same message: what differs, which rank is odd, and what the others call."""
 
     def body(comm: Communicator) -> str:
         odd = comm.rank == 1

@@ -35,7 +35,7 @@ OPS: dict[str, Callable[[Communicator, torch.Tensor], object]] = {
 
 
 KILLED_IN = [*((op, count, "0") for op in OPS for count in SIZES), ("all_reduce", 2, "1")]
-"""Op, elements, and whether ranks compare ops first: then they wait for each other in that comparison."""
+"""Op, elements, and whether ranks compare ops first: they then wait for each other in that comparison."""
 
 
 @pytest.mark.parametrize(("op", "count", "checks"), KILLED_IN)

@@ -1,7 +1,7 @@
-"""Memory planes: any process reads what another exposed, and learns when that is not there any more.
+"""Checks of memory planes: any process reads what another exposed, and learns when that is gone.
 
-Fixtures: `planed`, the name of the backend whose plane is checked; `planed_processes`, the same if it reaches other
-processes. Those are ranks of gloo, which every torch has: nothing but the plane is under test.
+Fixtures: `planed`, the name of the backend with the checked plane; `planed_processes`, the same if it reaches other
+processes. Those are ranks of gloo, which every torch has: only the plane is under test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pytest plugin of the kit: knows which backend is checked, and takes down what became of each."""
+"""The pytest plugin of the suite: selects the checks that apply to a backend, and records their outcomes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _applies_always() -> None:
 
 
 KIT: pytest.StashKey[Conformance] = pytest.StashKey()
-"""Where the suite's fixtures find the run that they are part of."""
+"""The key under which the suite's fixtures find their run."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """What became of one check: "passed", "failed" or "skipped", in how many seconds, and why if it did not pass."""
+    """The outcome of one check: "passed", "failed" or "skipped", its seconds, and the reason if it did not pass."""
 
     check: str
     outcome: str
@@ -28,7 +28,7 @@ class CheckOutcome:
 
 
 class Conformance:
-    """One run of the kit on one backend. `outcomes` grows as checks end."""
+    """One run of the suite on one backend. `outcomes` grows as checks end."""
 
     def __init__(self, backend: str, ranks: int) -> None:
         self.outcomes: list[CheckOutcome] = []
@@ -38,7 +38,7 @@ class Conformance:
         config.stash[KIT] = self
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what is asked of windows, atomics, memory planes and communicators where there are none."""
+        """Deselect checks of windows, atomics, memory planes and communicators that the backend does not have."""
         kept = [item for item in items if self._applies(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept

@@ -1,4 +1,4 @@
-"""Every reduction: of every dtype and op, against a result computed without communication.
+"""Checks of every reduction, by dtype and op, against results computed without communication.
 
 Fixtures: `ranks`, a cluster over the backend that is checked.
 """
@@ -17,7 +17,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.capability import reduces
 
 COUNTS = (0, 1, 5, 1000, 40_000)
-"""Nothing, one, a few, a slot, and more than a slot."""
+"""Elements: none, one, a few, a slot, and more than a slot."""
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,7 +25,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 
 
 def can_reduce(comm: Communicator, dtype: torch.dtype) -> bool:
-    """Whether the backend says that it reduces `dtype`; if not, it must refuse to, and nothing else is asked of it."""
+    """Whether the backend says that it reduces `dtype`; if not, check only that it refuses to."""
     if reduces(comm.backend, dtype):
         return True
     with pytest.raises(Unsupported):
@@ -81,7 +81,7 @@ def test_all_reduce_of_bools_and_bits(ranks: LocalCluster) -> None:
 
 
 def test_reductions_of_eight_bit_floats(ranks: LocalCluster) -> None:
-    """By the backend, or as float32: small whole numbers come out the same."""
+    """Sums by the backend and as float32 are equal for small whole numbers."""
 
     def body(comm: Communicator) -> None:
         for dtype in EIGHT_BIT_FLOATS:
@@ -122,7 +122,7 @@ def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
 
 
 def test_averages_and_scaled_sums_do_not_overflow_on_their_way(ranks: LocalCluster) -> None:
-    """Narrow numbers are added up in a wider dtype and rounded once, by every op that reduces, on every backend."""
+    """Every reduction adds narrow numbers in a wider dtype and rounds once."""
 
     def body(comm: Communicator) -> None:
         largest: list[tuple[torch.dtype, float]] = [(torch.float16, 60000.0), (torch.bfloat16, 3e38)]
@@ -148,7 +148,7 @@ def test_averages_and_scaled_sums_do_not_overflow_on_their_way(ranks: LocalClust
 
 
 def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
-    """Equal bits on all ranks, also of numbers that are equal in other bits; and whose NaN it was does not matter."""
+    """All ranks get equal bits, also of zeros of both signs; a NaN of any rank gives NaN on all."""
 
     def body(comm: Communicator) -> list[bytes]:
         found = []

@@ -1,4 +1,4 @@
-"""Runs the kit on one backend."""
+"""Runs the suite on one backend."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "p
 
 
 def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[CheckOutcome]]:
-    """Whether `backend` passes with `ranks` ranks on this machine, and what became of each check.
+    """Whether `backend` passes with `ranks` ranks on this machine, and the outcome of each check.
 
     `select` is a pytest expression (-k) for some of the checks. Raises `BackendUnavailable` for a backend that is
-    unknown or cannot run here. What it does not say that it has is not asked of it: windows, atomics, a memory plane,
-    communicators.
+    unknown or cannot run here. Windows, atomics, a memory plane and communicators are checked only where the backend
+    says that it has them.
     """
     if (missing := registry().backend(backend).missing) is not None:
         raise BackendUnavailable(backend, missing.reason, missing.install_hint)

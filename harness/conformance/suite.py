@@ -1,4 +1,4 @@
-"""The checks as one module that pytest collects by its path, with fixtures that give them their backend."""
+"""All checks as one module, which pytest collects by its path, with the fixtures for their backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.harness.conformance.windows import *  # noqa: F403
 
 @pytest.fixture(scope="module")
 def ranks(pytestconfig: pytest.Config) -> Iterator[LocalCluster]:
-    """A cluster shared by the checks that break nothing."""
+    """The cluster shared by all checks that break nothing."""
     kit = pytestconfig.stash[KIT]
     with LocalCluster(kit.size, kit.backend, timeout=60.0) as cluster:
         yield cluster

@@ -1,4 +1,4 @@
-"""Windows whose other end does not answer, dies or closes: each call ends in time, says why, and gives no stale bytes.
+"""Checks of windows with a silent, dead or closed target: each call ends in time, says why, and gives no stale bytes.
 
 Fixtures: `windowed`, the name of the backend checked; `windowed_processes`, its name if its ranks are processes.
 """
@@ -37,11 +37,11 @@ CALLS: dict[str, Callable[[Window, float], object]] = {
     "compare_swap": lambda window, timeout: window.compare_swap(1, 0, 0, 0, timeout=timeout),
     "wait_signal": lambda window, timeout: window.wait_signal(1, timeout=timeout),
 }
-"""Each of them needs rank 1."""
+"""Calls that need rank 1."""
 
 
 def offered(backend: str) -> dict[str, Callable[[Window, float], object]]:
-    """Those of `CALLS` that the backend says it has."""
+    """Those of `CALLS` that the backend says that it has."""
     atomics = capabilities(backend).atomics
     return {name: op for name, op in CALLS.items() if atomics or name not in ("fetch_add", "compare_swap")}
 
@@ -70,7 +70,7 @@ def test_a_target_that_sleeps_holds_nobody_up(windowed: str, tmp_path: Path) -> 
 
 
 def test_a_stopped_target_is_read_or_named_in_time(windowed_processes: str, tmp_path: Path) -> None:
-    """Read, where the backend says that targets do nothing; else the op ends in time, and says whom it waited for."""
+    """A read succeeds where the backend says that targets are passive; else it ends in time and names the target."""
     passive = capabilities(windowed_processes).passive_target == "none"
 
     def body(comm: Communicator) -> None:
@@ -101,7 +101,7 @@ def test_a_stopped_target_is_read_or_named_in_time(windowed_processes: str, tmp_
 
 
 def _window_whose_other_end_is_killed(comm: Communicator) -> Window:
-    """A tenth of a second after rank 0 has it; rank 1 does not come back from here."""
+    """A window whose rank 1 is killed 0.1 s after rank 0 has it. Rank 1 does not return from this call."""
     window = comm.window(torch.zeros(LARGE, dtype=INTS))
     pids = comm.all_gather_object(os.getpid())
     comm.barrier()
@@ -262,7 +262,7 @@ def test_a_new_window_on_the_same_memory_is_another_window(windowed: str) -> Non
 
 
 def test_communicators_with_windows_leave_nothing_behind(windowed_processes: str) -> None:
-    """Some aborted, some closed before their windows: descriptors, threads and maps stay as many."""
+    """Communicators aborted, or closed before their windows, leave no descriptors, threads and maps behind."""
 
     def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
         def turn(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Windows: put, get, atomics and signals between ranks that live.
+"""Checks of windows: put, get, atomics and signals between living ranks.
 
 Fixture: `ranks`, a cluster over the backend that is checked.
 """

@@ -1,1 +1,1 @@
-"""`holdfast demo`: the reference workload on this machine, broken on purpose, and what became of it."""
+"""`holdfast demo`: runs the reference workload on this machine, injects faults, and reports the result."""

@@ -1,4 +1,4 @@
-"""The `holdfast demo` command: what it is asked for, what it shows, and its exit status."""
+"""The `holdfast demo` command: options, output, and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watcher sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
+"""Shows a run in progress: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BAD = ("killed", "is gone", "detected")
 
 
 class Display(Protocol):
-    """Shows a run. `refresh` is called often, and decides itself what that costs."""
+    """Shows a run. `refresh` is called often, and must limit its own cost."""
 
     def refresh(self, recorder: RunRecorder) -> None: ...
 
@@ -44,14 +44,14 @@ class Silent:
 
 
 class PlainLines:
-    """A line for everything notable, and one every few seconds for how it goes."""
+    """Prints a line for each notable event, and every few seconds one with the progress."""
 
     def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._console, self._plan = console, plan
         self._notes, self._next = 0, 0.0
 
     def refresh(self, recorder: RunRecorder) -> None:
-        """Print what is new."""
+        """Print the new lines."""
         for note in recorder.notes[self._notes :]:
             self._console.print(Text(f"{note.time:7.2f} s  {note.process}: {note.text}"), soft_wrap=True)
         self._notes = len(recorder.notes)
@@ -61,7 +61,7 @@ class PlainLines:
             self._progress(recorder)
 
     def close(self, recorder: RunRecorder) -> None:
-        """Print what is left."""
+        """Print the remaining lines."""
         self.refresh(recorder)
         self._progress(recorder)
 
@@ -80,7 +80,7 @@ class LivePanel:
         self._next = 0.0
 
     def refresh(self, recorder: RunRecorder) -> None:
-        """Redraw, if it is time."""
+        """Redraw if the last drawing is old enough."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _REDRAW_SECONDS
@@ -106,7 +106,7 @@ class LivePanel:
 
 
 def figures_of(recorder: RunRecorder, plan: DemoPlan) -> list[tuple[str, str]]:
-    """The state of the run in a few words: (name, value)."""
+    """The state of the run as pairs (name, value)."""
     last = recorder.steps[-WINDOW:]
     spent = last[-1].time - last[0].time if len(last) > 1 else 0.0
     speed = sum(step.tokens for step in last[1:]) / spent if spent > 0 else 0.0
@@ -128,11 +128,11 @@ def figures_of(recorder: RunRecorder, plan: DemoPlan) -> list[tuple[str, str]]:
 
 
 def note_line(note: LogLine) -> Text:
-    """A note, coloured."""
+    """A line of the log, coloured."""
     style = "red" if any(word in note.text for word in _BAD) else "green"
     return Text.assemble((f"{note.time:7.2f} s  ", "dim"), (note.process, "cyan"), ": ", (note.text, style))
 
 
 def display_for(console: Console, plan: DemoPlan) -> Display:
-    """The display that suits where `console` writes."""
+    """The display that suits the output of `console`."""
     return LivePanel(console, plan) if console.is_terminal else PlainLines(console, plan)

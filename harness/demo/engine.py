@@ -21,10 +21,10 @@ PRELOAD = (
     "holdfast.rl.roles.generator",
     "holdfast.rl.roles.holder",
 )
-"""Slow to import, so imported once."""
+"""Modules that are slow to import, so the zygote imports them once."""
 
 _LOOKS = (0.05, 0.2, 1.0, 5.0)
-"""Seconds from look to look for a worker's threads, until it has several."""
+"""Seconds between looks for a worker's threads, until it has several."""
 
 
 class ForkedWorker:
@@ -46,11 +46,11 @@ class ForkedWorker:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL; nothing happens if it is gone."""
+        """SIGKILL. Does nothing if the process is gone."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process if it still runs, and let go of it. Idempotent."""
+        """Kill the process if it still runs, and release it. Idempotent."""
         self._unwatch()
         if self._dying:  # the kernel still takes it apart
             self._loop.run_in_executor(None, self._process.close)
@@ -58,7 +58,7 @@ class ForkedWorker:
             self._process.close()
 
     def _follow_threads(self, later: tuple[float, ...]) -> None:
-        """Once there are several: the kernel tells of the end of a thread 20 to 190 ms before that of the process."""
+        """Follow a second thread too: the kernel reports its end 20 to 190 ms before that of a killed process."""
         self._threads = open_threads_of(self._process.pid)
         for fd in self._threads:
             self._loop.add_reader(fd, self._thread_ended, fd)
@@ -66,7 +66,7 @@ class ForkedWorker:
             self._following = self._loop.call_later(later[0], self._follow_threads, later[1:])
 
     def _thread_ended(self, fd: int) -> None:
-        """If the process was killed that is all there is to know; else how it ends is told by its status."""
+        """If the process was killed, report its end now; otherwise wait for its exit status."""
         self._loop.remove_reader(fd)
         number = fatal_signal(self._process.pid)
         if number:
@@ -91,15 +91,17 @@ class ForkedWorker:
 
 
 class ZygoteEngine:
-    """Implements `holdfast.rl.roles.engine.Engine`. Processes get `environ` on top of this one's environment, one torch
-    thread each, and write their output to `logs`, by name.
+    """Implements `holdfast.rl.roles.engine.Engine`.
+
+    Processes get `environ` on top of this one's environment, one torch thread each, and write their output to `logs`,
+    by name.
     """
 
     def __init__(self, logs: Path, environ: Mapping[str, str]) -> None:
         self._logs, self._environ = logs, dict(environ)
 
     def warm_up(self) -> None:
-        """Import what is slow to import; takes seconds the first time. Raises `StartFailed`."""
+        """Import `PRELOAD` in the zygote; takes seconds the first time. Raises `StartFailed`."""
         zygote().preload(*PRELOAD)
 
     def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> ForkedWorker:
@@ -115,7 +117,7 @@ class ZygoteEngine:
 
 
 def _be(body: Callable[..., None], args: tuple[Any, ...], channel: ProcessChannel) -> None:
-    """What a worker runs; the channel to its parent has done its duty."""
+    """The body of a worker. It does not need the channel to its parent any more."""
     channel.close()
     threading.Thread(
         target=threading.Event().wait, name="worker-idle", daemon=True

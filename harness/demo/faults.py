@@ -1,4 +1,4 @@
-"""Strikes the planned faults: SIGKILL, at a moment when it hurts.
+"""Injects the planned faults: SIGKILL, each at a moment of dependence.
 
 A trainer dies inside the reduction of the gradients, when all others are in it and wait for its part. A generator dies
 between the first and the second token of a unit. A holder dies when it has the newest published weights.
@@ -20,17 +20,17 @@ from holdfast.rl.roles import wire
 from holdfast.store import WeightStore
 
 ENTER_SECONDS = 0.1
-"""From the moment when the last survivor was let into the reduction to the blow."""
+"""Seconds from when the last survivor entered the reduction to the kill."""
 
 GATHER_SECONDS = 20.0
-"""How long the victim is held inside the reduction for the others to arrive."""
+"""The longest that the victim waits inside the reduction for the others to arrive."""
 
 RESTORE_SECONDS = 10.0
 _LOOK_SECONDS = 0.002
 
 
 class WorkerKilled(Happening, frozen=True, tag="struck"):
-    """A worker was killed. `where` says in words what it was doing."""
+    """A worker was killed. `where` says what it was doing."""
 
     victim: Victim
     process: str
@@ -47,7 +47,7 @@ class ReplicasRestored(Happening, frozen=True, tag="restored"):
 
 
 class Faults:
-    """The faults of one run. `pause` and `hear` are for the driver and its audience; `tell` hears what is done here."""
+    """The faults of one run. The driver calls `pause` and `hear`; each injection is passed to `tell`."""
 
     def __init__(self, plan: DemoPlan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
         self._plan, self._store, self._log, self._tell = plan, store, log, tell
@@ -59,11 +59,11 @@ class Faults:
 
     @property
     def pending(self) -> frozenset[Victim]:
-        """The faults that were planned and not struck yet."""
+        """The planned faults that are not injected yet."""
         return frozenset(self._pending)
 
     async def pause(self, worker: str, reached: wire.Reached) -> None:
-        """Called when `worker` is at a point; returns when it may go on."""
+        """Hold `worker` at a point; returns when it may go on."""
         if reached.point == INSIDE_GENERATION and "generator" in self._pending:
             self._kill("generator", worker, "between two tokens of a unit", reached.step)
             await asyncio.sleep(GATHER_SECONDS)
@@ -71,13 +71,13 @@ class Faults:
             await self._in_reduction(worker, reached.step)
 
     def hear(self, happening: Happening) -> None:
-        """Called for everything that happens."""
+        """Handle an event of the run."""
         kill = self._plan.kill("holder")
         if isinstance(happening, Published) and kill is not None and happening.version >= kill.step:
             self._kill_holder(kill.step)
 
     async def close(self) -> None:
-        """End what still looks for replicas."""
+        """End the tasks that wait for replicas."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -122,7 +122,7 @@ class Faults:
         self._tell(WorkerKilled(time=now, victim=victim, process=name, pid=worker.pid, where=where, step=step))
 
     async def _look_for_replicas(self, version: int, killed: int) -> None:
-        """Say when the newest version again has its replicas, none of them in the process that was `killed`."""
+        """Report when the newest version has all its replicas again, none of them in the process `killed`."""
         deadline = time.monotonic() + RESTORE_SECONDS
         driver = self._the_driver()
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The report of a demo run: which of its facts are shown, and in which words."""
+"""Builds the report of a demo run: chooses and words its facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a demo run is to be: chosen before anything starts."""
+"""The plan of a demo run, made before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION, Crew, Fault
 from holdfast.rl.learning.recipe import Recipe
 
 ENOUGH_STEPS = 300
-"""Runs shorter than this are too short to judge whether they have learned."""
+"""Runs with fewer steps are too short to judge whether they have learned."""
 
 TIMEOUT = 900.0
 """Seconds after which a run has failed, however slow the machine."""
@@ -33,14 +33,14 @@ def check_backend(name: str) -> None:
 
 
 class PlannedKill(msgspec.Struct, frozen=True):
-    """One fault: whom to kill, and in which step."""
+    """One fault: the victim, and the step in which to kill it."""
 
     victim: Victim
     step: int
 
 
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. No `strikes`, no faults."""
+    """One run. Without `strikes` it has no faults."""
 
     recipe: Recipe
     backend: str
@@ -61,12 +61,12 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def kill(self, victim: Victim) -> PlannedKill | None:
-        """The planned fault of this kind."""
+        """The planned kill of this victim."""
         return next((kill for kill in self.strikes if kill.victim == victim), None)
 
     @property
     def points(self) -> tuple[Fault, ...]:
-        """Where workers must stop to be struck."""
+        """The points at which workers must wait to be killed."""
         where = {"trainer": INSIDE_REDUCTION, "generator": INSIDE_GENERATION}
         return tuple((where[each.victim], each.step) for each in self.strikes if each.victim in where)
 

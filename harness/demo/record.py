@@ -1,4 +1,4 @@
-"""The data of a finished demo run: frozen, serialisable, all that a report needs.
+"""The data of a finished demo run, frozen and serialisable, for its report.
 
 All times are seconds since the run began (when the first process was started); durations are seconds.
 """
@@ -18,7 +18,7 @@ Victim = Literal["trainer", "generator", "holder"]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A committed step: when that was known, the mean reward of its samples, and the trainers' view at that time.
+    """A committed step: the time of the commit, the mean reward of its samples, and the trainers' view then.
 
     `tokens` were generated for it; `ranks` trained on it.
     """
@@ -40,8 +40,9 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class ProcessLife(msgspec.Struct, frozen=True):
-    """A process, from its start to its end. `ended` is None if it lived to the end of the run; `how` says how it ended
-    if it was lost. `replaces` names the dead process in whose place it was started.
+    """A process, from its start to its end. `ended` is None if it lived to the end of the run.
+
+    `how` says how it ended if it was lost. `replaces` names the dead process that it replaces.
     """
 
     name: str
@@ -54,7 +55,7 @@ class ProcessLife(msgspec.Struct, frozen=True):
 
 
 class StepSpan(msgspec.Struct, frozen=True):
-    """What a process did from `start` to `end`, for which step (or, for weights, which version).
+    """The activity of a process from `start` to `end`, for a `step` (or, for weights, a version).
 
     `activity` is one of `holdfast.rl.diary.Activity`, or "reduce", or "rebuild".
     """
@@ -67,8 +68,10 @@ class StepSpan(msgspec.Struct, frozen=True):
 
 
 class DemoFault(msgspec.Struct, frozen=True):
-    """A fault that was struck: which process, where it was, at which step, and when. `stages` in order of time: for a
-    trainer detected, rebuilt, next step committed; for the others detected, replaced, and then what was lost made good.
+    """An injected fault: the process, what it was doing, the step, and the time.
+
+    `stages` in order of time: for a trainer detected, rebuilt, next step committed; for the others detected, replaced,
+    and the lost work or replica restored.
     """
 
     victim: Victim
@@ -81,7 +84,7 @@ class DemoFault(msgspec.Struct, frozen=True):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of the run's log, as it was shown."""
+    """A line of the run's log, as displayed."""
 
     time: float
     process: str
@@ -89,9 +92,11 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
-    """The verdict. Rates are held-out exact match: of random weights, after the warm-up, and at the end (the mean of
-    the last evaluations). `digest` is that of the final weights, `verified` that of a run without faults, if there was
-    one. `too_short` runs are not asked to have learned. `failures` says why the run did not pass.
+    """The verdict.
+
+    Rates are held-out exact match: of random weights, after the warm-up, and at the end (the mean of the last
+    evaluations). `digest` is that of the final weights, `verified` that of a run without faults, if there was one.
+    `too_short` runs need not have learned. `failures` says why the run did not pass.
     """
 
     untrained: float
@@ -106,7 +111,7 @@ class RunOutcome(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether the run has no failures."""
         return not self.failures
 
 
@@ -118,7 +123,7 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     """Date and time of the start, ISO 8601."""
     seconds: float
     setup_seconds: float
-    """From the command's start to the run's, mostly imports."""
+    """Seconds from the start of the command to that of the run, mostly imports."""
     recipe: Recipe
     crew: Crew
     steps: tuple[Step, ...]

@@ -1,4 +1,4 @@
-"""Listens to a run and keeps what the record and the display need: the run so far, as plain facts."""
+"""Records a run from its events, for its final record and its display."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class RunRecorder:
     untrained: float = 0.0
     version: int = -1
     stored: dict[int, str] = field(default_factory=dict)
-    """The digests of versions as the store gave them, where they were evaluated."""
+    """The digests of evaluated versions, as read from the store."""
 
     def note(self, at: float, process: str, text: str) -> None:
         """Add a line to the log; `at` is on `time.monotonic()`."""
         self.notes.append(LogLine(at - self.began, process, text))
 
     def hear(self, happening: Happening) -> None:
-        """Take note of what happened."""
+        """Record an event of the run."""
         at = happening.time - self.began
         match happening:
             case StepCommitted():
@@ -88,7 +88,7 @@ class RunRecorder:
         self.note(lost.time, lost.name, text)
 
     def _unit_done(self, done: UnitDone) -> None:
-        """Keep the first result of a unit that was requeued."""
+        """Keep the first result of a unit that ran twice after a requeue."""
         for happening in self.happenings:
             if isinstance(happening, WorkerLost) and done.unit in happening.requeued:
                 self.happenings.append(done)

@@ -1,4 +1,4 @@
-"""How each blow was recovered from, as stages with times: from what was heard, and from the event logs."""
+"""Finds the stages of each recovery, with times, from the run's events and the event logs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RECOVERED = {
     "generator": ("detected", "replaced", "unit redone"),
     "holder": ("detected", "replaced", "replicated again"),
 }
-"""The stages of a recovery that is complete."""
+"""The stages of a complete recovery, by victim."""
 
 
 def injected_faults(began: float, happenings: Sequence[Happening], events: Sequence[Event]) -> tuple[DemoFault, ...]:
-    """Every fault that was struck. `began` is on `time.monotonic()`."""
+    """Every injected fault. `began` is on `time.monotonic()`."""
     return tuple(
         DemoFault(
             killed.victim,

@@ -1,4 +1,4 @@
-"""One run of the demo, from nothing to its record: starts the job, breaks it, watches it, judges it."""
+"""One run of the demo: starts the job, injects the faults, shows the run, judges it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """The files and the engine of a run; `setup_seconds` is what it took to have them."""
+    """The files and the engine of a run; `setup_seconds` is the time to make them."""
 
     contract: LocalContract
     engine: ZygoteEngine
@@ -43,8 +43,9 @@ class RunSetup:
 
     @staticmethod
     def prepare(plan: DemoPlan, directory: Path, began: float) -> RunSetup:
-        """Make everything in the empty, owner-only `directory`, and import what workers need. `began` is when the user
-        began to wait, on `time.monotonic()`.
+        """Make the files in the empty, owner-only `directory`, and import the modules that workers need.
+
+        `began` is when the user began to wait, on `time.monotonic()`.
         """
         contract = LocalContract.create(JOB, directory, plan.backend, plan.crew.trainers)
         logs = directory / "output"
@@ -63,8 +64,9 @@ class DemoRunner:
         self._tail = LogTail(setup.contract.events_directory)
 
     def run(self) -> DemoRun:
-        """The record of the run. Raises `RunFailed` and the like if it came to no end, `KeyboardInterrupt` also on
-        SIGTERM; no process is left behind.
+        """Run, and return the record; leaves no process behind.
+
+        Raises `RunFailed` and the like if the run did not finish, `KeyboardInterrupt` also on SIGTERM.
         """
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         contract = self._setup.contract
@@ -144,7 +146,7 @@ class DemoRunner:
         self._display.refresh(self._recorder)
 
     def _say(self, event: Event) -> None:
-        """Note what the trainers' sessions write down, where it says something new."""
+        """Log the events of the trainers' sessions that say something new."""
         names = {life.pid: name for name, life in self._recorder.lives.items()}
         who = names.get(event.pid, event.process)
         match event.kind:

@@ -1,4 +1,4 @@
-"""What every process did and when, read from the event logs."""
+"""Reads the activities of every process from the event logs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from holdfast.rl.roles.trainer import REDUCTION
 
 
 def spans(began: float, events: Iterable[Event], names: Mapping[int, str]) -> tuple[StepSpan, ...]:
-    """The activities of workers, their reductions (also those that were broken off), and their rebuilds.
+    """The activities of workers, their reductions (also interrupted ones), and their rebuilds.
 
-    `names` are those of the workers by pid: what ft writes is under the names of members. `began` is on
-    `time.monotonic()`.
+    `names` are those of the workers by pid: events of ft have the names of members. `began` is on `time.monotonic()`.
     """
     found = []
     for event in events:

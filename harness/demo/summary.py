@@ -1,4 +1,4 @@
-"""What a run came to: a table for people, an object for programs."""
+"""Summarises a run: as a table for people, as an object for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show(run: DemoRun, console: Console) -> None:
 
 
 def as_object(run: DemoRun) -> dict[str, Any]:
-    """The summary as an object that JSON can say; times in seconds."""
+    """The summary as an object for JSON; times in seconds."""
     outcome = run.outcome
     return {
         "passed": outcome.passed,

@@ -1,4 +1,4 @@
-"""Follows the event logs of a running job: what all its processes have written since the last look."""
+"""Follows the event logs of all processes of a running job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.harness.invariants import Event, event_of
 
 
 class LogTail:
-    """The logs (`*.jsonl`) of one directory, and how far each has been read."""
+    """The logs (`*.jsonl`) of one directory, and the read position in each."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[Path, int] = {}
 
     def new(self) -> list[Event]:
-        """The events that are new, in the order of time. Lines that are not complete yet are left for later.
+        """The events since the last call, in the order of time. Incomplete lines are left for later.
 
         Raises `CorruptData` for a line that is not an event.
         """

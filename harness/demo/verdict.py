@@ -1,4 +1,4 @@
-"""Whether a run did what it had to do, and if not, why not."""
+"""Judges whether a run met its goals, and says why not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from holdfast.harness.invariants import CheckResult, Event
 from holdfast.rl.happenings import WorkerLost
 
 AVERAGED = 3
-"""The last evaluations, of which the mean is the rate at the end: single ones are jagged."""
+"""How many of the last evaluations the final rate averages: single ones are jagged."""
 
 RISE = 0.25
-"""How much the held-out exact match must rise over reinforcement, in a run that is long enough."""
+"""How much the held-out exact match must rise during reinforcement, in a run that is long enough."""
 
 
 def rates(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
@@ -30,14 +30,15 @@ def rates(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
 
 
 def lost_steps(steps: int, events: Sequence[Event]) -> int:
-    """How many of the run's steps nobody committed."""
+    """How many of the run's steps no process committed."""
     committed = {event.integer("step") for event in events if event.kind == "committed"}
     return steps - len(committed & set(range(steps)))
 
 
 def lost_versions(steps: int, recorder: RunRecorder, events: Sequence[Event], digest: str) -> int:
-    """How many versions of the weights were never published, or lost later, or are not those of the trainers at the
-    end, whose digest is `digest`.
+    """How many versions of the weights were never published, were lost later, or are wrong.
+
+    The last version must have `digest`, that of the trainers at the end.
     """
     lost = {event.integer("version") for event in events if event.kind == "lost"}
     return steps - recorder.version + len(lost) + (recorder.stored.get(steps) != digest)
@@ -82,7 +83,7 @@ def judge(
 
 
 def verified(run: DemoRun, again: DemoRun) -> DemoRun:
-    """`run`, with what `again`, a run of the same recipe without faults, says about its final weights."""
+    """`run` with its final weights compared with those of `again`, a fault-free run of the same recipe."""
     outcome, other = run.outcome, again.outcome
     failures = outcome.failures + tuple(f"without faults: {failure}" for failure in other.failures)
     if other.digest != outcome.digest:

@@ -1,4 +1,4 @@
-"""The program that runs both commits: it imports torch once, and forks a process for each commit when it is told to.
+"""The program that runs both commits: imports torch once, and forks a process for a commit on request.
 
 Both sides of a pair are forked from one process, so they share its libraries, memory layout and hash seed, and differ
 in nothing but the code of holdfast. It is run by its path, `python arm.py WORKLOADS SOCKET`, and imports nothing of
@@ -32,11 +32,11 @@ ATTEMPTS = 2
 PRELOADED = ("torch.distributed", "torch.distributed.rendezvous", "numpy", "msgspec", "pluggy", "xxhash", "sqlite3")
 """Imported once, before any process is forked: none of them belongs to a side."""
 PRIORITY = -10
-"""Where it is allowed, so that others on the machine interrupt less. Processes run one at a time, for milliseconds."""
+"""The nice value, where permitted, against interruptions. Processes run one at a time, for milliseconds."""
 
 
 UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "system" / "paths.py"
-"""How a Unix socket with a long name is reached: the gate's own file, loaded by its path, not that of a side."""
+"""The module that connects to Unix sockets with long paths: the gate's own, loaded by path, not that of a side."""
 
 
 def _load(name: str, path: Path | str) -> Any:
@@ -59,7 +59,7 @@ def _say(stream: BinaryIO, message: dict[str, Any]) -> None:
 
 
 class _Rank:
-    """One rank of every workload; rank 0 passes its orders on to the others."""
+    """One rank of every workload. Rank 0 forwards its orders to the others."""
 
     def __init__(self, rank: int, workloads: dict[str, Any], folder: Path, others: list[BinaryIO]) -> None:
         self._rank, self._workloads, self._folder, self._others = rank, workloads, folder, others
@@ -98,7 +98,7 @@ class _Rank:
 
     @staticmethod
     def _run(op: Op, ops: int, alone: bool) -> dict[str, Any]:
-        """Time `ops` ops, caches warm. One rank alone does them again, a few times at most, if it was interrupted."""
+        """Time `ops` ops with warm caches. One rank alone repeats them, a few times at most, if interrupted."""
         gc.collect(0)
         gc.disable()
         for _ in range(max(2, ops // 8)):
@@ -122,7 +122,7 @@ def _serve(stream: BinaryIO, rank: _Rank) -> None:
 
 
 def _be(order: dict[str, Any], workloads: dict[str, Any], address: str) -> None:
-    """Be the process of one commit until the gate hangs up, with a child for each further rank."""
+    """Serve as the process of one commit until the gate hangs up, with a child for each further rank."""
     sys.path.insert(0, order["site"])
     os.sched_setaffinity(0, {order["cpu"]})
     with contextlib.suppress(PermissionError):
@@ -159,7 +159,7 @@ def _be(order: dict[str, Any], workloads: dict[str, Any], address: str) -> None:
 
 
 def _reap(*_: object) -> None:
-    """Wait for those that ended, so that their CPU time is counted as ours."""
+    """Reap ended children, so that their CPU time counts as ours."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,7 +1,7 @@
-"""Measures the gate itself: how often it calls equal code slower, and how often it finds a slowdown that was put in.
+"""Measures the gate itself: how often it calls equal code slower, and how often it finds an injected slowdown.
 
 A trial is a whole run of the gate with one commit on both sides: once as it is, and once with a head that does 5% more
-ops wherever the base does its share.
+ops than the base.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from holdfast.harness.gate.sides import Side
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """In how many of `trials` it said slower, faster, the same, and nothing; `mean` and `spread` (standard deviation)
-    of the slowdowns that it estimated, and how many pairs of processes it took on average."""
+    """In how many of `trials` the verdict was slower, faster, the same, or none.
+
+    `mean` and `spread` (standard deviation) are of the estimated slowdowns; `pairs` is how many pairs of processes a
+    trial took on average.
+    """
 
     workload: str
     injected: float
@@ -35,8 +38,10 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """`alarms` of `trials` runs on equal code called some workload slower. `found` of all workloads with a slowdown put
-    in, `workloads` a trial."""
+    """`alarms` of `trials` runs on equal code called a workload slower.
+
+    `found` counts the workloads with an injected slowdown that were called slower; a trial has `workloads` of them.
+    """
 
     commit: str
     injected: float
@@ -55,7 +60,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether the rates that the rule states were reached."""
+        """Whether the error rates are within those of the rule."""
         return self.power >= 0.95 and self.alarms <= 0.01 * self.trials
 
 
@@ -85,10 +90,10 @@ def calibrate(
     injected: float = 0.05,
     progress: Progress = lambda text: None,
 ) -> Calibration:
-    """`trials` trials of each kind, of the workloads `names` (of all, for none). `sides` are two copies of one commit.
+    """Do `trials` trials of each kind with the workloads `names` (none: all). `sides` are two copies of one commit.
 
-    ^C ends it with what it has. Raises ValueError for an effect that cannot be put in exactly, unknown names, or a
-    workload that does not run.
+    ^C ends it with the trials so far. Raises ValueError for an effect that cannot be injected exactly, unknown names,
+    or a workload that does not run.
     """
     workloads = chosen(names)
     if any(abs(workload.ops * injected - round(workload.ops * injected)) > 1e-6 for workload in workloads):

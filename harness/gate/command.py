@@ -85,7 +85,7 @@ def gate(
 
 @contextlib.contextmanager
 def _built(base: str, head: str, repository: Path) -> Iterator[tuple[Side, Side]]:
-    """Both sides, in a folder that is removed with the block."""
+    """Build both sides in a folder; remove it at the end of the block."""
     from holdfast.ft.launch.held_directory import HeldFolder
     from holdfast.harness.gate.sides import build
 

@@ -2,9 +2,8 @@
 
 A *cluster* is one fresh pair of processes. In it the two sides take turns, A B B A, so that drift cancels; each such
 group of four gives one log ratio, and the cluster counts by the mean of their middle half, so that a disturbed slice
-does no harm. The
-clusters are independent of each other, whatever two processes happen to differ in for their whole life (where the
-kernel put their pages), so Student's t over clusters gives an honest interval.
+does no harm. The clusters are independent of each other, even in properties that a process keeps for life (such as the
+placement of its pages), so Student's t over clusters gives a valid interval.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ Verdict = Literal["slower", "faster", "same", "unsure"]
 
 @dataclass(frozen=True, slots=True)
 class DecisionRule:
-    """When is it slower? `alarm` is the chance, over all workloads together, to call equal code slower; `miss` that to
-    call code the same that is slower by `effect`. A slowdown within `margin` is never an alarm.
+    """The rule that calls a workload slower.
 
-    After `first` clusters, and after each further one up to `most`, a workload is decided if it can be.
+    `alarm` is the chance, over all workloads together, to call equal code slower; `miss` that to call code the same
+    that is slower by `effect`. A slowdown within `margin` is never an alarm. After `first` clusters, and after each
+    further one up to `most`, the test is made.
     """
 
     effect: float = 0.05
@@ -37,7 +37,7 @@ class DecisionRule:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A slowdown as a share (0.05: 5% slower), its interval, from how many clusters."""
+    """A slowdown as a share (0.05: 5% slower), its interval, and the number of clusters."""
 
     slowdown: float
     low: float
@@ -46,7 +46,7 @@ class Estimate:
 
 
 def paired_ratio(quads: Sequence[tuple[float, float, float, float]]) -> float:
-    """The log ratio of a cluster, from groups of (A, B, B, A) times: the mean of the middle half of them."""
+    """The log ratio of a cluster, from its groups of (A, B, B, A) times: the mean of their middle half."""
     ratios = sorted(math.log(b1 * b2 / (a1 * a2)) / 2 for a1, b1, b2, a2 in quads)
     outside = len(ratios) // 4
     return statistics.fmean(ratios[outside : len(ratios) - outside])
@@ -80,7 +80,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def decide(ratios: Sequence[float], rule: DecisionRule, workloads: int) -> tuple[Verdict, Estimate]:
-    """What the log ratios of the clusters so far allow to say, if `workloads` are looked at.
+    """The decision that the log ratios of the clusters so far allow, among `workloads` workloads.
 
     "slower": the interval at level `alarm / workloads` lies above the margin. "same": the one-sided interval at level
     `miss` lies below the effect. "unsure": neither yet.

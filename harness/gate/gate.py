@@ -1,4 +1,4 @@
-"""A run of the gate: clusters of pairs until every workload is decided, and the report of what was decided."""
+"""A run of the gate: measures clusters of pairs until every workload is decided, and reports the verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[str], None]
 
 
 class WorkloadResult(msgspec.Struct, frozen=True):
-    """One workload: microseconds of CPU an op on either side (medians), by what share HEAD is slower, and the verdict.
+    """One workload: CPU microseconds of an op on either side (medians), the slowdown of HEAD, and the verdict.
 
     `low` and `high` bound the slowdown at the gate's level. `why` says why a workload could not be compared.
     """
@@ -41,8 +41,10 @@ class WorkloadResult(msgspec.Struct, frozen=True):
 
 
 class GateReport(msgspec.Struct, frozen=True):
-    """A whole run. `others` is how many CPUs other processes used meanwhile; `pins` the pinned versions that differ
-    between the sides, though both ran with what is installed here."""
+    """A whole run. `others` is how many CPUs other processes used meanwhile.
+
+    `pins` are the pinned versions that differ between the sides, though both ran with the installed ones.
+    """
 
     base: str
     head: str
@@ -58,7 +60,7 @@ class GateReport(msgspec.Struct, frozen=True):
 
     @property
     def broken(self) -> tuple[WorkloadResult, ...]:
-        """What BASE runs, and HEAD does not."""
+        """The workloads that BASE runs and HEAD does not."""
         return tuple(finding for finding in self.findings if finding.verdict == "does not run")
 
     @property
@@ -75,7 +77,7 @@ class GateReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Course:
-    """How far one comparison of one workload has come: the ratios of its clusters, and what they say."""
+    """The state of one comparison of one workload: the ratios of its clusters, and the decision so far."""
 
     workload: Workload
     ratios: list[float] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Course:
         return self.verdict == "unsure" and not self.why
 
     def add(self, base: Sequence[tuple[float, float]], head: Sequence[tuple[float, float]]) -> None:
-        """The turns of one cluster."""
+        """Add the turns of one cluster."""
         quads = [(a1, b1, b2, a2) for (a1, a2), (b1, b2) in zip(base, head, strict=True)]
         self.ratios.append(paired_ratio(quads))
         self.base += [1e6 * each / self.workload.ops for pair in base for each in pair]
@@ -110,7 +112,7 @@ class Course:
 
 
 def chosen(names: Sequence[str]) -> tuple[Workload, ...]:
-    """The workloads of these names, all for none. Raises ValueError."""
+    """The workloads of these names; all if there are none. Raises ValueError for an unknown name."""
     known = {workload.name: workload for workload in WORKLOADS}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -120,16 +122,16 @@ def chosen(names: Sequence[str]) -> tuple[Workload, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One course a workload, with a head that is given `extra` of work: 0.05 makes it 5% slower."""
+    """The comparison of all workloads, with `extra` work for the head: 0.05 makes it 5% slower."""
 
     courses: tuple[Course, ...]
     extra: float = 0.0
 
 
 def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
-    """One fresh pair of processes, through all workloads that are open.
+    """Run all undecided workloads on one fresh pair of processes.
 
-    Who is forked first, and who has the first turn, changes from cluster to cluster.
+    The side that is forked first, and the side with the first turn, change from cluster to cluster.
     """
     order = [0, 1] if number % 2 == 0 else [1, 0]
     with nursery.pair([sides[index] for index in order]) as started:
@@ -158,7 +160,7 @@ def compare(
     comparisons: Sequence[Comparison],
     progress: Progress = lambda text: None,
 ) -> None:
-    """Clusters until every workload is decided, or `rule.most` were had."""
+    """Run clusters until every workload is decided, or there were `rule.most` of them."""
     for number in range(rule.most):
         still = [(comparison, course) for comparison in comparisons for course in comparison.courses if course.open]
         if not still:

@@ -1,4 +1,4 @@
-"""Fresh pairs of processes, one of each side, and the turns that they take."""
+"""Starts fresh pairs of processes, one of each side, and lets them take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.harness.gate.workloads import Workload
 
 ANSWER_SECONDS = 60.0
 FEWEST_GROUPS, ENOUGH_SECONDS = 8, 0.4
-"""A workload whose turns take long, because the machine is busy, gets no more than so many groups of them."""
+"""On a busy machine, where turns take long, a workload gets at most so many groups after so many seconds."""
 
 
 class SideFailed(HoldfastError):
@@ -34,7 +34,7 @@ class SideFailed(HoldfastError):
 
 
 class CannotRun(Exception):
-    """A side cannot run a workload: it has not got what the workload uses, or fails in it. `process` is that side's."""
+    """A side cannot run a workload: it lacks a part that the workload uses, or fails. `process` is that side's."""
 
     def __init__(self, process: SideProcess, reason: str) -> None:
         super().__init__(reason)
@@ -53,11 +53,11 @@ class SideProcess:
         return self._answer()
 
     def prepare(self, workload: Workload) -> None:
-        """Raises `CannotRun`."""
+        """Prepare a workload. Raises `CannotRun`."""
         self._order({"prepare": workload.name})
 
     def run(self, workload: Workload, ops: int) -> float:
-        """CPU seconds of `ops` ops. Raises `CannotRun`."""
+        """Run `ops` ops; returns their CPU seconds. Raises `CannotRun`."""
         return float(self._order({"run": workload.name, "ops": ops})["cpu"]) / 1e9
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class SideProcess:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Return when the process, and the other ranks that it had, are gone."""
+        """End the process and its other ranks, and return when they are gone."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
             while self._connection.recv(4096):
@@ -91,14 +91,14 @@ class SideProcess:
 
 @dataclass(frozen=True, slots=True)
 class GateTurn:
-    """One side's part of a group of turns: which process, and how much more work than its share it is given."""
+    """One side's part of a group of turns: its process, and its extra work as a share."""
 
     process: SideProcess
     extra: float = 0.0
 
 
 class Nursery:
-    """Starts pairs: one program that has torch imported, from which all processes are forked. A context manager."""
+    """Starts pairs by a program that has torch imported and forks all processes. A context manager."""
 
     def __init__(self) -> None:
         self._folder = HeldFolder("holdfast-gate-")
@@ -122,7 +122,7 @@ class Nursery:
 
     @contextlib.contextmanager
     def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
-        """A fresh process of each side, all on one CPU; they end with the block. Raises `SideFailed`."""
+        """Start a process of each side, all on one CPU; end them with the block. Raises `SideFailed`."""
         cpu = free_cpu()
         with (
             tempfile.TemporaryDirectory(prefix="pair-", dir=self._directory, ignore_cleanup_errors=True) as folder,
@@ -154,7 +154,7 @@ class Nursery:
         return process
 
     def _accept(self, deadline: float) -> socket.socket:
-        """The next connection, or `SideFailed` with the last words of what should have come."""
+        """The next connection. Raises `SideFailed`, with the last line of the program's errors, if none comes."""
         self._listener.settimeout(0.1)
         while True:
             with contextlib.suppress(TimeoutError):
@@ -189,10 +189,10 @@ class Nursery:
 
 
 def slices(turns: Mapping[str, GateTurn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:
-    """For each name in `turns`, what its two turns took: A B B A, then B A A B, and so on, `groups` times at most.
+    """Run turns in the order A B B A, then B A A B, and so on, `groups` times at most.
 
-    A turn with `extra` 0.05 does 5% more ops, and is timed as if it had done its share: a slowdown of 5%, of the very
-    work that is measured.
+    Returns, by name in `turns`, the times of its two turns in each group. A turn with `extra` 0.05 does 5% more ops but
+    is timed as if it had not: a slowdown of 5% in the measured work itself.
     """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     enough = time.monotonic() + ENOUGH_SECONDS

@@ -1,4 +1,4 @@
-"""The gate's findings as people read them: a table in the terminal, and Markdown for a pull request."""
+"""Shows the gate's results: as a table in the terminal, and as Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _STYLE = {"does not run": "bold red", "slower": "bold red", "faster": "green", "
 
 
 def _change(finding: WorkloadResult) -> str:
-    """Its slowdown and interval, as percent."""
+    """The slowdown and its interval, as percent."""
     if not finding.clusters:
         return ""
     return f"{finding.slowdown:+.1%} ({finding.low:+.1%} to {finding.high:+.1%})"
 
 
 def promise(rule: DecisionRule) -> str:
-    """What the rule states, in words."""
+    """The error rates of the rule, in words."""
     return (
         f"a slowdown is called one if the whole interval lies above {rule.margin:.0%}; all workloads together call "
         f"equal code slower with a chance of at most {rule.alarm:.0%}, and overlook {rule.effect:.0%} with one of "
@@ -66,7 +66,7 @@ def show(report: GateReport, out: Console) -> None:
 
 
 def _headline(report: GateReport) -> str:
-    """The outcome in a line; workloads that were given up on are part of it."""
+    """The outcome in a line, including workloads that could not be compared."""
     parts = [
         f"❌ {what}: {', '.join(finding.workload for finding in findings)}"
         for what, findings in (("Does not run", report.broken), ("Slower", report.slower))

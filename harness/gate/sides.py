@@ -23,7 +23,7 @@ GIT_SECONDS = 60.0
 
 
 class NoSuchSide(ValueError):
-    """What was named is neither a commit of the repository nor a folder with holdfast in it."""
+    """A name is neither a commit of the repository nor a folder with holdfast in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 def build(name: str, repository: Path, folder: Path) -> Side:
-    """Make `name`, a commit of the repository around `repository` or a folder, importable under `folder`, which is new.
+    """Make `name`, a commit of the repository around `repository` or a folder, importable under the new `folder`.
 
-    The files are copied, so that they may change meanwhile; what is in C is compiled, what is in Python turned into
-    bytecode; and the packages are mapped as an installation does. Raises `NoSuchSide`.
+    Copies the files, so that the originals may change meanwhile, compiles C and bytecode, and maps the packages as an
+    installation does. Raises `NoSuchSide`.
     """
     folder.mkdir()
     root = folder / "tree"
@@ -82,9 +82,9 @@ def build(name: str, repository: Path, folder: Path) -> Side:
 
 
 def _tree_around(name: str) -> Path | None:
-    """The tree that the folder `name` is, or is in: the nearest with a pyproject.toml. None if it is no such folder.
+    """The nearest folder with a pyproject.toml at or above the folder `name`; None if there is none.
 
-    A plain word may be a branch as well: it is a folder only if that has the file itself.
+    A plain word may also be a branch: it counts as a folder only if that has the file itself.
     """
     folder = Path(name).absolute()
     is_path = name in (".", "..") or "/" in name
@@ -93,7 +93,7 @@ def _tree_around(name: str) -> Path | None:
 
 
 def _check_out(name: str, repository: Path, root: Path) -> str:
-    """The files of a commit, under `root`; its title. Raises `NoSuchSide`."""
+    """Extract the files of a commit to `root`; returns its title. Raises `NoSuchSide`."""
     top = repository_of(repository, name)
     try:
         commit = _git(top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
@@ -116,7 +116,7 @@ def _copy(source: Path, root: Path) -> None:
 
 
 def _compile(root: Path, title: str) -> None:
-    """As `pip install -e` would, with the same compiler for both sides. Raises `NoSuchSide`."""
+    """Compile as `pip install -e` would, with the same compiler for both sides. Raises `NoSuchSide`."""
     if (root / "setup.py").is_file():
         done = subprocess.run(
             [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
@@ -132,7 +132,7 @@ def _compile(root: Path, title: str) -> None:
 
 
 def _extract(repository: Path, commit: str, root: Path) -> None:
-    """The files of `commit`, without a trace in the repository."""
+    """Extract the files of `commit` without changing the repository."""
     there = set(_git(repository, "ls-tree", "--name-only", commit).split("\n"))
     wanted = [name for name in SOURCES if name in there]
     command = ["git", "-C", str(repository), "archive", "--format=tar", commit, *wanted]
@@ -148,7 +148,7 @@ def _extract(repository: Path, commit: str, root: Path) -> None:
 
 
 def _publish_entry_points(root: Path, site: Path) -> None:
-    """What an installation would have written, so that plugins of this side are found, and no others of holdfast's."""
+    """Write the entry points of an installation, so that only this side's own plugins are found."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     information = site / f"holdfast-{project['version']}.dist-info"
     information.mkdir()
@@ -162,7 +162,7 @@ def _publish_entry_points(root: Path, site: Path) -> None:
 
 
 def differing_pins(base: Side, head: Side) -> tuple[str, ...]:
-    """Lines of constraints.txt that are not alike: both sides run on what is installed here."""
+    """Lines of constraints.txt that differ: both sides run with the installed versions."""
     pins = [_pins(side.root) for side in (base, head)]
     return tuple(sorted(pins[0] ^ pins[1]))
 
@@ -177,7 +177,7 @@ def _pins(root: Path) -> set[str]:
 
 
 def repository_of(folder: Path, name: str) -> Path:
-    """The repository that `folder` is in, to look for the commit `name`. Raises `NoSuchSide`."""
+    """The repository around `folder`, to look for the commit `name`. Raises `NoSuchSide`."""
     try:
         return Path(_git(folder, "rev-parse", "--show-toplevel"))
     except NoSuchSide as error:
@@ -186,7 +186,7 @@ def repository_of(folder: Path, name: str) -> Path:
 
 
 def free_cpu(seconds: float = 0.03) -> int:
-    """Of the CPUs that this process may use, the one that idles most while it is looked at."""
+    """The CPU that idles most within `seconds`, among those that this process may use."""
     before = _idle()
     time.sleep(seconds)
     after = _idle()

@@ -1,7 +1,7 @@
-"""What the gate measures: each workload is an op of holdfast's public interface, done over and over.
+"""The workloads of the gate: each repeats an op of holdfast's public interface.
 
-This file is loaded by itself into processes that run either commit, so it holds no more than they both can have: a
-workload that a commit cannot run is not compared. Times are CPU times of all its ranks, which share one CPU.
+Processes of both commits load this file by itself, so it uses only what both can have: a workload that a commit cannot
+run is not compared. Times are CPU times of all ranks, which share one CPU.
 """
 
 from __future__ import annotations

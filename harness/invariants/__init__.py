@@ -58,8 +58,9 @@ __all__ = [
 
 
 def examine(events: Iterable[Event], bounds: Bounds | None = None) -> list[CheckResult]:
-    """What every checker finds in `events`, which are in the order of time; those that need a simulation are left out
-    for the logs of real processes.
+    """Run every checker over `events`, which are in the order of time.
+
+    For the logs of real processes the checkers that need a simulation are left out.
     """
     checkers = [checker(bounds or Bounds()) for checker in CHECKERS]
     for event in events:

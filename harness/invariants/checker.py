@@ -1,7 +1,7 @@
-"""What a checker is: it sees every event in order, and says which of them break its invariant.
+"""The base class of checkers: sees every event in order, and reports violations of its invariant.
 
 Checkers keep no clock and do no I/O, so the same ones serve logs of real runs and a simulator, which can
-look at `violations` after every event.
+read `violations` after every event.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.ft.telemetry.event import Event
 class Bounds:
     """Limits in seconds.
 
-    `operation`: how long an op may take that names no timeout itself. `slack`: by how much a deadline may be overrun
-    before it counts (the scheduler's part). `progress`: how long after a fault the next step must be committed.
+    `operation`: how long an op without a timeout of its own may take. `slack`: how much later than its deadline an op
+    may end, because of the scheduler. `progress`: how long after a fault the next step must be committed.
     """
 
     operation: float = 30.0
@@ -29,7 +29,7 @@ class Bounds:
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """An invariant was broken: which, where, when, and how."""
+    """A broken invariant: which, where, when, and how."""
 
     invariant: str
     process: str
@@ -38,9 +38,9 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """What a checker found.
+    """The result of a checker.
 
-    `looked` counts the events that it had something to say about: 0 proves nothing.
+    `looked` counts the events that it checked: 0 proves nothing.
     """
 
     invariant: str
@@ -50,8 +50,9 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 class Checker(ABC):
-    """One invariant. `name` is a word, `meaning` a sentence. `needs_simulation`: the logs of real processes never say
-    enough to look at it.
+    """One invariant. `name` is a few words, `meaning` a sentence.
+
+    `needs_simulation`: the logs of real processes have too little for the check.
     """
 
     name: ClassVar[str]
@@ -65,10 +66,10 @@ class Checker(ABC):
 
     @abstractmethod
     def observe(self, event: Event) -> None:
-        """See the next event."""
+        """Check the next event."""
 
     def finish(self) -> None:
-        """There are no more events. What had to happen and did not is a violation now."""
+        """Check at the end of the events: what had to happen and did not is a violation."""
         return
 
     def violated(self, event: Event, message: str) -> None:

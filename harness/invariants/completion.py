@@ -1,4 +1,4 @@
-"""A healed job ends: some time after its last fault every process that lives has finished, or knows why it cannot."""
+"""A healed job ends: within a bound after the last fault each living process has finished, or knows why it cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENDED = ("died", "error", "finished", "broken")
 
 
 class Completion(Checker):
-    """Looks at runs that end with an event `horizon`, with `seconds` since the last fault was over."""
+    """Checks runs that end with an event `horizon`, with `seconds` since the end of the last fault."""
 
     name: ClassVar[str] = "a healed job ends"
     meaning: ClassVar[str] = "Within a bound after the last fault all that live have finished or ended with a reason."

@@ -1,4 +1,4 @@
-"""Epochs never go back: each one a process installs or works in is newer than those before."""
+"""Epochs never go back: each epoch that a process installs or works in is newer than those before."""
 
 from __future__ import annotations
 

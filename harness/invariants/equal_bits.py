@@ -1,4 +1,4 @@
-"""All that complete a step hold equal bits: digests of the state after a step are the same on all who log one."""
+"""All ranks that complete a step hold equal bits: the logged digests of the state after the step are equal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""No evicted rank commits: who is not in the newest view that anybody installed commits nothing that the others do not.
+"""An evicted rank commits no step that the current members do not commit.
 
 A process that has not heard of its eviction may still leave a barrier that all had entered: then the others commit the
-step as well, by their votes. What it must never do is commit a step that they undo, or never do.
+step as well, by their votes. It must never commit a step that they undo, or never do.
 """
 
 from __future__ import annotations

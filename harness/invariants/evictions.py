@@ -1,4 +1,4 @@
-"""Nobody healthy is evicted: who leaves the membership has ended, stood still, or was unheard by most who watch it."""
+"""No healthy process is evicted: an evicted one has ended, stood still, or was silent to most of its observers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 WINDOW = 1.5
-"""For how many seconds a suspicion that was taken back may still have its effect: its retraction may be cut off."""
+"""Seconds for which a retracted suspicion may still count: the retraction may be cut off."""
 GONE = ("died", "error", "finished", "evicted", "broken", "resigned")
 
 
 class EvictionsJustified(Checker):
-    """Looks only at runs whose log says what became of every process: it begins with an event `simulated`, and has
-    `died`, `stopped` and `suspected` with `of`, how many observers there were.
+    """Checks only simulated runs, whose log has the fate of every process.
+
+    Such a log begins with an event `simulated`, and has `died`, `stopped`, and `suspected` with `of`, the number of
+    observers.
     """
 
     name: ClassVar[str] = "nobody healthy is evicted"

@@ -1,4 +1,4 @@
-"""One membership an epoch: whoever installs an epoch installs the same members in the same order."""
+"""One membership an epoch: all processes that install an epoch install the same members in the same order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OneMembership(Checker):
         super().__init__(bounds)
         self._first: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._equal: dict[int, tuple[str, ...]] = {}
-        """What was last found to be as the first: processes that have a view from one message have one object."""
+        """The object last found equal to the first: processes share the object of a view from one message."""
 
     def observe(self, event: Event) -> None:
         if event.kind != "installed":

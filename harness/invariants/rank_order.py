@@ -1,4 +1,4 @@
-"""Rank equals position: survivors keep their order, replacements take the place of the dead, joiners come last."""
+"""Rank equals position: survivors keep their order, replacements take the ranks of the dead, joiners come last."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class RankOrder(Checker):
 
 
 def _lawful(old: tuple[str, ...], newcomers: list[str], known: set[str]) -> list[str]:
-    """The members that there ought to be: newcomers take the first ranks that were left, and those to spare come
-    last.
-    """
+    """The expected members: newcomers take the first ranks that became free, further ones come last."""
     lawful = []
     for who in old:
         if who in known:

@@ -1,6 +1,6 @@
 """No effect of a revoked epoch: after revoking it a process prepares and commits nothing more in it.
 
-What recovery decides about a step that was open (`how` is not "normal") is an effect of the next epoch.
+A decision of the recovery on an open step (`how` is not "normal") is an effect of the next epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 BY_ALL = "normal"
-"""`how` of a step that was committed in the epoch in which it was done."""
+"""`how` of a step that was committed in the epoch of its attempt."""
 
 
 class RevokedEffects(Checker):

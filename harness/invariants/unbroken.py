@@ -1,4 +1,4 @@
-"""The protocol has no accidents of its own: no event brings the core to a state that it cannot go on from."""
+"""The protocol does not break by itself: no event brings the core into an impossible state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.ft.telemetry.event import Event
 from holdfast.harness.invariants.checker import Checker
 
 STATE_APART = ("come apart", "call steps() alike")
-"""What a session says when ranks do not have the same state."""
+"""Parts of a session's errors when ranks do not have the same state."""
 
 
 class Unbroken(Checker):

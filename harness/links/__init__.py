@@ -1,6 +1,6 @@
-"""Links between the processes of a job that can be slowed, delayed, made lossy, corrupted or cut: any TCP transport,
-no root, nothing changed in the transports.
+"""A proxy that can slow, delay, lose, corrupt or cut the bytes between the processes of a job.
 
-The kernel hands every `connect` of the processes to a supervisor (`interception`), which leads it to a proxy
-(`proxy`); what the proxy does with the bytes of each direction is a policy (`policy`).
+It serves any TCP transport, unchanged and without root. The kernel hands every `connect` of the processes to a
+supervisor (`seccomp`, `supervisor`), which leads it to a proxy (`proxy`); a policy (`policy`) says what the proxy does
+with the bytes of each direction.
 """

@@ -1,4 +1,4 @@
-"""Whether the links between ranks of this host can be broken: only what goes over TCP goes through the proxy."""
+"""Decides whether the links between ranks of this host can be broken: the proxy sees only TCP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TCP_ALONE = frozenset(["tcp", "self"])
 def unbreakable(backend: str, environ: Mapping[str, str], *, many_hosts: bool = False) -> str | None:
     """Why faults of links would break the control channel alone; None if all bytes of a job go through the proxy.
 
-    `backend` may be several in order of preference: any of them may be taken. `environ` is what the ranks have besides
-    the environment of this process. `many_hosts`: the ranks take each other to be on other hosts. Raises
-    `BackendUnavailable` for an unknown backend.
+    `backend` may list several in order of preference: any of them may be taken. `environ` is added to the environment
+    of the ranks. `many_hosts`: each rank believes the others to be on other hosts. Raises `BackendUnavailable` for an
+    unknown backend.
     """
     for name in (each.strip() for each in backend.split(",")):
         variable = registry().backend(name).info.capabilities.tcp

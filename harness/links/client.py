@@ -1,4 +1,4 @@
-"""The harness's side: starts the supervisor, and tells it which rules hold."""
+"""The harness's side of links: starts the supervisor, and sends it the rules."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LinksLost(HoldfastError):
 
 
 class Links:
-    """A proxy between the processes that call what `prepare()` gives. A context manager; used from one thread."""
+    """A proxy between the processes that call the result of `prepare()`. A context manager, for one thread."""
 
     def __init__(self, seed: int = 0) -> None:
-        """Start the proxy. Raises `Unsupported` on a processor that it is not written for, `StartFailed`."""
+        """Start the proxy. Raises `Unsupported` on an unknown processor, `StartFailed`."""
         seccomp.machine()
         self._directory = tempfile.TemporaryDirectory(prefix="holdfast-links-")
         self._path = Path(self._directory.name) / "door"
@@ -45,24 +45,24 @@ class Links:
             raise
 
     def prepare(self) -> Callable[[], None]:
-        """What a process must call before it opens any socket, so that its links lead through the proxy."""
+        """The call that leads a process's links through the proxy; the process makes it before it opens any socket."""
         return Joiner(self._path, self._process.pid)
 
     def add(self, rules: Iterable[LinkRule]) -> tuple[int, ...]:
-        """Let rules hold from now on, on top of those that do; their numbers, for `remove`."""
+        """Add rules to those that hold; returns their numbers, for `remove`."""
         new = dict(zip(self._numbers, rules, strict=False))
         self._rules.update(new)
         self._tell()
         return tuple(new)
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Rules hold no longer. What was held back goes on."""
+        """Remove rules. Bytes that they held back go on."""
         for number in numbers:
             self._rules.pop(number, None)
         self._tell()
 
     def control_endpoints(self, addresses: Iterable[str]) -> None:
-        """Connections to these addresses ("host:port") are of the control plane."""
+        """Declare these addresses ("host:port") to be those of the control plane."""
         parted = (address.rpartition(":") for address in addresses)
         found = frozenset((host.strip("[]"), int(port)) for host, _, port in parted)
         if found != self._control:
@@ -70,7 +70,7 @@ class Links:
             self._tell()
 
     def traffic(self) -> tuple[LinkTraffic, ...]:
-        """What has gone from whom to whom so far."""
+        """The traffic so far, by sender, receiver and plane."""
         self._process.channel.send(TrafficQuery())
         return self._answer()
 
@@ -100,7 +100,7 @@ class Links:
 
 
 class Joiner:
-    """Puts the process that calls it under the supervisor at the other end of `path`."""
+    """A call that puts its process under the supervisor that listens at `path`."""
 
     def __init__(self, path: Path, supervisor: int) -> None:
         self._path, self._supervisor = path, supervisor
@@ -116,4 +116,4 @@ class Joiner:
 
 
 _line: socket.socket | None = None
-"""Open for as long as the process lives: its end tells the supervisor."""
+"""Open as long as the process lives: the supervisor sees its end."""

@@ -1,4 +1,4 @@
-"""What the harness and the supervisor of links say to each other over their channel."""
+"""The messages between the harness and the supervisor of links, over their channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.harness.links.policy import LinkRule, LinkTraffic
 
 @dataclass(frozen=True, slots=True)
 class SetRules:
-    """From now on exactly these rules hold, and these addresses are control endpoints."""
+    """Replace all rules and all control endpoints."""
 
     rules: tuple[LinkRule, ...]
     control: frozenset[tuple[str, int]]
@@ -17,12 +17,12 @@ class SetRules:
 
 @dataclass(frozen=True, slots=True)
 class TrafficQuery:
-    """What has gone over the links?"""
+    """Ask for the traffic so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has gone over the links so far; to `SetRules` too, once they hold."""
+    """The traffic so far. Also the answer to `SetRules`, once the rules hold."""
 
     traffic: tuple[LinkTraffic, ...]
 

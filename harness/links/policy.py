@@ -1,4 +1,4 @@
-"""What happens to bytes on a link, as data: rules for directions between processes, and how rules add up."""
+"""Policies for the bytes on a link, as data: rules for directions between processes, and how they combine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRANSMISSION = 0.2
 """Seconds that a lost segment costs: the least retransmission timeout of Linux's TCP."""
 
 BULK = 4096
-"""Bytes from which on a piece counts as payload, not as a header: only in such pieces are bits flipped."""
+"""Pieces of at least so many bytes count as payload, not as headers: bits flip only in these."""
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +22,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     `delay` and `jitter` in seconds (a uniform share of the jitter is added to the delay of each piece; order is kept);
     `rate` in bytes a second, 0 for no limit; `loss` is the share of pieces that cost a retransmission; `corrupt` the
-    share of pieces of payload in which one bit is flipped; `headers`: of small pieces too; `cut`: nothing passes, and
-    nobody is told; `reset`: connections are reset, and new ones too.
+    share of pieces of payload in which one bit is flipped; `headers`: of small pieces, too; `cut`: nothing passes, and
+    no end is told; `reset`: connections are reset, also new ones.
     """
 
     delay: float = 0.0
@@ -71,14 +71,14 @@ class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
     plane: Plane = "all"
 
     def applies(self, source: int, target: int, control: bool) -> bool:
-        """Whether this is about bytes from `source` to `target` on a connection to a control endpoint, or another."""
+        """Whether the rule holds from `source` to `target`; `control`: on a connection to a control endpoint."""
         if self.plane != "all" and (self.plane == "control") != control:
             return False
         return (not self.sources or source in self.sources) and (not self.targets or target in self.targets)
 
 
 def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool) -> Policy:
-    """All that applies to bytes from `source` to `target`."""
+    """The combined policy of all rules for bytes from `source` to `target`."""
     policy = CLEAR
     for rule in rules:
         if rule.applies(source, target, control):
@@ -87,7 +87,7 @@ def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool)
 
 
 class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What went from one process to another so far. `lost` and `corrupted` count pieces, `reset` connections."""
+    """The traffic from one process to another. `lost` and `corrupted` count pieces, `reset` connections."""
 
     source: int
     target: int

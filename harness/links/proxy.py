@@ -1,7 +1,7 @@
 """One connection through the proxy: two directions, each read piece by piece and written as its policy says.
 
-A direction that is cut is not read: the sender's buffers fill up, as they do when packets vanish, and what it sent goes
-on when the cut is over.
+A direction that is cut is not read: the sender's buffers fill up, as they do when packets vanish, and the bytes go on
+when the cut is over.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from holdfast.harness.links.policy import BULK, RETRANSMISSION, Policy
 
 PIECE = 1 << 18
-"""Most bytes that are read at once."""
+"""The most bytes of one read."""
 
 WINDOW = 1 << 22
-"""Most bytes that one direction holds back: more would be more than TCP keeps in flight."""
+"""The most bytes that one direction holds back, about as much as TCP keeps in flight."""
 
 _LINGER_NOT = struct.pack("ii", 1, 0)
 
 
 @dataclass(slots=True)
 class Direction:
-    """The bytes from one process to another on one connection, and what became of them."""
+    """The direction from one process to another on one connection, with its counters."""
 
     source: int
     target: int
@@ -38,7 +38,7 @@ class Direction:
     _free_at: float = field(default=0.0, repr=False)
 
     def due(self, policy: Policy, size: int, dice: random.Random, now: float) -> float:
-        """When a piece of `size` bytes that is read now may be written; never before an earlier one."""
+        """When a piece of `size` bytes that is read now may be written: never before an earlier piece."""
         at = now + policy.delay + policy.jitter * dice.random()
         if policy.loss and dice.random() < policy.loss:
             self.lost += 1
@@ -50,7 +50,7 @@ class Direction:
         return at
 
     def spoil(self, policy: Policy, piece: bytearray, dice: random.Random) -> None:
-        """Flip one bit of a piece, if it is to be so. The end of the stream is an empty piece, and has none."""
+        """Flip one bit of a piece if the policy draws it. The end of the stream is an empty piece without bits."""
         if piece and policy.corrupt and (policy.headers or len(piece) >= BULK) and dice.random() < policy.corrupt:
             place = dice.randrange(len(piece) // 2, len(piece))
             piece[place] ^= 1 << dice.randrange(8)
@@ -58,9 +58,9 @@ class Direction:
 
 
 class Relay:
-    """A connection that was led here: `near` comes from the process that connected, `address` is where it wanted to.
+    """A connection led to the proxy: `near` is its socket to the connecting process, `address` its wanted target.
 
-    `policy(direction)` says what holds now; `look_again` is called whenever that may have changed.
+    `policy(direction)` is the current policy; call `look_again` whenever that may have changed.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Relay:
         self._changed = asyncio.Event()
 
     def look_again(self) -> None:
-        """Policies have changed."""
+        """Apply changed policies."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def run(self) -> None:
-        """Until both directions have ended. If one fails, or a policy says so, both sides are reset."""
+        """Relay until both directions have ended. Reset both sides if one fails, or on a policy's `reset`."""
         tasks = [asyncio.create_task(self._until_reset()), asyncio.create_task(self._connected())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +119,7 @@ class Relay:
             await self._changed.wait()
 
     async def _open(self, direction: Direction) -> None:
-        """Return once the direction is not cut."""
+        """Wait until the direction is not cut."""
         while self._policy(direction).cut:
             await self._changed.wait()
 

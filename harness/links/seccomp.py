@@ -1,7 +1,7 @@
-"""The kernel's part: a seccomp filter that hands `connect`, `listen` and `getpeername` of a process to another one.
+"""A seccomp filter that hands `connect`, `listen` and `getpeername` of a process to another process.
 
-See seccomp_unotify(2). No privilege is needed: `install` sets no_new_privs. All other system calls pass at the price of
-a lookup in a bitmap. The filter cannot be taken off again; it goes with the process.
+See seccomp_unotify(2). No privilege is needed: `install` sets no_new_privs. All other system calls pass at the cost of
+a lookup in a bitmap. The filter cannot be removed; it ends with the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PIDFD_GETFD = 438
 
 @dataclass(frozen=True, slots=True)
 class SyscallNumbers:
-    """Numbers that depend on the processor."""
+    """The system call numbers of a processor architecture."""
 
     audit: int
     seccomp: int
@@ -52,7 +52,7 @@ class _Program(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Syscall:
-    """A system call of thread `thread` that waits for an answer: one of the three, and its arguments."""
+    """One of the three system calls, with its arguments; thread `thread` waits for an answer."""
 
     id: int
     thread: int
@@ -61,7 +61,7 @@ class Syscall:
 
 
 def machine() -> SyscallNumbers:
-    """The numbers of this processor. Raises `Unsupported` for one that they are not known of."""
+    """The numbers for this processor. Raises `Unsupported` for an unknown one."""
     found = _MACHINES.get(platform.machine())
     if found is None:
         raise Unsupported(f"breaking links on {platform.machine()}", f"it is done on {', '.join(_MACHINES)}")
@@ -87,9 +87,9 @@ def _filter(numbers: SyscallNumbers) -> bytes:
 
 
 def install(supervisor: int) -> int:
-    """Hand the three calls of this thread, and of all that it starts, to whoever holds the descriptor returned.
+    """Hand the three calls of this thread, and of all that it starts, to the holder of the returned descriptor.
 
-    The process with id `supervisor` is allowed to look into this one. Raises `Unsupported` where the kernel refuses.
+    The process `supervisor` may read this one's memory. Raises `Unsupported` where the kernel refuses.
     """
     numbers = machine()
     program = ctypes.create_string_buffer(_filter(numbers))
@@ -112,7 +112,7 @@ def install(supervisor: int) -> int:
 
 
 def receive(listener: int) -> Syscall | None:
-    """The next call that waits; None if its thread has gone meanwhile."""
+    """The next waiting call; None if its thread is gone meanwhile."""
     notice = bytearray(80)
     try:
         fcntl.ioctl(listener, _RECV, notice)
@@ -126,12 +126,12 @@ def receive(listener: int) -> Syscall | None:
 
 
 def let_pass(listener: int, call: Syscall) -> None:
-    """The kernel does the call."""
+    """Let the kernel do the call."""
     _answer(listener, struct.pack("=QqiI", call.id, 0, 0, _CONTINUE))
 
 
 def done(listener: int, call: Syscall, error: int = 0) -> None:
-    """The call returns 0, or fails with `error`."""
+    """Let the call return 0, or fail with `error`."""
     _answer(listener, struct.pack("=QqiI", call.id, 0, -error, 0))
 
 

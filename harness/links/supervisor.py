@@ -1,8 +1,8 @@
-"""The process that stands between the processes of a job: answers their trapped calls, and runs the proxy.
+"""The supervisor of a job's links: a process that answers trapped system calls, and runs the proxy.
 
-Every process of the job gives it the descriptor of its seccomp filter over a Unix socket. From then on a `listen` is
-noted, a `connect` to somebody else's listener is led to the proxy by connecting a duplicate of the very socket, and
-`getpeername` tells the process what it wanted to hear: the address that it connected to.
+Every process of the job gives it the descriptor of its seccomp filter over a Unix socket. From then on it records each
+`listen`, leads a `connect` to another process's listener to the proxy by connecting a duplicate of the very socket, and
+answers `getpeername` with the address that the process wanted to connect to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = (socket.AF_INET, socket.AF_INET6)
 
 
 class Supervised:
-    """A process whose calls are answered here."""
+    """A process under the supervisor."""
 
     def __init__(self, pid: int, line: socket.socket, listener: int) -> None:
         self.pid, self.line, self.listener = pid, line, listener
@@ -44,7 +44,7 @@ class Supervised:
 
 
 class Supervisor:
-    """Made and used in one event loop."""
+    """Answers the calls of all processes. Constructed and used in one event loop."""
 
     def __init__(self, channel: ProcessChannel, seed: int) -> None:
         self._channel, self._dice = channel, random.Random(seed)
@@ -60,7 +60,7 @@ class Supervisor:
         self._over = asyncio.Event()
 
     async def serve(self, path: Path) -> None:
-        """Until the channel is closed."""
+        """Serve until the channel is closed."""
         with contextlib.ExitStack() as undo:
             door = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             bind_unix(door, path)
@@ -95,7 +95,7 @@ class Supervisor:
             return
         if isinstance(message, SetRules):
             self._rules, self._control = message.rules, message.control
-            for relay in self._relays.values():  # connections may be older than what is known of their endpoints
+            for relay in self._relays.values():  # a connection may be older than the list of control endpoints
                 relay.there.control = relay.back.control = relay.address in self._control
                 relay.look_again()
         elif not isinstance(message, TrafficQuery):
@@ -125,7 +125,7 @@ class Supervisor:
         self._loop.add_reader(line, self._leave, process)
 
     def _leave(self, process: Supervised) -> None:
-        """The process has ended: what it listened at is nobody's any more."""
+        """Forget a process that has ended, and its listeners."""
         self._loop.remove_reader(process.line)
         self._loop.remove_reader(process.listener)
         del self._processes[process.pid]
@@ -145,7 +145,7 @@ class Supervisor:
             else:
                 error = self._getpeername(process, call)
         except OSError:
-            error = None  # not a socket, no such memory: the kernel will say so itself
+            error = None  # not a socket, no such memory: the kernel will report it
         if error is None:
             seccomp.let_pass(process.listener, call)
         else:
@@ -157,7 +157,7 @@ class Supervisor:
                 self._listening[_plain(sock.getsockname())] = process.pid
 
     def _connect(self, process: Supervised, call: seccomp.Syscall) -> int | None:
-        """The errno of the connection to the proxy, 0 for none; None if this is not a link between two processes."""
+        """The errno of the connection to the proxy, or 0; None if this is no link between two processes of the job."""
         raw = _read(call, call.arguments[1], min(call.arguments[2], 128))
         address = _address_of(raw)
         if address is None:
@@ -192,7 +192,7 @@ class Supervisor:
         near, address = door.accept()
         near.setblocking(False)
         coming = self._coming.pop(_plain(address), None)
-        if coming is None:  # nobody of the job: this is no open proxy
+        if coming is None:  # not from a process of the job: this is no open proxy
             near.close()
             return
         source, target, wanted = coming
@@ -236,7 +236,7 @@ def _add(found: dict[tuple[int, int, bool], LinkTraffic], relay: Relay) -> None:
 
 @contextlib.contextmanager
 def _borrowed(process: Supervised, call: seccomp.Syscall) -> Iterator[socket.socket]:
-    """The socket that a call is about, as a duplicate."""
+    """A duplicate of the socket in a call."""
     sock = socket.socket(fileno=seccomp.borrow(process.pidfd, int(call.arguments[0])))
     try:
         yield sock
@@ -262,7 +262,7 @@ def _plain(address: tuple[object, ...]) -> Address:
 
 
 def _address_of(raw: bytes) -> Address | None:
-    """Host and port of a sockaddr; None if it is not of the Internet."""
+    """Host and port of a sockaddr; None if it is neither IPv4 nor IPv6."""
     family = struct.unpack_from("H", raw)[0] if len(raw) >= 2 else 0
     if family == socket.AF_INET and len(raw) >= 8:
         return socket.inet_ntop(socket.AF_INET, raw[4:8]), struct.unpack_from("!H", raw, 2)[0]
@@ -272,7 +272,7 @@ def _address_of(raw: bytes) -> Address | None:
 
 
 def _is_led_here(sock: socket.socket, doors: dict[int, socket.socket]) -> bool:
-    """Whether the socket is connected to the proxy: numbers of sockets are used again."""
+    """Whether the socket is connected to the proxy: a later socket may have the same inode number."""
     try:
         return any(sock.getpeername()[:2] == door.getsockname()[:2] for door in doors.values())
     except OSError:
@@ -280,7 +280,7 @@ def _is_led_here(sock: socket.socket, doors: dict[int, socket.socket]) -> bool:
 
 
 def supervise(path: Path, seed: int) -> Callable[[ProcessChannel], None]:
-    """What the supervisor's process runs."""
+    """The target of the supervisor's process."""
 
     def target(channel: ProcessChannel) -> None:
         async def serve() -> None:

@@ -1,1 +1,1 @@
-"""Forks processes from a zygote that has torch imported, and talks to them."""
+"""Forks processes from a zygote that has torch imported, and exchanges messages with them."""

@@ -126,7 +126,7 @@ class Zygote:
         self._report(Ready(pid), pidfd)
 
     def _become(self, request: Spawn, channel: int, output: int, zygote: int) -> NoReturn:
-        """The child's whole life."""
+        """Run the child, from the fork to its end."""
         status = 1
         try:
             os.setpgid(0, 0)
@@ -173,7 +173,7 @@ class Zygote:
 
 
 def _live(channel: ProcessChannel, threads: int) -> None:
-    """Be what the first message says."""
+    """Set up the process as the first message says, and run its target."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     boot: Boot = channel.recv(_BOOT_TIMEOUT)
     os.environ.clear()
@@ -191,7 +191,7 @@ def _live(channel: ProcessChannel, threads: int) -> None:
 
 
 def main(fd: int) -> None:
-    """Import what every rank needs, answer, serve."""
+    """Import the modules that every rank needs, answer, serve."""
     control = socket.socket(fileno=fd)
     control.set_inheritable(False)
     zygote = Zygote(control)

@@ -1,4 +1,4 @@
-"""Start, signal and end processes of ours: the parent's side of the zygote.
+"""The parent's side of the zygote: starts, signals and ends processes.
 
     process = zygote().spawn(target, name="rank 0", output=path)    # target(channel) runs after a few milliseconds
     process.kill()
@@ -85,7 +85,7 @@ class ForkedProcess:
         return self._exit is None and not self._gone(0.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens if the process has ended. Never hits another process of the same pid."""
+        """Send a signal, unless the process has ended. Never hits another process with the same pid."""
         with self._closing:
             if self._closed:
                 return
@@ -119,7 +119,7 @@ class ForkedProcess:
         return self._exit
 
     def ended(self, exit_: Exit) -> None:
-        """Note how the process ended. For the zygote's client, which is told."""
+        """Record how the process ended. Called by the zygote's client."""
         self._exit = exit_
 
     def epitaph(self) -> str:
@@ -130,7 +130,7 @@ class ForkedProcess:
         return text
 
     def close(self) -> None:
-        """Kill the process if it still runs, and let go of its descriptors. Idempotent."""
+        """Kill the process if it still runs, and close its descriptors. Idempotent."""
         if self._closed:
             return
         self.kill()
@@ -180,7 +180,7 @@ class ZygoteClient:
         return self._process.pid
 
     def alive(self) -> bool:
-        """False once the zygote has ended: it is of no use any more."""
+        """False once the zygote has ended and can start no process."""
         return self._process.poll() is None
 
     def preload(self, *modules: str) -> None:
@@ -230,7 +230,7 @@ class ZygoteClient:
         return process
 
     def hear_of(self, process: ForkedProcess, deadline: float) -> None:
-        """Take in reports until that of the end of `process`, which has ended. Raises `TimeoutError`."""
+        """Read reports up to that of the end of `process`, which has ended. Raises `TimeoutError`."""
         with self._lock:
             while self._running.get(process.pid) is process:
                 try:
@@ -250,7 +250,7 @@ class ZygoteClient:
             self._log.close()
 
     def forget(self) -> None:
-        """Let go of a zygote that belongs to another process: the one that this process was forked from."""
+        """Release the zygote of the process that this one was forked from."""
         self._control.close()
 
     def _send(self, request: Spawn | Preload, *fds: int) -> None:
@@ -315,7 +315,7 @@ def zygote() -> ZygoteClient:
 
 
 def zygote_pid() -> int | None:
-    """The process id of the zygote if there is one."""
+    """The process id of the zygote; None if there is none."""
     current = _shared
     return None if current is None else current.pid
 

@@ -1,4 +1,4 @@
-"""What a process and its zygote say to each other."""
+"""The messages between a process and its zygote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKET = 1 << 16
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Fork a process. With it come two descriptors: its end of the channel, and where it writes its output.
+    """Fork a process. Two descriptors come along: its end of the channel, and the file for its output.
 
     The process will use `threads` torch threads.
     """
@@ -20,19 +20,19 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
-    """Import these modules, for every later fork to have."""
+    """Import these modules for all later forks."""
 
     modules: tuple[str, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The request before is done. The answer to `Spawn` has the new `pid`, and its pidfd with it."""
+    """The last request is done. The answer to `Spawn` has the new `pid`, and its pidfd along."""
 
     pid: int = 0
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The request before could not be done."""
+    """The last request could not be done."""
 
     reason: str
 
@@ -46,11 +46,11 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """The first message on a new process's channel: what it is to be."""
+    """The first message on a new process's channel: its environment and its target."""
 
     environ: dict[str, str]
     path: list[str]
     argv: list[str]
     directory: str
     target: bytes
-    """A cloudpickled callable that is given the channel."""
+    """A cloudpickled callable that takes the channel."""

@@ -1,4 +1,4 @@
-"""The picture of what was learnt: reward and held-out rate over steps, with the faults marked."""
+"""The learning curve: reward and held-out rate over steps, with the faults marked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52.0, 24.0, 44.0, 48.0
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean of each point and those around it, `window` in all where there are so many."""
+    """The moving average over `window` points, fewer at the ends."""
     sums = [0.0]
     for point in points:
         sums.append(sums[-1] + point.value)

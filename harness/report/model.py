@@ -1,4 +1,4 @@
-"""What a report shows. All times are seconds since the run began."""
+"""The content of a report. All times are seconds since the run began."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """What was learnt: the mean reward of each step's samples, and exact match on held-out prompts.
+    """The learning curve: the mean reward of each step's samples, and exact match on held-out prompts.
 
     `untrained` is the held-out rate before the supervised warm-up of `warmup_steps` steps, which comes first. The
     headline is the mean of the last `averaged` evaluations.
@@ -53,7 +53,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """The life of a process."""
+    """A process, from its start to its end."""
 
     name: str
     role: str
@@ -72,7 +72,7 @@ class RecoveryStage(msgspec.Struct, frozen=True):
 
 
 class ReportedFault(msgspec.Struct, frozen=True):
-    """Something that was broken on purpose: what, which process, after how many committed steps. Stages by time."""
+    """An injected fault: its title, its target, the committed steps before it, and its stages by time."""
 
     time: float
     title: str

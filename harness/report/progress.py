@@ -1,4 +1,4 @@
-"""The picture of how a run got on: committed steps over time, with the faults, beside the speed without faults."""
+"""The picture of progress: committed steps over time, with the faults, beside the speed without faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from holdfast.harness.report.svg import AxisScale, badge, drawing, element, line
 WIDTH, HEIGHT = 1000.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 44.0, 46.0
 LEAST_OUTAGE = 0.006
-"""As a share of the run: shorter standstills are not shaded, nor are those that are usual in it."""
+"""The shortest shaded stall, as a share of the run; stalls that are usual in the run are not shaded either."""
 OUTAGE = "outage"
-"""The class of the bands in which no step was committed: a picture with this word has some."""
+"""The class of the bands without a committed step: a picture with this word has some."""
 
 USUAL = 8.0
-"""So many times the median distance of two steps is usual."""
+"""Up to so many times the median interval between steps, a stall is usual."""
 
 
 def draw_progress(

@@ -1,4 +1,4 @@
-"""Makes the page: pictures first, then the template, into one file with nothing outside it."""
+"""Renders the page: the pictures, then the template, into one self-contained file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = "report.html.j2"
 
 
 def environment() -> Environment:
-    """What templates are rendered in. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
+    """The jinja2 environment of templates. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def environment() -> Environment:
 
 
 def render(report: RunReport) -> str:
-    """The page as text. Raises ModuleNotFoundError with what to install if jinja2 is not there."""
+    """The page as text. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     template = environment().get_template(TEMPLATE)
     from markupsafe import Markup
 
@@ -56,5 +56,5 @@ def render(report: RunReport) -> str:
 
 
 def write(report: RunReport, path: Path) -> None:
-    """Write the page to `path`, whose folder exists."""
+    """Write the page to `path`, in an existing folder."""
     path.write_text(render(report), encoding="utf-8")

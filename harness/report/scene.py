@@ -11,20 +11,20 @@ from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
 TOP, BAR = 66.0, 20.0
 LETTER = 6.9
-"""About how wide a letter of a label is."""
+"""The approximate width of a letter of a label."""
 
 BEFORE, AFTER = 0.35, 0.25
-"""How much is shown before the fault and after the last stage, as shares of the time between; at least a step."""
+"""The time shown before the fault and after the last stage, as shares of the time between."""
 
 LEAST = 0.06
-"""Seconds that are shown at least on either side."""
+"""The least seconds shown on either side."""
 
 LONGEST = 3.0
-"""Seconds after the fault at which a picture ends: of a stage that takes longer, only the start is seen."""
+"""The most seconds after the fault: a picture shows only the start of a longer stage."""
 
 
 def window(fault: ReportedFault) -> tuple[float, float]:
-    """From when to when a scene is shown."""
+    """The start and the end of the picture of a fault."""
     recovery = min(LONGEST, max([stage.seconds for stage in fault.stages], default=0.0))
     return fault.time - max(LEAST, BEFORE * recovery), fault.time + recovery + max(LEAST, AFTER * recovery)
 
@@ -55,7 +55,7 @@ def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessRecord]
 
 
 def activities(fault: ReportedFault, spans: Sequence[Span]) -> list[str]:
-    """Those that a scene shows, in alphabetical order."""
+    """The activities in the picture of a fault, in alphabetical order."""
     return sorted({span.activity for span in _in_scene(spans, *window(fault))})
 
 
@@ -89,7 +89,7 @@ def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) 
 
 
 def _stages(fault: ReportedFault, x: AxisScale, bottom: float) -> list[str]:
-    """Upright lines with what was reached there, on two rows of words where they are close."""
+    """A labelled vertical line for each stage; labels are on two rows where lines are close."""
     parts: list[str] = []
     rows = {TOP - 16: x(fault.time) + 14, TOP - 32: 0.0, TOP - 48: 0.0}
     for index, stage in enumerate(fault.stages):

@@ -1,4 +1,4 @@
-"""Drawing: SVG elements as text, scales, and round numbers for axes. Colours come from the page's style sheet."""
+"""Draws SVG: elements as text, scales, and round numbers for axes. Colours come from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def element(tag: str, inner: str = "", **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, cls: str, anchor: str = "start") -> str:
-    """Words with their baseline at y."""
+    """A text with its baseline at y."""
     return element("text", escape(words), x=x, y=y, cls=cls, text_anchor=anchor)
 
 
 def title(words: str) -> str:
-    """What is shown when the element around it is pointed at."""
+    """The tooltip of the element around it."""
     return element("title", escape(words))
 
 
@@ -37,7 +37,7 @@ def polyline(points: Iterable[tuple[float, float]], cls: str) -> str:
 
 
 def ticks_path(xs: Iterable[float], top: float, height: float, cls: str) -> str:
-    """Short upright strokes, as one element."""
+    """Short vertical strokes, as one element."""
     return element("path", d="".join(f"M{x:.1f} {top:.1f}v{height:.1f}" for x in xs), cls=cls)
 
 
@@ -55,7 +55,7 @@ def cross(x: float, y: float, words: str) -> str:
 
 
 def drawing(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    """The whole picture; `label` says what it shows to those who cannot see it."""
+    """The whole picture; `label` is its text alternative."""
     return element(
         "svg",
         "".join(parts),
@@ -80,7 +80,7 @@ class AxisScale:
         return self.start + (self.end - self.start) * ((value - self.low) / span if span else 0.5)
 
     def ticks(self, about: int) -> list[float]:
-        """About so many round values inside."""
+        """About `about` round values within the range."""
         span = self.high - self.low
         if span <= 0:
             return [self.low]

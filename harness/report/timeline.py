@@ -1,6 +1,6 @@
-"""The picture of the processes: one lane each, from birth to end, how busy each was, and when others broke it.
+"""The timeline: one lane a process, from its start to its end, with its load and the injected faults.
 
-Steps are too short to be seen at this scale: the height of a lane's filling is the share of time that it worked.
+Steps are too short to be visible at this scale: the height of a lane's filling is the share of time that it worked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDTH = 1000.0
 LEFT, RIGHT, TOP = 128.0, 24.0, 44.0
 LANE, GAP, BAR = 32.0, 10.0, 22.0
 BUCKET = 2.0
-"""Width of one figure of how busy a process was."""
+"""The width of one sample of a lane's load."""
 
 _ENDS = {"finished": "finished", "killed": "was killed", "lost": "was lost"}
 
@@ -39,7 +39,7 @@ def busy(spans: Iterable[Span], low: float, high: float, buckets: int) -> list[f
 
 
 def _filling(spans: Sequence[Span], x: AxisScale, bottom: float) -> str:
-    """The area that says how busy a lane was, as one element."""
+    """The area of a lane's load, as one element."""
     buckets = int((x.end - x.start) / BUCKET)
     shares = busy(spans, x.low, x.high, buckets)
     path, open_at = [], False
@@ -58,7 +58,7 @@ def _filling(spans: Sequence[Span], x: AxisScale, bottom: float) -> str:
 
 
 def words(lane: ProcessRecord) -> str:
-    """A lane in words."""
+    """A lane as text."""
     life = f"{coarse_seconds(lane.born)} to {coarse_seconds(lane.ended)}, {_ENDS[lane.fate]}"
     return f"{lane.name} (pid {lane.pid}), {lane.role}: {life}" + (f"; {lane.note}" if lane.note else "")
 

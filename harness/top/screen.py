@@ -1,4 +1,4 @@
-"""How a job looks in a terminal."""
+"""Renders the state of a job for a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = {
 }
 _PHASES = {"running": "bold green", "forming": "yellow", "finished": "bold cyan", "failed": "bold red"}
 LONG = 1.0
-"""Seconds in one op from which it is shown as long."""
+"""Seconds in one op after which it is shown as long."""
 
 
 def render(job: JobState) -> RenderableType:
