@@ -1,5 +1,5 @@
-"""A whole job in virtual time: the classes that run in production, under a network and faults that are data.
+"""Simulates a whole job in virtual time: the production classes, with a network and faults that are data.
 
-One thread, no clock, socket or chance but the seed: the same schedule gives the same trace, bit for bit. Simulated
-times say how the protocol behaves, not how fast a machine is.
+One thread, no clock and no socket; all random choices come from the seed. Equal schedules give equal traces, bit for
+bit. Simulated times show how the protocol behaves, not how fast a machine is.
 """

@@ -1,4 +1,4 @@
-"""The `holdfast simulate` command: what it is asked for, what it shows, and its exit status."""
+"""The `holdfast simulate` command: options, output, and exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 LARGE = 256
-"""With more ranks than this, membership alone is simulated, and heartbeats that change nothing are left out."""
+"""With more ranks only membership is simulated, and heartbeats that change nothing are left out."""
 
 
 def simulate(

@@ -1,4 +1,4 @@
-"""What `holdfast simulate` does in each of its forms, and how it shows what came out."""
+"""The forms of `holdfast simulate`, and their output."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from holdfast.harness.simulate.story import Story
 SMALL = 64
 STEPS = 40
 LINE_SECONDS = 5.0
-"""Between two lines on how far a command is, where there is no terminal."""
+"""Seconds between two lines of progress where there is no terminal."""
 
 SEED_SECONDS = 0.02
 KNOWN_BUGS_SECONDS = 150.0
-"""Of one core, for a whole reproduce."""
+"""Seconds of one core for the search for all known bugs."""
 
 
 def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
@@ -44,7 +44,7 @@ def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
 
 
 def known_bug_called(name: str) -> KnownBug:
-    """The bug of that name. Raises ValueError, with the names that there are."""
+    """The known bug of that name. Raises ValueError that lists the names."""
     for bug in KNOWN_BUGS:
         if bug.name == name:
             return bug
@@ -60,7 +60,7 @@ def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json:
 
 
 def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
-    """Run the schedules of so many seeds, up to the first that breaks something."""
+    """Run the schedules of `seeds` seeds, up to the first that breaks an invariant."""
     outcomes: list[SimulationResult] = []
     with _working(f"{seeds} seeds: about {SEED_SECONDS * seeds:.0f} s") as say:
         for number in range(seed, seed + seeds - 1):
@@ -74,7 +74,7 @@ def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: P
 def _finish(
     schedule: Schedule, before: list[SimulationResult], trace: TraceWriter | None, shrink: bool, out: Path, json: bool
 ) -> int:
-    """Run the last schedule, and show it with those before it, which broke nothing."""
+    """Run the last schedule, and show it with those before it, which broke no invariant."""
     outcome, story = _told(schedule, trace)
     if outcome.violation is not None and shrink:
         invariant = outcome.violation.invariant
@@ -130,7 +130,7 @@ def _show_outcomes(outcomes: list[SimulationResult], schedule: Schedule, story: 
 
 
 def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | None, json: bool) -> int:
-    """A named scenario: with steps for a small job, membership alone for a large one."""
+    """Run a named scenario: with steps for a small job, membership alone for a large one."""
     if name != "swarm" and ranks <= SMALL:
         return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
     schedule = make_scenario(name, ranks, hosts, seed)

@@ -1,4 +1,4 @@
-"""What happened in a simulation, told so that a person can follow it: the faults, what was concluded, what broke."""
+"""Summarises a simulation as readable text: the faults, the decisions, the violation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD = (
 
 
 class Story:
-    """Listens to the events of a run, and tells what matters of them."""
+    """Collects the important events of a run."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -31,7 +31,7 @@ class Story:
         self._doubts: set[tuple[str, str]] = set()
 
     def hear(self, event: Event) -> None:
-        """The next event."""
+        """Handle the next event."""
         kind, who = event.kind, event.process
         match kind:
             case "installed":
@@ -67,7 +67,7 @@ class Story:
         self._lines.append(f"{time:9.4f} s  {words[:LONGEST]}")
 
     def text(self, schedule: Schedule, violation: Violation | None) -> str:
-        """The whole story."""
+        """The whole text."""
         layout = schedule.layout
         head = (
             f"{counted(layout.ranks, 'rank')} on {layout.hosts} hosts, {counted(layout.spares, 'spare')}, "

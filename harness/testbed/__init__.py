@@ -1,1 +1,1 @@
-"""Things to break: network namespaces, etcd, a small disk."""
+"""Test environments for faults: network namespaces, etcd, a small disk."""

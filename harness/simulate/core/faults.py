@@ -1,4 +1,4 @@
-"""What each kind of fault does to a simulated world, and when it is over."""
+"""Injects each kind of fault into a simulated world, and ends it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def hosts_of(world: World, fault: Fault) -> list[int]:
-    """The hosts on which processes fall silent by a fault, or hear others no more."""
+    """The hosts with processes that a fault makes silent or deaf."""
     match fault:
         case Crash(process=number) | Pause(process=number):
             return [world.layout.host_of(number)]
@@ -45,7 +45,7 @@ def hosts_of(world: World, fault: Fault) -> list[int]:
 
 
 def inject(world: World, fault: Fault) -> None:
-    """Let the fault begin; it ends by itself."""
+    """Start a fault, and schedule its end."""
     _say(world, fault)
     match fault:
         case Crash(process=number):
@@ -82,7 +82,7 @@ def inject(world: World, fault: Fault) -> None:
 
 
 def inject_at_point(world: World, process: SimulatedProcess, fault: AtPoint) -> None:
-    """The point of the fault is reached by `process`."""
+    """Inject a fault into `process`, which has reached the fault's point."""
     _say(world, fault, process.member.id)
     if fault.seconds:
         pause(world, process, fault.seconds)
@@ -91,7 +91,7 @@ def inject_at_point(world: World, process: SimulatedProcess, fault: AtPoint) -> 
 
 
 def pause(world: World, process: SimulatedProcess, seconds: float) -> None:
-    """Let a process stand still."""
+    """Pause a process for `seconds`."""
     if not process.alive:
         return
     process.paused_until = max(process.paused_until, world.now + seconds)
@@ -113,7 +113,7 @@ def _say(world: World, fault: Fault, target: str = "") -> None:
 
 
 def _kill_hosts(world: World, hosts: list[int]) -> None:
-    """All at once: nobody on these hosts is left to notice."""
+    """Kill all processes of these hosts at once, so that none of them can notice."""
     doomed = [process for host in hosts for process in world.on_host(host) if process.alive]
     for process in doomed:
         process.alive = False

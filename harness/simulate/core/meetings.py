@@ -1,6 +1,6 @@
-"""The ops of simulated communicators: ranks enter one with a value, and go on with all values when all have come.
+"""The ops of simulated communicators: ranks enter with a value, and continue with all values once all have entered.
 
-What has come lies at the host of the first of them; who is cut off from it tries again.
+The host of the first rank keeps the values; a rank that is cut off from it tries again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Then = Callable[[Sequence[Any]], None]
 
 @dataclass(slots=True)
 class SimulatedOp:
-    """An op of a communicator: who is to come, who has come with what, and whom to tell."""
+    """An op of a communicator: the expected ranks, the values so far, and the waiting ranks."""
 
     expected: tuple[str, ...]
     host: int
@@ -41,7 +41,7 @@ class Meetings:
     def enter(
         self, process: SimulatedProcess, view: View, op: str, value: Any, who: Sequence[str] | None, then: Then
     ) -> None:
-        """`process` enters an op of the communicator of `view`, of which all of `who` are to be part."""
+        """Let `process` enter an op of the communicator of `view`, between the members `who`."""
         meeting = self._meetings.get(op)
         if meeting is None:
             expected = tuple(who) if who is not None else tuple(member.id for member in view.members)

@@ -1,4 +1,4 @@
-"""The network between simulated hosts: when a message arrives, how often, or not at all."""
+"""The network between simulated hosts: decides when and how often a message arrives, or that it is lost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from holdfast.harness.simulate.core.schedule import NetworkModel
 
 
 class Bursts:
-    """Times of loss on one path: it is good for a while, loses everything for a while, and so on, worked out as far as
-    anybody has asked.
-    """
+    """The bursts of loss on one path: good times and times of total loss in turn, generated on demand."""
 
     def __init__(self, rng: random.Random, share: float, burst: float) -> None:
         self._rng, self._bad, self._good = rng, 1 / burst, share / (burst * (1 - share))
@@ -19,7 +17,7 @@ class Bursts:
         self._until = rng.expovariate(self._bad if self._losing else self._good)
 
     def losing(self, now: float) -> bool:
-        """Whether the path loses everything at `now`, which never goes back."""
+        """Whether the path loses everything at `now`. Calls must not go back in time."""
         while self._until <= now:
             self._losing = not self._losing
             self._until += self._rng.expovariate(self._bad if self._losing else self._good)
@@ -27,7 +25,7 @@ class Bursts:
 
 
 class Paths:
-    """All paths between hosts, numbered from 0. What faults do to them is switched here."""
+    """All paths between hosts, numbered from 0, and the faults that hold on them."""
 
     def __init__(self, options: NetworkModel, rng: random.Random) -> None:
         self.options = options
@@ -39,10 +37,10 @@ class Paths:
         self._registerless: list[frozenset[int]] = []
         self._clogs: dict[tuple[int, int], list[float]] = {}
 
-    # What faults do -------------------------------------------------------------------------------------------
+    # Faults ---------------------------------------------------------------------------------------------------
 
     def cut(self, source: int, target: int, by: int) -> None:
-        """One more cut (`by` 1), or one less (-1)."""
+        """Add a cut (`by` 1), or remove one (-1)."""
         self._cuts[source, target] = self._cuts.get((source, target), 0) + by
 
     def isolate(self, hosts: frozenset[int], register: bool, on: bool) -> None:
@@ -59,7 +57,7 @@ class Paths:
         else:
             delays.remove(delay)
 
-    # What becomes of messages ---------------------------------------------------------------------------------
+    # Messages -------------------------------------------------------------------------------------------------
 
     def is_cut(self, source: int, target: int) -> bool:
         if source == target:
@@ -72,7 +70,7 @@ class Paths:
         return not any(host in group for group in self._registerless)
 
     def latency(self, source: int, target: int, ordered: bool = False) -> float:
-        """How long a message takes that gets through. Those of a communicator stay in order."""
+        """The latency of a message that is not lost. `ordered`: that of a communicator, which keeps the order."""
         if source == target:
             return self.options.local
         delay = math.exp(self._rng.gauss(self._median, self.options.spread))
@@ -83,7 +81,7 @@ class Paths:
         return delay
 
     def register_latency(self) -> float:
-        """One way."""
+        """The latency of a message to or from the register, one way."""
         return self.options.register / 2 * math.exp(self._rng.gauss(0.0, self.options.spread))
 
     def loses(self, source: int, target: int, now: float) -> bool:
@@ -97,7 +95,7 @@ class Paths:
         return lost
 
     def copies(self) -> int:
-        """How often a message arrives that gets through."""
+        """How often a message that is not lost arrives."""
         return 2 if self.options.duplicate and self._rng.random() < self.options.duplicate else 1
 
     def _losing(self, path: object, share: float, now: float) -> bool:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 LOOKS_A_HEARTBEAT = 4
 FOLLOW_SECONDS = 0.002
 ANNOUNCED_SECONDS, DEFER_SECONDS = (0.003, 0.05), (0.005, 0.05)
-"""What the runtime does a moment later, it may come to do late: either happens."""
+"""The ranges of delay of what the runtime does a moment later: it may also come late."""
 
 
 class SimulatedProcess:
-    """Process number `number`. `backlog` is what is waiting for it while it stands still. `hops` away from the proposer
-    it was when it learnt of its newest view.
+    """Process number `number`.
+
+    `backlog` has the events that wait while it is paused. `hops` is its distance from the proposer when it learnt of
+    its newest view.
     """
 
     __slots__ = (
@@ -97,7 +99,7 @@ class SimulatedProcess:
     # Time -----------------------------------------------------------------------------------------------------
 
     def local(self) -> float:
-        """What this process's clock shows now."""
+        """The current time on this process's clock."""
         here, there = self.set_at
         return there + (self.world.now - here) * self.rate
 
@@ -105,7 +107,7 @@ class SimulatedProcess:
         self.set_at, self.rate = (self.world.now, self.local()), 1.0 + share
 
     def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` in so many seconds of this process's clock, if it lives and stands not still."""
+        """Call `act` after `seconds` of this process's clock, if it then lives and is not paused."""
         self.world.at(self.world.now + seconds / self.rate, self, act, *args)
 
     # The core -------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class SimulatedProcess:
         self.tenure.install(view)
 
     def end(self, error: HoldfastError) -> None:
-        """This process can do nothing more in the job."""
+        """End this process's part in the job, with `error`."""
         self.ended = True
         self.tenure.end(error)
         if self.worker is not None:
@@ -219,7 +221,7 @@ class SimulatedProcess:
         self.world.propose(self, number, expected, view)
 
     def answered(self, number: int, event: v.CasWon | v.CasLost | v.CasFailed) -> None:
-        """The register's answer to proposal `number`; the first counts."""
+        """Handle the register's answer to proposal `number`; only the first counts."""
         if number != self.proposal:
             return
         self.proposal += 1
@@ -235,7 +237,7 @@ class SimulatedProcess:
         self.feed(event)
 
     def _announce(self, view: View) -> None:
-        """In a job of one host, leave word of the next view where the others wait."""
+        """In a job of one host, announce the next view where the others wait."""
         before = self.tenure.view
         if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
             return
@@ -249,7 +251,7 @@ class SimulatedProcess:
             self.world.at(self.world.now, other, other.adopt_announced_view)
 
     def adopt_announced_view(self) -> None:
-        """Its session, if it waits in an op, looks whether word of the next view was left there."""
+        """If the session waits in an op, adopt a view that was announced there."""
         worker, (epoch, word) = self.worker, self.word
         if worker is not None and worker.stage == "op" and worker.epoch == epoch:
             self.tenure.adopt_announced_view(word)
@@ -257,11 +259,11 @@ class SimulatedProcess:
             worker.look()
 
     def reach(self, point: str, then: Callable[[], None]) -> None:
-        """Go on with `then`, unless a fault strikes at this point."""
+        """Continue with `then`, unless a fault is injected at this point."""
         view = self.tenure.view
         self.world.reach(self, point, view.epoch if view is not None else 0, then)
 
-    # Whom it watches ------------------------------------------------------------------------------------------
+    # Watched members ------------------------------------------------------------------------------------------
 
     def _follow_soon(self) -> None:
         if not self.follow_wanted and self.loud:
@@ -269,7 +271,7 @@ class SimulatedProcess:
             self.after(FOLLOW_SECONDS, self.follow)
 
     def follow(self) -> None:
-        """Watch exactly those that the core wants watched. One of this host that is gone is noticed at once."""
+        """Watch exactly the members that the core asks for. A dead one of this host is noticed at once."""
         self.follow_wanted = False
         watched = {member.id: member for member in self.core.watched()}
         for member_id in self.watched:
@@ -288,7 +290,7 @@ class SimulatedProcess:
         self._detectors()[1].follow(self.core.view, tuple(watched.values()))
 
     def _detectors(self) -> tuple[Silence, Observing]:
-        """Those for its own host and for others, made when they are needed first."""
+        """The detectors for its own host and for others, constructed at first use."""
         if self.silence is None or self.observing is None:
             self.silence = Silence(self.member, self.core.timeouts, self.world.is_stopped)
             self.observing = Observing(
@@ -307,7 +309,7 @@ class SimulatedProcess:
         return self.silence, self.observing
 
     def _stop(self, reason: str) -> None:
-        """End the epoch here, without agreement."""
+        """End the epoch in this process, without agreement."""
         view = self.tenure.view
         if view is not None and self.tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
             self._abort_ops(view.epoch)
@@ -324,7 +326,7 @@ class SimulatedProcess:
         self.world.emit(self, kind, **fields)
 
     def prove(self, deaths: tuple[v.Death, ...]) -> None:
-        """The kernel says that these have ended."""
+        """Handle the kernel's report that these have ended."""
         self.deferred += deaths
         gone = {death.id for death in self.deferred}
         if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
@@ -338,7 +340,7 @@ class SimulatedProcess:
             self.hear(v.Proof(deaths))
 
     def hear(self, event: v.Event) -> None:
-        """What a detector of this process, or of another, has found."""
+        """Handle a finding of a detector of this or another process."""
         if isinstance(event, v.Proof):
             ids = tuple(death.id for death in event.deaths)
             self.world.emit(self, "detected", ids=ids, evidence=event.deaths[0].evidence)
@@ -352,10 +354,10 @@ class SimulatedProcess:
     # Heartbeats -----------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Once a heartbeat: say that this process lives and in what epoch, look at the silent, and at the register."""
+        """Once a heartbeat interval: send heartbeats with the epoch, check silent members, read the register."""
         view = self.core.view
         epoch = view.epoch if view is not None else 0
-        if not self.core.ended:  # what is left out in a quiet world changes nothing: see `World.wake`
+        if not self.core.ended:  # a quiet world leaves out only what changes nothing: see `World.wake`
             for member_id in {**self.watched, **self.followers}:
                 self.world.beat(self, member_id, epoch)
             if self.world.register.epoch > epoch:
@@ -375,7 +377,7 @@ class SimulatedProcess:
             self.feed(v.Heard(sender.member, epoch))
 
     def look(self) -> None:
-        """Look at those who are silent, and again soon if there are any."""
+        """Check the silent members, and again soon if there are any."""
         if self.silence is None or self.observing is None or self.core.ended:
             return
         now = self.local()
@@ -389,9 +391,7 @@ class SimulatedProcess:
             self.after(self.core.timeouts.heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
 
     def _hear_the_quiet(self, now: float) -> None:
-        """In a quiet world nobody's heartbeats are sent whose fate nothing befalls: they have been heard all the
-        time.
-        """
+        """In a quiet world, count members untouched by faults as heard: they send no heartbeats."""
         assert self.silence is not None and self.observing is not None
         for member_id in self.watched:
             other = self.world.process_of(member_id)
@@ -405,7 +405,7 @@ class SimulatedProcess:
 
 
 class LocalClock:
-    """All that a detector needs of an event loop: the time on its process's clock."""
+    """The part of an event loop that a detector needs: the time on its process's clock."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""The register in virtual time: linearizable, sometimes away. What is written in vain may have been written."""
+"""The register in virtual time: linearizable, sometimes away. A failed write may have taken effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = v.CasWon | v.CasLost | v.CasFailed
 
 
 class SimulatedRegister:
-    """Holds the newest view. `away` counts the outages that it is in, `writes` those in which writes get through."""
+    """Holds the newest view. `away` counts current outages, `writes` those in which writes still take effect."""
 
     def __init__(self, view: View | None) -> None:
         self.view = view
@@ -25,7 +25,7 @@ class SimulatedRegister:
         return 0 if self.view is None else self.view.epoch
 
     def compare_and_set(self, expected: int, view: View) -> Answer:
-        """What becomes of a proposal that arrives now."""
+        """Handle a proposal that arrives now."""
         self.proposals += 1
         if view.epoch != expected + 1:
             raise ValueError(f"the view after epoch {expected} has epoch {expected + 1}, not {view.epoch}")

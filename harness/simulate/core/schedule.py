@@ -1,4 +1,4 @@
-"""What a simulation is made of, as data: the job, the network, the faults. Read from TOML or JSON, written as JSON."""
+"""A simulation as data: the job, the network, the faults. Read from TOML or JSON, written as JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from holdfast.ft.timeouts import Timeouts
 
 
 class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The job. `ranks` processes sit on `hosts`, as evenly as can be, these in `racks`; `spares` further processes on
-    the last hosts. `steps` of `compute` seconds are to be committed (0 steps: membership alone). With `form` the
-    processes find each other first, one by one; without, they begin in a running view. The rest is `ft.Timeouts`, and
-    up to how many members everybody knows everybody.
+    """The job.
+
+    `ranks` processes are spread evenly over `hosts`, these over `racks`; `spares` further processes are on the last
+    hosts. `steps` of `compute` seconds are to be committed (0 steps: membership alone). With `form` the processes first
+    form the job, one by one; without, they begin in a running view. The rest is `ft.Timeouts`, and the number of
+    members up to which each watches all others.
     """
 
     ranks: int = 8
@@ -44,7 +46,7 @@ class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Timeouts(heartbeat=self.heartbeat, suspect=self.suspect, join=self.join)
 
     def host_of(self, process: int) -> int:
-        """The host of one of the processes that are there from the start."""
+        """The host of one of the processes started at the beginning."""
         if process < self.ranks:
             return process * self.hosts // self.ranks
         return self.hosts - 1 - (process - self.ranks) % self.hosts
@@ -54,7 +56,7 @@ class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How messages between hosts fare. Times in seconds.
+    """The model of the network between hosts. Times in seconds.
 
     `latency` is the median of a lognormal distribution, `spread` its sigma. A share `loss` of the time a path loses
     everything, in bursts of `burst` on average; of these bursts a share `shared` hits all paths of a host at once.
@@ -114,16 +116,14 @@ class CrashShare(_Fault, frozen=True, tag="crash_share"):
 
 
 class Pause(_Fault, frozen=True, tag="pause"):
-    """A process stands still for so long (SIGSTOP), and then goes on as if nothing had happened."""
+    """A process is paused for `seconds` (SIGSTOP), and then continues."""
 
     process: int
     seconds: float
 
 
 class AtPoint(_Fault, frozen=True, tag="at_point"):
-    """The `nth` time from `at` on that anybody reaches a named point of the protocol, it ends (0 seconds) or stands
-    still for so long.
-    """
+    """The `nth` arrival at a point of the protocol, from `at` on, kills (0 seconds) or pauses the process."""
 
     point: str
     nth: int = 1
@@ -149,7 +149,7 @@ class Cut(_Fault, frozen=True, tag="cut"):
 
 
 class Isolate(_Fault, frozen=True, tag="isolate"):
-    """These hosts and the others do not reach each other; nor do these reach the register, unless `register`."""
+    """These hosts and the others do not reach each other; these do not reach the register either, unless `register`."""
 
     hosts: tuple[int, ...]
     seconds: float
@@ -181,7 +181,7 @@ class Drift(_Fault, frozen=True, tag="drift"):
 
 
 class RegisterAway(_Fault, frozen=True, tag="register_away"):
-    """The register does not answer. With `writes` what it is asked to write is written all the same."""
+    """The register does not answer. With `writes` its writes take effect all the same."""
 
     seconds: float
     writes: bool = False
@@ -205,8 +205,9 @@ Fault = (
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One simulation: equal schedules have equal traces. After the last fault is over the job has `bound` seconds to
-    make progress.
+    """One simulation: equal schedules have equal traces.
+
+    After the end of the last fault the job has `bound` seconds to make progress.
     """
 
     seed: int = 0
@@ -220,7 +221,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _check(fault, self.layout)
 
     def ends(self) -> float:
-        """When the last fault is over."""
+        """The time at which the last fault ends."""
         return max((fault.at + float(getattr(fault, "seconds", 0.0)) for fault in self.faults), default=0.0)
 
 
@@ -244,7 +245,7 @@ Format = Literal["json", "toml"]
 
 
 def load(path: Path) -> Schedule:
-    """A schedule from a file; TOML if it is called so, else JSON. Raises ValueError for what is none, and OSError."""
+    """Read a schedule from a TOML (by its name) or JSON file. Raises ValueError for an invalid one, and OSError."""
     data = path.read_bytes()
     try:
         if path.suffix == ".toml":
@@ -255,5 +256,5 @@ def load(path: Path) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """Write a schedule as JSON that people can read."""
+    """Write a schedule as indented JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=2) + b"\n")

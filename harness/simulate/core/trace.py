@@ -1,6 +1,6 @@
-"""The trace of a simulated run: a line for all that happens, and one hash of them all.
+"""The trace of a simulated run: a line for each event, and one hash of all lines.
 
-Two runs of one schedule are the same run if their hashes are.
+Two runs of one schedule are equal if their hashes are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TraceWriter = Callable[[str], object]
 
 
 class Trace:
-    """Takes lines, hands each to `writer` if there is one, and keeps nothing but their hash."""
+    """Hashes lines, and passes each to `writer` if there is one. Keeps only the hash."""
 
     def __init__(self, writer: TraceWriter | None) -> None:
         self._writer = writer

@@ -1,7 +1,7 @@
 """What a simulated process does in its job: steps that are transactions, by the production ledger, verdict and tenure.
 
 This is the counterpart of `ft.session`: the same order of the same calls, with waits in virtual time. An op of the
-communicator is a meeting of all members of the epoch; one that does not come is waited for until the epoch is revoked.
+communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 Stage = Literal["waiting", "busy", "op", "over"]
 THREAD_SECONDS = 0.00005
-"""How long, on average, the thread of the session takes from one line of the protocol to the next."""
+"""The average time that the session's thread takes from one line of the protocol to the next."""
 FNV, PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
 
 
 class SimulatedSession:
-    """The session of one process. `digest` stands for the state: it says which attempts at which steps made it. Ops of
-    the epoch `interrupted`, and those before it, have been aborted.
+    """The session of one process.
+
+    `digest` stands for the state: it names the attempts at the steps that made it. Ops of the epoch `interrupted`, and
+    of those before it, have been aborted.
     """
 
     def __init__(self, process: SimulatedProcess, steps: int, compute: float) -> None:
@@ -49,7 +51,7 @@ class SimulatedSession:
         return 0 if self._view is None else self._view.epoch
 
     def look(self) -> None:
-        """Something has changed: what this waits for may be there, or over."""
+        """Check, after a change, whether the wait of this session is over."""
         tenure = self._process.tenure
         if self._process.ended:
             self._end_with_error()
@@ -165,7 +167,7 @@ class SimulatedSession:
         self._reach("sync.before_load", load)
 
     def _everybody_has_it(self) -> None:
-        """The others go on when the newcomers have the state, and not before."""
+        """Continue once all newcomers have the state."""
 
         def go_on(_: Sequence[Any]) -> None:
             self.ledger.synchronised()
@@ -229,7 +231,7 @@ class SimulatedSession:
     # Waiting, failing, dying ----------------------------------------------------------------------------------
 
     def _fail(self) -> None:
-        """The epoch is over: go on in the next."""
+        """Leave the epoch, which is over, for the next."""
         if self._process.ended:
             self._end_with_error()
             return
@@ -242,7 +244,7 @@ class SimulatedSession:
     def _meet(
         self, op: str, value: Any, then: Callable[[Sequence[Any]], None], who: Sequence[str] | None = None
     ) -> None:
-        """Enter an op of the epoch's communicator; `then` gets what all brought to it, in rank order."""
+        """Enter an op of the epoch's communicator; `then` gets the values of all ranks, in rank order."""
         me, view = self._process, self._view
         assert view is not None
         if me.tenure.is_over(view.epoch):
@@ -265,7 +267,7 @@ class SimulatedSession:
             then(values)
 
     def _reach(self, point: str, then: Callable[[], None]) -> None:
-        """Go on with `then` a moment later, unless a fault strikes: what the membership does may come in between."""
+        """Continue with `then` a moment later, unless a fault is injected. Membership events may come in between."""
         me = self._process
         pause = THREAD_SECONDS * me.world.rng.expovariate(1.0)
         me.world.reach(me, point, self.epoch, lambda: me.after(pause, self._go_on, self.epoch, then))

@@ -1,7 +1,7 @@
-"""The simulated world: virtual time, processes, the network between them, and the faults that befall them.
+"""The simulated world: virtual time, processes, the network between them, and the injected faults.
 
-Everything that happens is an entry in one queue, ordered by time and then by the order in which it was put there. All
-chance comes from the seed. Each process is driven by its own core; the world carries messages and keeps the register.
+Every event is an entry in one queue, ordered by time and then by the order of insertion. All random choices come from
+the seed. Its own core drives each process; the world carries messages and keeps the register.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from holdfast.harness.simulate.core.trace import Trace, TraceWriter
 from holdfast.harness.simulate.core.worker import SimulatedSession
 
 PROOF_SECONDS = 0.0004
-"""How long the kernel takes, at the median, to tell of the end of a process."""
+"""The median time that the kernel takes to report the end of a process."""
 UNTOLD = ("members", "min_size")
-"""What of an event is not in the trace, because it follows from the rest."""
+"""Fields of events that the trace omits, because they follow from the rest."""
 EARLY_BEATS = 3
-"""How many heartbeats before a fault a quiet world begins to send some."""
+"""How many heartbeat intervals before a fault a quiet world begins to send heartbeats."""
 
 Observer = Callable[[Event], None]
 
 
 class World:
-    """One run of a `Schedule`. `observe` sees what the processes would log; `trace` gets a line for all that happens.
+    """One run of a `Schedule`. `observe` gets the events that processes would log, `trace` a line for each event.
 
-    `quiet` leaves out heartbeats that change nothing: for many ranks.
+    `quiet`, for many ranks, leaves out heartbeats that change nothing.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class World:
         self._hosts[host].append(process)
         if self.layout.steps:
             process.worker = SimulatedSession(process, self.layout.steps, self.layout.compute)
-        if self.quiet:  # everybody has read the register, and nobody has to tell anybody
+        if self.quiet:  # all processes have read the register
             self._silent = True
             self._begin_process(process, view)
             self._silent = False
@@ -119,8 +119,9 @@ class World:
         process.feed(v.Started())
 
     def wake(self, fault: Fault) -> None:
-        """In a quiet world, some time before a fault: those whom it befalls and those that watch them begin to send
-        heartbeats and to look. All others would only tell each other that nothing has happened.
+        """In a quiet world, start the heartbeats of a fault's targets and of their observers some time before it.
+
+        All other heartbeats would change nothing.
         """
         doomed = [process for host in faults.hosts_of(self, fault) for process in self._hosts[host]]
         loud = {process.number: process for process in doomed}
@@ -133,7 +134,7 @@ class World:
                 self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
 
     def _sweep(self) -> None:
-        """In a quiet world: once a heartbeat after a new view, those who have missed it show what epoch they are in."""
+        """In a quiet world, let members that missed a new view show their epoch, one heartbeat interval after it."""
         behind = self.behind()
         for process in behind:
             view = process.core.view
@@ -148,12 +149,12 @@ class World:
             self.after(self.layout.heartbeat, self._sweep)
 
     def behind(self) -> list[SimulatedProcess]:
-        """Those in the job that have not heard of the newest view."""
+        """The processes in the job that do not know the newest view."""
         epoch = self.register.epoch
         return [p for p in self.processes if p.alive and not p.core.ended and _epoch(p.core.view) < epoch]
 
     def start_another(self, host: int) -> None:
-        """A new process on `host`, which reads the register and wants to take part."""
+        """Start a process on `host`, which reads the register and asks to join."""
         number = len(self.processes)
         self._start(number, host, self._new_member(number, host), self.register.view)
 
@@ -164,7 +165,7 @@ class World:
         heapq.heappush(self._queue, (self.now + seconds, self._order, act, args))
 
     def at(self, time: float, process: SimulatedProcess, act: Callable[..., None], *args: Any) -> None:
-        """Let `process` do something, at `time` or once it stands still no more."""
+        """Let `process` call `act` at `time`, or when its pause is over."""
         self._order += 1
         heapq.heappush(self._queue, (time, self._order, self._act, (process, act, args)))
 
@@ -178,11 +179,11 @@ class World:
 
     @property
     def pending(self) -> int:
-        """How many events are still to come."""
+        """The number of events in the queue."""
         return len(self._queue)
 
     def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """Let everything happen up to time `until`, or until `stop()` after something has happened."""
+        """Process events up to time `until`, or until `stop()` is true after an event."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
             self.now, _, act, args = pop(queue)
@@ -193,25 +194,25 @@ class World:
         self.now = max(self.now, until)
 
     def resume(self, process: SimulatedProcess) -> None:
-        """What has piled up for a process that stood still happens now, in order."""
+        """End a process's pause: handle its backlog in order."""
         if process.paused_until > self.now or not process.alive:
             return
         backlog, process.backlog = process.backlog, []
         for act, args in backlog:
             self._act(process, act, args)
 
-    # What is said ---------------------------------------------------------------------------------------------
+    # Trace and events -----------------------------------------------------------------------------------------
 
     def trace(self, kind: str, who: str, what: str) -> None:
-        """One line of the trace; all of them together make its hash."""
+        """Add a line to the trace."""
         self._trace.add(f"{self.now:.7f} {kind} {who} {what}\n")
 
     def trace_hash(self) -> str:
-        """The hash of all that has happened so far."""
+        """The hash of all events so far."""
         return self._trace.hash()
 
     def emit(self, process: SimulatedProcess, kind: str, **fields: Any) -> None:
-        """An event as the process would log it."""
+        """Emit an event as the process would log it."""
         self.say(process.member.id, process.number, kind, fields)
 
     def say(self, who: str, pid: int, kind: str, fields: dict[str, Any]) -> None:
@@ -239,7 +240,7 @@ class World:
         )
 
     def broken(self, process: SimulatedProcess, error: Exception) -> None:
-        """The core of a process raised: it has a bug."""
+        """Record that the core of a process raised an error: a bug."""
         self.emit(process, "broken", error=f"{type(error).__name__}: {error}")
         self.kill(process, "its core is broken")
 
@@ -249,7 +250,7 @@ class World:
         return self._by_id[member_id]
 
     def ranks_of(self, deaths: tuple[v.Death, ...], view: View) -> tuple[int, ...]:
-        """The ranks of these members of `view`, as one object for all who hear of a loss in the same words."""
+        """The ranks of these members of `view`: one shared object for equal reports of a loss."""
         if self._dead[0] is not deaths or self._dead[1] is not view:
             ranks = (view.rank_of(death.id) for death in deaths)
             self._dead = (deaths, view, tuple(rank for rank in ranks if rank is not None))
@@ -266,7 +267,7 @@ class World:
         self.kill(self._by_id[member_id], why)
 
     def kill(self, process: SimulatedProcess, why: str) -> None:
-        """SIGKILL. The kernel tells those of its host that watch it."""
+        """SIGKILL a process. The kernel informs the observers on its host."""
         if not process.alive:
             return
         process.alive = False
@@ -290,14 +291,14 @@ class World:
         process.prove(tuple(v.Death(member_id, "its process ended") for member_id in member_ids))
 
     def leave(self, process: SimulatedProcess, why: str) -> None:
-        """The process says good-bye and ends, as a session does when it cannot go on."""
+        """End a process with a farewell, as a session does when it cannot go on."""
         self.emit(process, "error", error=why)
         proof = v.Proof((v.Death(process.member.id, f"it left: {why}"),))
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
         self.after(0.0, self.kill, process, f"it left: {why}")
 
     def jury(self, process: SimulatedProcess, member_id: str) -> int:
-        """How many that live could say whether a member is heard."""
+        """How many living processes observe a member."""
         view = process.core.view
         rank = view.rank_of(member_id) if view is not None else None
         if view is None or rank is None:
@@ -306,7 +307,7 @@ class World:
         return sum(self._by_id[m.id].alive and not self._by_id[m.id].ended for m in jury)
 
     def reach(self, process: SimulatedProcess, point: str, epoch: int, then: Callable[[], None]) -> None:
-        """Go on with `then`, unless a fault is armed at this point."""
+        """Continue with `then`, unless a fault is armed at this point."""
         for fault, left in self._points:
             if fault.point == point and self.now >= fault.at and left[0] > 0:
                 left[0] -= 1
@@ -326,7 +327,7 @@ class World:
             self.send(sender, member.id, event)
 
     def send(self, sender: SimulatedProcess, member_id: str, event: v.Event) -> None:
-        """A message. It may come late, twice or never."""
+        """Send a message. It may arrive late, twice or never."""
         receiver = self._by_id.get(member_id)
         if receiver is None or self._silent:
             return
@@ -371,7 +372,7 @@ class World:
         return known[1]
 
     def beat(self, sender: SimulatedProcess, member_id: str, epoch: int) -> None:
-        """A heartbeat. One that is lost is not sent again."""
+        """Send a heartbeat. A lost one is not sent again."""
         receiver = self._by_id[member_id]
         source, target = sender.host, receiver.host
         if (

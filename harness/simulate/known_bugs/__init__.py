@@ -1,6 +1,6 @@
-"""Known bugs of failure handling, ours and others', to be put back into the running code.
+"""Known bugs of failure handling, ours and other projects', which can be injected into the running code.
 
-A checker that finds none of them proves nothing. `reproduce.reproduce` looks for the first seed that shows a bug.
+Checkers that find none of them prove nothing. `reproduce.reproduce` looks for the first seed that shows a bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs in committing steps and in handing over the state."""
+"""Bugs in committing steps and in transferring the state."""
 
 from __future__ import annotations
 

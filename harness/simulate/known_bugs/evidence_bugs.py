@@ -1,4 +1,4 @@
-"""Bugs in what is made of evidence."""
+"""Bugs in the evaluation of evidence."""
 
 from __future__ import annotations
 

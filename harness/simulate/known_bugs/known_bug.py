@@ -1,4 +1,4 @@
-"""What an known_bug is: a known bug, where it was seen, and how to put it into the running code for a while."""
+"""The type of a known bug: its description, its origin, and a context manager that injects it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KnownBug:
-    """A bug. `origin`: who had it. `inject()` is a context manager: inside, the code has the bug."""
+    """A bug. `origin`: the project that had it. `inject()` is a context manager: inside, the code has the bug."""
 
     name: str
     bug: str
@@ -20,7 +20,7 @@ class KnownBug:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Put `value` in the place of an attribute of a class or module, and take it away again."""
+    """Replace an attribute of a class or module by `value` within the block."""
     original = owner.__dict__[name]
     setattr(owner, name, value)
     try:
@@ -30,5 +30,5 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def known_bug(name: str, bug: str, origin: str, owner: Any, attribute: str, make: Callable[[Any], object]) -> KnownBug:
-    """A bug in one attribute: `make(original)` gives the broken one."""
+    """A bug in one attribute: `make(original)` returns the broken one."""
     return KnownBug(name, bug, origin, lambda: replaced(owner, attribute, make(owner.__dict__[attribute])))

@@ -1,4 +1,4 @@
-"""Bugs in agreeing on who is in the job."""
+"""Bugs in the agreement on the members of a job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _adopts_older(adopt: Adopt) -> object:
 
 
 def _on_answer(change: Callable[[Membership, v.Event], v.Event]) -> Callable[[Any], object]:
-    """Let the core hear another answer of the register than was given."""
+    """Change the register's answers before the core gets them."""
 
     def make(absorb: Callable[..., Step]) -> object:
         def _absorb(self: Membership, event: v.Event, now: float) -> Step:

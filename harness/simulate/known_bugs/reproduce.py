@@ -14,10 +14,10 @@ from holdfast.harness.simulate.search.shrink import shrink
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """What became of the search for a bug. `seeds` were tried; `checker` is the invariant that it broke, "" if none.
+    """The result of the search for a bug. `seeds` were tried; `checker` is the invariant that it broke, "" if none.
 
-    `real`: without the bug neither the schedule of the seed nor the small one breaks anything. `events` of the seed's
-    schedule became `shrunk` in `schedule`.
+    `real`: without the bug neither the schedule of the seed nor the shrunk one breaks an invariant. `schedule` is the
+    shrunk one, with `shrunk` events instead of `events`.
     """
 
     name: str

@@ -23,7 +23,7 @@ def run_all(
     chosen: Sequence[int] = range(len(KNOWN_BUGS)),
     done: Callable[[Sighting], None] = lambda sighting: None,
 ) -> list[Sighting]:
-    """What became of the search for each bug, in the order of `KNOWN_BUGS`. `done` is told of each as it ends.
+    """Search for each bug; returns the results in the order of `KNOWN_BUGS`. `done` is called with each at its end.
 
     `chosen` are indices into `KNOWN_BUGS`. Raises `StartFailed` if a process ends before it has answered.
     """
@@ -53,7 +53,7 @@ def run_all(
 
 
 class _Search:
-    """What each process does: receive indices into `KNOWN_BUGS`, answer each with its `Sighting`."""
+    """The target of each process: receives indices into `KNOWN_BUGS`, answers each with its `Sighting`."""
 
     def __init__(self, seeds: int, first: int) -> None:
         self._seeds, self._first = seeds, first
@@ -68,7 +68,7 @@ class _Search:
 
 
 def _ready(busy: dict[ForkedProcess, int]) -> list[ForkedProcess]:
-    """The processes that have answered, or ended; waits for one."""
+    """Wait for processes that have answered or ended, and return them."""
     poller = select.poll()
     by_descriptor = {process.channel.fileno(): process for process in busy}
     for descriptor in by_descriptor:

@@ -1,4 +1,4 @@
-"""How the protocol grows with the job, and how often it errs: measured by simulation, fitted, and drawn."""
+"""Measures by simulation how the protocol's costs grow with the job, and its false alarms; fits and draws both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.harness.simulate.search.soak import Soak, soak
 SIZES = (1_000, 10_000, 100_000)
 RANKS_A_HOST = 8
 BURSTS = ((0.05, 0.0), (0.02, 0.0), (0.01, 0.1))
-"""Mean length of a burst of loss, and the share of loss that hits all paths of a node at once."""
+"""Pairs: the mean length of a burst of loss, and the share of loss that hits all paths of a node at once."""
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Study(msgspec.Struct, frozen=True):
-    """All figures. Times are protocol results in simulated time."""
+    """All results. Times are protocol results in simulated time."""
 
     host_loss: tuple[ScaleResult, ...]
     crash: tuple[ScaleResult, ...]
@@ -43,7 +43,7 @@ def study(
     sizes: Sequence[int] = SIZES,
     hours: float = 1e6,
 ) -> Study:
-    """Run everything. Takes minutes for the largest size."""
+    """Do all measurements. Takes minutes for the largest size."""
     done: dict[str, list[ScaleResult]] = {"host-loss": [], "crash": []}
     for index, ranks in enumerate(sizes):
         for name, scales in done.items():
@@ -71,7 +71,7 @@ def _fit(what: str, sizes: Sequence[int], values: Sequence[float]) -> Fit:
 
 
 def sentences(result: Study) -> Iterator[str]:
-    """The figures in words."""
+    """The results in words."""
     for fit in result.fits:
         yield f"{fit.what}: {fit.constant:.4g} {fit.slope:+.4g} * log10(ranks), within {fit.error:.1%}"
     for one in result.soaks:
@@ -82,7 +82,7 @@ def sentences(result: Study) -> Iterator[str]:
 
 
 def draw(result: Study, directory: Path) -> None:
-    """Plots as SVG files: recovery, messages, bytes, detection and false alarms."""
+    """Write plots as SVG files: recovery, messages, bytes, detection and false alarms."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""A scenario with many ranks: what the membership protocol does, in virtual time, and what simulating it costs here."""
+"""Runs a scenario with many ranks: measures the membership protocol in virtual time, and the simulation's cost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.search.run import Judges
 
 SLICE = 0.05
-"""Virtual seconds between two looks whether all is done."""
+"""Virtual seconds between two checks whether the run is done."""
 
 
 class ScaleResult(msgspec.Struct, frozen=True):
-    """One run. Protocol results in virtual seconds after the first fault struck: `detected` (first evidence), `agreed`
-    (the register took the first view that followed), `installed` (every survivor had the newest view); None if that did
-    not come to be. `depth` is the longest way of that view from member to member. Messages and bytes are of survivors
-    and sent or received by them, heartbeats left out. What the simulation cost: `cpu` and `wall` seconds, `memory` GiB.
+    """One run.
+
+    Protocol results in virtual seconds after the first fault: `detected` (first evidence), `agreed` (the register took
+    the first view that followed), `installed` (every survivor had the newest view); None if that did not happen.
+    `depth` is the longest path of that view from member to member. Messages and bytes are those that survivors sent or
+    received, without heartbeats. Costs of the simulation: `cpu` and `wall` seconds, `memory` GiB.
     """
 
     ranks: int
@@ -58,7 +60,7 @@ class ScaleResult(msgspec.Struct, frozen=True):
 
 
 class _RecoveryTimes:
-    """Notes when things happen first and last after the fault."""
+    """Records the first and last times of events after the fault."""
 
     def __init__(self, judges: Judges) -> None:
         self._judges = judges
@@ -83,8 +85,8 @@ def measure(
 ) -> ScaleResult:
     """Run a schedule without steps until every survivor has the newest view and no faults are left.
 
-    `progress(share, events)` is told how much of the longest possible run is over. Python's garbage collector is off
-    meanwhile: it would look at millions of objects again and again, of which hardly one can be freed.
+    `progress(share, events)` is called with the share of the longest possible run that is over. Python's garbage
+    collector is off meanwhile: it would scan millions of objects repeatedly and free hardly any.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -154,7 +156,7 @@ def _run(
 
 
 def _settled(world: World) -> bool:
-    """Whether all that live have the newest view, and that has no dead in it."""
+    """Whether all living processes have the newest view, and that has no dead member."""
     view = world.register.view
     if view is None:
         return False

@@ -1,7 +1,7 @@
-"""Schedules at random: which options are on, and which faults strike, all from the seed (swarm testing).
+"""Draws schedules from seeds: the options that are on, and the faults (swarm testing).
 
 Each seed leaves most options out, so that those that are on meet each other often (Groce et al., "Swarm Testing", ISSTA
-2012). Not more than half of the hosts are broken: with fewer left nobody can tell a loss from a cut.
+2012). At most half of the hosts are broken: with fewer left no survivor can tell a loss from a cut.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from holdfast.harness.simulate.core.schedule import (
 )
 
 LAST = 2.5
-"""Faults begin within so many seconds, or while the job runs."""
+"""The latest begin of a fault in seconds, or while the job runs."""
 FLAPPING = 0.2
-"""How many of the seeds with three hosts or more have links that flap, and no other faults."""
+"""The share of seeds with three hosts or more that have flapping links and no other faults."""
 POINTS_REACHED = tuple(point for point in POINTS if point != "sync.before_chunk")
 
 
@@ -128,7 +128,7 @@ def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
 
 
 def _flapping(rng: random.Random, hosts: int) -> list[Fault]:
-    """One host falls silent for others in turn, never for most at a time, and is always heard again."""
+    """One host falls silent for others in turn, never for most of them at a time, and always recovers."""
     victim, *others = rng.sample(range(hosts), hosts)
     gap, seconds = rng.choice((1.0, 1.7, 2.3)), rng.choice((0.6, 0.75, 0.9))
     return [
@@ -143,9 +143,7 @@ def _pair(rng: random.Random, layout: JobLayout) -> dict[str, int]:
 
 
 def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
-    """The hosts that may fall silent by the fault. One at a point may strike anywhere: it counts as a host of its
-    own.
-    """
+    """The hosts that the fault may silence. A fault at a point may be anywhere: it counts as a host of its own."""
     match fault:
         case Crash(process=process) | Pause(process=process):
             return {layout.host_of(process)}

@@ -1,4 +1,4 @@
-"""One simulation from its schedule to its verdict: what happened, which invariants were broken, and when."""
+"""Runs one simulation, checks every invariant after every event, and returns the verdict."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from holdfast.harness.simulate.core.world import World
 ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000
 MOST_PENDING = 1000
-"""For each rank, pending events from which on messages multiply without end: what happens next shows nothing more."""
+"""The most pending events for each rank: beyond it messages multiply without end, and the run is stopped."""
 BY_THE_CLOCK = (Deadlines, ProgressResumes)
-"""Checkers that are not asked: faults last as long as a schedule says, and `Completion` bounds all that comes after.
-"""
+"""Checkers that are left out: a schedule sets the length of its faults, and `Completion` bounds the time after."""
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """`trace` is the hash of everything that happened. `violation` is the first; None if every invariant held.
+    """The verdict. `trace` is the hash of all events. `violation` is the first; None if every invariant held.
 
     `seconds` of virtual time passed, in which `epochs` began and `steps` were committed.
     """
@@ -41,7 +40,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
 
 
 class Judges:
-    """The checkers, asked after every event. Stops at the first violation, and knows when all processes have ended."""
+    """Runs the checkers after every event, up to the first violation, and tracks the end of all processes."""
 
     def __init__(self, bounds: Bounds, also: Callable[[Event], None] | None = None) -> None:
         self.checkers: list[Checker] = [checker(bounds) for checker in CHECKERS if checker not in BY_THE_CLOCK]
@@ -67,7 +66,7 @@ class Judges:
                     return
 
     def all_ended(self) -> bool:
-        """Whether nobody is left in the job."""
+        """Whether no process is left in the job."""
         return not self._open
 
     def finish(self) -> None:
@@ -81,8 +80,9 @@ class Judges:
 def simulate(
     schedule: Schedule, trace: TraceWriter | None = None, also: Callable[[Event], None] | None = None
 ) -> SimulationResult:
-    """Run a schedule: first the faults, then `schedule.bound` seconds in which nothing is broken any more and the job
-    has to end. Stops at the first violation. `trace` gets every line, `also` every event that a process would log.
+    """Run a schedule: first the faults, then `schedule.bound` seconds without faults in which the job has to end.
+
+    Stops at the first violation. `trace` gets every line, `also` every event that a process would log.
     """
     horizon = schedule.ends() + schedule.bound + schedule.layout.steps * schedule.layout.compute * 2
     judges = Judges(Bounds(), also)

@@ -19,7 +19,7 @@ from holdfast.harness.simulate.core.schedule import (
 )
 
 AT = 1.0
-"""When the faults of scenarios strike, in seconds."""
+"""When the faults of scenarios begin, in seconds."""
 HOSTS_A_RACK = 40
 
 Make = Callable[[JobLayout], tuple[Fault, ...]]
@@ -54,7 +54,7 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
         ),
     }
 )
-"""Each with what it is in words."""
+"""The scenarios by name: a description, and the function that makes their faults."""
 
 
 def scenario(
@@ -67,7 +67,7 @@ def scenario(
     spares: int = 0,
     network: NetworkModel | None = None,
 ) -> Schedule:
-    """The schedule of a scenario. Raises ValueError for a name that there is not."""
+    """The schedule of a scenario. Raises ValueError for an unknown name."""
     if name not in SCENARIOS:
         raise ValueError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)} and swarm")
     layout = JobLayout(

@@ -1,5 +1,6 @@
-"""Making a failing schedule as small as it gets: events are deleted, weakened and retimed, and options switched off,
-for as long as the same invariant breaks.
+"""Shrinks a failing schedule, as long as the same invariant breaks.
+
+It deletes, weakens and retimes events, and switches options off.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from holdfast.harness.simulate.core.schedule import (
 
 TRIES = 400
 GRID = (1.0, 0.5, 0.1, 0.05, 0.01, 0.001)
-"""To multiples of which times are rounded, the coarsest that works."""
+"""Times are rounded to multiples of the coarsest of these that still fails."""
 
 Fails = Callable[[Schedule], bool]
 
 
 class Shrinker:
-    """Tries smaller schedules with `fails`, at most `tries` times."""
+    """Tries smaller schedules by calling `fails`, at most `tries` times."""
 
     def __init__(self, fails: Fails, tries: int = TRIES) -> None:
         self._fails, self.left = fails, tries
 
     def shrink(self, schedule: Schedule) -> Schedule:
-        """The smallest schedule found that still fails. `schedule` does."""
+        """The smallest schedule found that still fails, as `schedule` does."""
         while True:
             smaller = self._pass(schedule)
             if smaller == schedule or self.left <= 0:
@@ -49,7 +50,7 @@ class Shrinker:
         return schedule
 
     def _descend(self, schedule: Schedule, step: Callable[[Schedule], Iterator[Schedule]]) -> Schedule:
-        """Take the first proposal that still fails, and go on from there."""
+        """Repeatedly take the first proposal that still fails."""
         found = True
         while found and self.left > 0:
             found = False
@@ -64,12 +65,12 @@ class Shrinker:
 
 
 def shrink(schedule: Schedule, fails: Fails, tries: int = TRIES) -> Schedule:
-    """The smallest schedule found in so many tries for which `fails` holds, as it does for `schedule`."""
+    """The smallest schedule found in `tries` tries for which `fails` holds, as it does for `schedule`."""
     return Shrinker(fails, tries).shrink(schedule)
 
 
 def _made(schedule: Schedule, **changes: Any) -> Iterator[Schedule]:
-    """The changed schedule, if it makes sense."""
+    """The changed schedule, or None if it is invalid."""
     try:
         changed = replace(schedule, **changes)
     except ValueError:

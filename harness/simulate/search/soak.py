@@ -1,10 +1,9 @@
-"""How often a healthy node is evicted by mistake: years of heartbeats under bursts of loss, with the dull parts left
-out.
+"""Measures how often a healthy node is evicted by mistake, over years of heartbeats under bursts of loss.
 
-Whether a heartbeat is lost is decided by bursts: each path between a node and one of its observers loses everything
-for a while, again and again. A suspicion needs a burst that swallows several heartbeats in a row, an eviction most of
-a node's observers at once. So the bursts that are long enough are drawn for the whole time; only where those of three
-paths of a node overlap are heartbeats sent one by one, through the detectors and the core that run in production.
+Heartbeats are lost in bursts: each path between a node and one of its observers loses everything for a while, again and
+again. A suspicion needs a burst that loses several heartbeats in a row, an eviction most of a node's observers at once.
+So the sufficiently long bursts are drawn for the whole time; only where those of three paths of a node overlap are
+heartbeats sent one by one, through the production detectors and core.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ LOOKS = 0.025
 
 
 class Soak(msgspec.Struct, frozen=True):
-    """`hours` of node time at a share `loss` of heartbeats lost, in bursts of `burst` seconds on average; `shared` is
-    the share of loss that hits all paths of a node at once. `long_bursts` could have led to a suspicion, `windows`
-    were played through, in which `suspicions` came up. `false_evictions` is what matters.
+    """The result for `hours` of node time at a share `loss` of lost heartbeats, in bursts of `burst` s on average.
+
+    `shared` is the share of loss that hits all paths of a node at once. `long_bursts` could have led to a suspicion,
+    `windows` were simulated, in which there were `suspicions`. `false_evictions` is the result that matters.
     """
 
     hours: float
@@ -50,12 +50,10 @@ class Soak(msgspec.Struct, frozen=True):
 
 
 PATHS = 3
-"""On how many paths of a node bursts must overlap for their heartbeats to be sent: an eviction takes more than half of
-its observers, which are eight.
-"""
+"""Heartbeats are sent where bursts overlap on so many paths of a node: an eviction takes over half of 8 observers."""
 
 Burst = tuple[float, float, int]
-"""Beginning, end, and the path; -1 for all paths of a node."""
+"""Begin, end, and the path; -1 for all paths of a node."""
 Bursts = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -67,7 +65,7 @@ def soak(
     timeouts: Timeouts = Timeouts(suspect=0.4),  # noqa: B008  (frozen)
     seed: int = 0,
 ) -> Soak:
-    """Play `hours` node-hours. Every node has the same number of observers, each on a path of its own."""
+    """Simulate `hours` node-hours. Every node has the same number of observers, each on a path of its own."""
     rng = np.random.default_rng(seed)
     bench = _Bench(timeouts, seed)
     seconds = hours * 3600 / NODES
@@ -91,7 +89,7 @@ def soak(
 def _long_bursts(
     rng: np.random.Generator, seconds: float, loss: float, burst: float, shortest: float, paths: int
 ) -> Bursts:
-    """The bursts of at least `shortest` seconds on each of so many paths; 0 paths: on all of them at once."""
+    """Draw the bursts of at least `shortest` seconds on each of `paths` paths; 0: on all paths at once."""
     count = int(rng.poisson(loss / burst * math.exp(-shortest / burst) * max(1, paths) * seconds)) if loss else 0
     begins = rng.uniform(0.0, seconds, count)
     which = rng.integers(0, paths, count) if paths else np.full(count, -1)
@@ -99,14 +97,14 @@ def _long_bursts(
 
 
 def _merged(first: Bursts, second: Bursts) -> Bursts:
-    """Both, in the order in which they begin."""
+    """Both lists, in the order of their begin."""
     begins, ends, paths = (np.concatenate(pair) for pair in zip(first, second, strict=True))
     order = np.argsort(begins)
     return begins[order], ends[order], paths[order]
 
 
 def _overlapping(bursts: Bursts, slack: float) -> Iterator[list[Burst]]:
-    """Groups of bursts in which at least `PATHS` paths, or all, are silent at about one time."""
+    """Groups of bursts in which at least `PATHS` paths, or all, are silent at about the same time."""
     begins, ends, paths = bursts
     if not len(begins):
         return
@@ -123,7 +121,7 @@ def _overlapping(bursts: Bursts, slack: float) -> Iterator[list[Burst]]:
 
 
 class _Bench:
-    """One node of a large job, its observers with their detectors, and a head that hears what they say."""
+    """One node of a large job, its observers with their detectors, and the proposer that gets their reports."""
 
     def __init__(self, timeouts: Timeouts, seed: int) -> None:
         members = tuple(Member(f"p{n}", f"h{n}:1", Peer(f"h{n}", n + 1, 1)) for n in range(HOSTS))
@@ -133,7 +131,7 @@ class _Bench:
         self._rng = random.Random(seed)
 
     def play(self, bursts: list[Burst]) -> tuple[int, int]:
-        """Heartbeats around these bursts: how many suspicions there were, and whether the node was taken for lost."""
+        """Simulate heartbeats around these bursts; returns the number of suspicions, and whether the node was lost."""
         rng, beat = self._rng, self._timeouts.heartbeat
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
