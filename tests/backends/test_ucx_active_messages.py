@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import active_messages
-from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ExposedRange, Request
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ActiveRequest, ExposedRange
 from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.tensors.exposed import ExposedMemory
 
@@ -44,7 +44,7 @@ class Itself:
             self.messages.sweep()
         return done()
 
-    def finish(self, ask: Request) -> int:
+    def finish(self, ask: ActiveRequest) -> int:
         assert self.until(lambda: ask.status != active_messages.WAITING)
         return ask.status
 

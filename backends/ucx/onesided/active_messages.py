@@ -43,7 +43,7 @@ _ANSWER = struct.Struct("<QqB")
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ActiveRequest:
     """A request of this process. `into` is the address for the bytes of a read, `value` the result of an atomic."""
 
     token: int
@@ -56,16 +56,16 @@ class Request:
 
 def in_pieces(
     nbytes: int,
-    begin: Callable[[int, int], Request],
-    finish: Callable[[Request], None],
-    forget: Callable[[Request], None],
+    begin: Callable[[int, int], ActiveRequest],
+    finish: Callable[[ActiveRequest], None],
+    forget: Callable[[ActiveRequest], None],
 ) -> None:
     """Run `begin(start, length)` for each piece, several under way at a time; one empty piece for no bytes.
 
     `finish` returns when a piece was answered; when this returns, all were. If it raises, those under way are
     forgotten.
     """
-    pending: deque[Request] = deque()
+    pending: deque[ActiveRequest] = deque()
     try:
         for start in range(0, nbytes, PIECE_BYTES) or (0,):
             pending.append(begin(start, min(PIECE_BYTES, nbytes - start)))
@@ -102,9 +102,9 @@ class ActiveMessages:
         self._worker = worker
         self._ffi, self._call = worker.lib.ffi, worker.lib.call
         self._exposed: dict[int, ExposedRange] = {}
-        self._asked: dict[int, Request] = {}
+        self._asked: dict[int, ActiveRequest] = {}
         self._tokens = itertools.count(1)
-        self._sending: list[tuple[int, Request | None, object]] = []
+        self._sending: list[tuple[int, ActiveRequest | None, object]] = []
         flags = libucp.AM_EAGER | libucp.AM_COPY_HEADER
         self._asking, self._answering = (self._send_params(flags | reply) for reply in (libucp.AM_REPLY, 0))
         self._handlers = [
@@ -136,38 +136,40 @@ class ActiveMessages:
 
     # -- asking
 
-    def read(self, endpoint: Endpoint, region: int, offset: int, into: int, nbytes: int) -> Request:
-        ask = Request(next(self._tokens), into, nbytes)
+    def read(self, endpoint: Endpoint, region: int, offset: int, into: int, nbytes: int) -> ActiveRequest:
+        ask = ActiveRequest(next(self._tokens), into, nbytes)
         return self._request(endpoint, ask, (READ, 0, 0), region, offset, (nbytes, 0))
 
     def write(
         self, endpoint: Endpoint, region: int, offset: int, source: int, nbytes: int, keep: object, sender: int = 0
-    ) -> Request:
+    ) -> ActiveRequest:
         """Write from `source`, which must not change until the request is `sent`; `keep` is kept until then."""
-        ask = Request(next(self._tokens), source, nbytes)
+        ask = ActiveRequest(next(self._tokens), source, nbytes)
         return self._request(endpoint, ask, (WRITE, 0, sender), region, offset, (nbytes, 0), source, keep)
 
     def update(
         self, endpoint: Endpoint, kind: int, region: int, offset: int, width: int, values: tuple[int, int]
-    ) -> Request:
+    ) -> ActiveRequest:
         """ADD the first value to an integer of `width` bytes; or SWAP in the second if it equals the first."""
-        return self._request(endpoint, Request(next(self._tokens)), (kind, width, 0), region, offset, values)
+        return self._request(endpoint, ActiveRequest(next(self._tokens)), (kind, width, 0), region, offset, values)
 
-    def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> Request:
+    def note(self, endpoint: Endpoint, region: int, sender: int, word: int, value: int, after: int) -> ActiveRequest:
         """Send the owner a value, valid once `after` writes of this sender have taken effect."""
-        return self._request(endpoint, Request(next(self._tokens)), (NOTE, 0, sender), region, word, (value, after))
+        return self._request(
+            endpoint, ActiveRequest(next(self._tokens)), (NOTE, 0, sender), region, word, (value, after)
+        )
 
     def _request(
         self,
         endpoint: Endpoint,
-        ask: Request,
+        ask: ActiveRequest,
         what: tuple[int, int, int],
         region: int,
         offset: int,
         values: tuple[int, int],
         source: int = 0,
         keep: object = None,
-    ) -> Request:
+    ) -> ActiveRequest:
         kind, width, sender = what
         header = _HEADER.pack(kind, width, 0, sender, ask.token, region, offset, *values)
         self._asked[ask.token] = ask
@@ -175,7 +177,7 @@ class ActiveMessages:
         self._send(endpoint, _REQUEST, header, source, nbytes, self._asking, ask, keep)
         return ask
 
-    def forget(self, ask: Request) -> None:
+    def forget(self, ask: ActiveRequest) -> None:
         """Forget a request: a late answer is discarded."""
         self._asked.pop(ask.token, None)
 
@@ -189,7 +191,7 @@ class ActiveMessages:
         source: int,
         nbytes: int,
         params: Any,
-        ask: Request | None,
+        ask: ActiveRequest | None,
         keep: object,
     ) -> None:
         self.sweep()
@@ -215,7 +217,7 @@ class ActiveMessages:
                 self._sent(ask, status)
         self._sending = going
 
-    def _sent(self, ask: Request, status: int) -> None:
+    def _sent(self, ask: ActiveRequest, status: int) -> None:
         ask.sent = True
         if status != libucp.OK and ask.status == WAITING:
             ask.status = BROKEN

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable
 
 from holdfast.backends.ucx.onesided import active_messages
-from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ExposedRange, Request, in_pieces
+from holdfast.backends.ucx.onesided.active_messages import ActiveMessages, ActiveRequest, ExposedRange, in_pieces
 from holdfast.backends.ucx.onesided.regions import UcxAddress
-from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner
+from holdfast.backends.ucx.onesided.remote import Owner, OwnerUnreachable
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -57,7 +57,7 @@ class ActiveRegion:
             lambda start, part: self._read(into + start, offset + start, part), nbytes, deadline, "memory read"
         )
 
-    def _read(self, into: int, offset: int, nbytes: int) -> Request:
+    def _read(self, into: int, offset: int, nbytes: int) -> ActiveRequest:
         return self._messages.read(self.owner.endpoint, self.address.generation, offset, into, nbytes)
 
     def push(self, source: int, offset: int, nbytes: int, deadline: float) -> None:
@@ -72,10 +72,10 @@ class ActiveRegion:
             "memory write",
         )
 
-    def _in_pieces(self, begin: Callable[[int, int], Request], nbytes: int, deadline: float, op: str) -> None:
+    def _in_pieces(self, begin: Callable[[int, int], ActiveRequest], nbytes: int, deadline: float, op: str) -> None:
         in_pieces(nbytes, begin, lambda ask: self._finish(ask, deadline, op), self._messages.forget)
 
-    def _finish(self, ask: Request, deadline: float, op: str) -> None:
+    def _finish(self, ask: ActiveRequest, deadline: float, op: str) -> None:
         self.owner.until(lambda: ask.status != active_messages.WAITING, deadline, op)
         pid = self.owner.pid
         if ask.status == active_messages.GONE:
@@ -84,7 +84,7 @@ class ActiveRegion:
             raise CorruptData(f"process {pid} refuses a {op}: no such bytes in the region; a forged handle")
         if ask.status == active_messages.BROKEN:
             self.owner.check()
-            raise ConnectionLost(f"process {pid} could not be asked; its connection broke")
+            raise OwnerUnreachable(f"process {pid} could not be asked; its connection broke")
 
     def close(self) -> None:
         """Does nothing: no resource is held."""

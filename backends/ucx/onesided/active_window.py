@@ -19,8 +19,8 @@ from holdfast.backends.ucx.onesided.active_messages import (
     PIECE_BYTES,
     PIECES,
     ActiveMessages,
+    ActiveRequest,
     ExposedRange,
-    Request,
     in_pieces,
 )
 from holdfast.backends.ucx.onesided.window import UcxWindow
@@ -40,14 +40,14 @@ class ActiveSide(OneSidedWorker):
         self.messages = ActiveMessages(worker)
         return worker
 
-    def wait_for(self, ask: Request, rank: int, deadline: float, op: str) -> None:
+    def wait_for(self, ask: ActiveRequest, rank: int, deadline: float, op: str) -> None:
         """Wait for the answer of `rank`. Raises `RegionGone` if it has no such region, or is gone; `OpTimeout`."""
         self.until(lambda: ask.status != active_messages.WAITING, rank, deadline, op)
         if ask.status != active_messages.DONE:
             self.check(rank, now=True)
             raise RegionGone(f"{op}: rank {rank} has closed its window; make another one")
 
-    def wait_until_sent(self, ask: Request, rank: int, deadline: float, op: str) -> None:
+    def wait_until_sent(self, ask: ActiveRequest, rank: int, deadline: float, op: str) -> None:
         """Wait until the memory that `ask` sends may change. Raises `RegionGone`, `OpTimeout`."""
 
         def sent() -> bool:
@@ -75,7 +75,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         self._mine = [0] * (2 * self._size)
         self._issued = [0] * self._size
         self._done = [0] * self._size
-        self._unanswered: list[deque[Request]] = [deque() for _ in range(self._size)]
+        self._unanswered: list[deque[ActiveRequest]] = [deque() for _ in range(self._size)]
         self._held: list[list[tuple[int, int, int]]] = [[] for _ in range(self._size)]
 
     def _open(self, transport: Transport, deadline: float) -> None:
@@ -115,7 +115,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
         part = self._live(rank)
         address, nbytes, side = source.data_ptr(), source.nbytes, self._side
-        sending: deque[Request] = deque()
+        sending: deque[ActiveRequest] = deque()
         for start in range(0, nbytes, PIECE_BYTES):
             with side.lock:
                 ask = self._messages.write(
@@ -136,7 +136,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
             if not ask.sent:
                 side.wait_until_sent(ask, rank, deadline, "put")
 
-    def _without_answer(self, rank: int) -> deque[Request]:
+    def _without_answer(self, rank: int) -> deque[ActiveRequest]:
         """The requests that `flush` waits for. The lock is held."""
         unanswered = self._unanswered[rank]
         while unanswered and unanswered[0].status == active_messages.DONE:
@@ -148,11 +148,11 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         address, nbytes, side = into.data_ptr(), into.nbytes, self._side
         self._settle(rank, deadline, "get")
 
-        def begin(start: int, block: int) -> Request:
+        def begin(start: int, block: int) -> ActiveRequest:
             with side.lock:
                 return self._messages.read(part.endpoint, part.region, offset + start, address + start, block)
 
-        def forget(ask: Request) -> None:
+        def forget(ask: ActiveRequest) -> None:
             with side.lock:
                 self._messages.forget(ask)
 

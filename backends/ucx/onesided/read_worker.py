@@ -14,7 +14,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.active_messages import ActiveMessages
 from holdfast.backends.ucx.onesided.active_region import ActiveRegion
 from holdfast.backends.ucx.onesided.regions import UcxAddress
-from holdfast.backends.ucx.onesided.remote import ConnectionLost, Owner, RemoteRegion
+from holdfast.backends.ucx.onesided.remote import Owner, OwnerUnreachable, RemoteRegion
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
@@ -73,7 +73,7 @@ class ReadWorker:
             except (RegionGone, OpTimeout) as error:
                 if region is not None:
                     self._forget(region.owner)
-                if attempt == ATTEMPTS or not isinstance(error, ConnectionLost):
+                if attempt == ATTEMPTS or not isinstance(error, OwnerUnreachable):
                     raise
             else:
                 return
@@ -109,7 +109,7 @@ class ReadWorker:
             raise
         except libucp.UcxError as error:
             self._forget(owner)
-            raise ConnectionLost(f"process {owner.pid} cannot be reached any more: {error}") from error
+            raise OwnerUnreachable(f"process {owner.pid} cannot be reached any more: {error}") from error
         self._found[handle] = region
         return region
 

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.002
 _LEAVE_SECONDS = 0.5
 
 
-class ConnectionLost(RegionGone):
+class OwnerUnreachable(RegionGone):
     """The connection broke, though the owner lives as far as is known: a new connection may still find the region."""
 
 
@@ -65,7 +65,7 @@ class Owner:
         if not self.alive():
             raise RegionGone(f"process {self.pid}, which exposed this region, is gone")
         if self.broken:
-            raise ConnectionLost(f"the connection to process {self.pid} broke: {self.broken}")
+            raise OwnerUnreachable(f"the connection to process {self.pid} broke: {self.broken}")
 
     def unpack(self, key: bytes) -> Any:
         """The key to a registered memory of this owner."""
@@ -111,7 +111,7 @@ class Owner:
             status = request
         if status != libucp.OK:
             self.check()
-            raise ConnectionLost(f"process {self.pid} has no such memory any more: {lib.text(status)}")
+            raise OwnerUnreachable(f"process {self.pid} has no such memory any more: {lib.text(status)}")
 
     def until(self, done: Callable[[], bool], deadline: float, op: str) -> None:
         """Progress until `done()`. Raises `RegionGone` if the owner is gone, `OpTimeout`."""

@@ -193,8 +193,8 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
     return PyLong_FromLong(-1);
 }
 
-/* collect(op, index, into): copy an input of every other rank out of its slot, to (address, nbytes) for each rank; an
- * empty `into` copies nothing. -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another
+/* collect(op, index, into): copy an input of every other rank out of its slot. `into` has (address, nbytes) for each
+ * rank; if it is empty, nothing is copied. -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another
  * size. */
 static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
@@ -208,8 +208,8 @@ static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t co
     return places < 0 ? NULL : PyLong_FromLong(collect(&self->b, a[0], a[1], places ? self->p.take : NULL));
 }
 
-/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank whose
- * input has another size. */
+/* combine(op, index, kind, into, nbytes): reduce that input of all ranks, in rank order. -1 if done, else a rank with
+ * an input of another size. */
 static PyObject *board_combine(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[5];
     if (!parse_numbers(args, count, 5, a) || !has_input(self, 0, a[1]) || !is_memory(a[3], a[4]))

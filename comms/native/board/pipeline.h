@@ -68,8 +68,8 @@ static inline int peer_at(const pipeline *p) { return (p->b->rank + p->other) % 
 
 static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.at < a.at + a.nbytes; }
 
-/* Whether inputs that others read in place stay unchanged until then: an op whose output overlaps its input may write
- * there first. An all_reduce may not: it writes a block of another's part only once that rank has read it. */
+/* Whether inputs that others read in place stay unchanged until then. An output that overlaps an input may be written
+ * first. In an all_reduce they always do: a rank writes a block of another's part only once that rank has read it. */
 static int inputs_stay_intact(const pipeline *p) {
     int rank = p->b->rank;
     for (int to = 0; to < p->b->size && !p->reduces_all; to++)
@@ -90,7 +90,7 @@ static int expose_inputs(const pipeline *p) {
     return 1;
 }
 
-/* Start an op whose other fields are set. `longest`: size in bytes of the longest piece that any rank gives to another. */
+/* Start an op; its other fields are set. `longest`: size in bytes of the longest piece that any rank gives to another. */
 static void start_pipeline(pipeline *p, uint64_t op, uint64_t longest) {
     board *b = p->b;
     uint64_t ahead = (uint64_t)b->depth * PAGE, wanted = (longest + ahead - 1) / ahead * PAGE;

@@ -89,8 +89,8 @@ static inline void probe_large_input(board *b, int rank, uint64_t nbytes) {
         probe_read(b, rank);
 }
 
-/* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL, NOT_COPIED if some
- * inputs were too large for slots, or a rank whose input has another size. */
+/* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL, NOT_COPIED if some inputs
+ * were too large for slots, or a rank with an input of another size. */
 static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
     uint64_t nbytes;
     int all = 1;
@@ -113,8 +113,8 @@ static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
     return TAKEN_ALL;
 }
 
-/* Reduce input `index` of all ranks in rank order, by reduction `kind`. Returns TAKEN_ALL, or a rank whose input has
- * another size. */
+/* Reduce input `index` of all ranks in rank order, by reduction `kind`. Returns TAKEN_ALL, or a rank with
+ * an input of another size. */
 static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span into) {
     uint64_t nbytes;
     for (int rank = 0; rank < b->size; rank++)

@@ -1,5 +1,5 @@
-/* The correctly rounded sum of several blocks, elementwise: what holdfast/comms/exact/exact_sum.py computes, for
- * numbers whose sum one or two doubles hold exactly. That holds for nearly all numbers; Python computes the others.
+/* The correctly rounded sum of several blocks, elementwise, where one or two doubles hold the sum exactly: the compiled
+ * part of holdfast/comms/exact/exact_sum.py. That holds for nearly all numbers; Python computes the others.
  *
  * One double suffices for a chunk whose numbers span, from the last digit of the smallest to the first of the largest,
  * at most its 53 bits, including those for carries: floats of 24 bits that differ by a factor of less than 2^27. These
