@@ -67,7 +67,7 @@ class CheckedPlane(MemoryPlane):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a kernel built without them: only slower
+            pass  # the kernel has no huge pages: slower
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:

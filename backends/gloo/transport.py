@@ -164,7 +164,7 @@ class GlooTransport(TorchGroup):
         self._sockets = duplicates(listening, theirs)
         return group
 
-    # -- how an op runs and ends
+    # -- running and ending an op
 
     def _collective(
         self,
@@ -225,7 +225,7 @@ class GlooTransport(TorchGroup):
         limit = timedelta(seconds=max(deadline - began, 0.001))
         try:
             if threading.current_thread() is threading.main_thread():
-                run_interruptible(partial(start, limit), lambda: None)  # gloo waits in C++, deaf to Ctrl-C
+                run_interruptible(partial(start, limit), lambda: None)  # gloo waits in C++, where Ctrl-C has no effect
             else:
                 start(limit)
         except Mismatch:
@@ -247,7 +247,7 @@ class GlooTransport(TorchGroup):
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # returns, or raises what the op failed with: it may have ended just after we gave up
+                    work.wait()  # raises the failure of the op, or returns if it ended after the last check
                     return
                 if left <= _WAIT_SECONDS:
                     raise

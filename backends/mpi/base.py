@@ -102,7 +102,7 @@ class MpiMessages(MessageTransport):
         mailbox.open(self._token)
         mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
 
-    # -- how an op completes, or ends
+    # -- completing and ending an op
 
     def _run(
         self,

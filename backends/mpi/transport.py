@@ -189,7 +189,7 @@ class MpiTransport(MpiMessages):
     def barrier(self, deadline: float) -> None:
         self._run("barrier", self._comm.Ibarrier, (), deadline)
 
-    # -- what is usual, with all that can be known of it made ready
+    # -- prepared functions for usual ops
 
     def function(self, form: Form) -> Callable[..., None]:
         reduction, dtype = form.reduction, form.dtype

@@ -121,7 +121,7 @@ class _Reply:
         if not self._request.Test():
             return None
         outcome, number, value = REPLY.unpack_from(self._text)
-        if number != self._number:  # of a request that was given up long ago
+        if number != self._number:  # the reply to an abandoned request
             self.expect_another()
             return None
         return outcome, value, memoryview(self._text)[REPLY.size :]
@@ -250,7 +250,7 @@ class MpiWindow(WindowMemory):
             sent = MPI.COMM_WORLD.Isend([buffer_of(source), MPI.BYTE], self._service.processes[rank], data_tag(number))
             try:
                 self._await_reply(reply, rank, deadline, "put")
-                while not sent.Test():  # it has arrived, and MPI is about to notice
+                while not sent.Test():  # the bytes have arrived; MPI will notice soon
                     self._service.check(rank)
                     yield_cpu()
             finally:
@@ -379,4 +379,4 @@ class MpiWindow(WindowMemory):
             try:
                 self._service.send(frame, rank)
             except MPI.Exception:
-                continue  # it is gone
+                continue  # the peer is gone

@@ -114,7 +114,7 @@ class NcclTransport(TorchGroup):
 
         run_interruptible(first_op, look)
 
-    # -- how an op is put in order, and how it ends
+    # -- queueing and ending an op
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         return self._side.launch(name, op)

@@ -181,7 +181,7 @@ class NixlAgent:
             time.sleep(_SLEEP_SECONDS)
 
     def _give_up(self, transfer: Transfer, memory: object) -> None:
-        if self.local:  # then it has failed, and UCX does not say so
+        if self.local:  # then it has failed, and UCX does not report it
             try:
                 self.release(transfer)
                 return

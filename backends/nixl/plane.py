@@ -120,7 +120,7 @@ class NixlPlane(CheckedPlane):
         forks.begin_anew(self)
 
     def begin_in_child(self) -> None:
-        forks.keep((self._agent, self._remote))  # their ends would take away what is the parent's
+        forks.keep((self._agent, self._remote))  # destroying them would free resources of the parent
         if self._table is not None:
             self._table.close()
         self._begin()
@@ -246,7 +246,7 @@ class NixlPlane(CheckedPlane):
         try:
             agent.run(transfer, deadline, op, region.suspect, self._stage_memory)
         except (RegionGone, OpTimeout):
-            self._stage = None  # the transfer may go on
+            self._stage = None  # the transfer may still write to it
             raise
         else:
             if not writing and not direct:

@@ -100,7 +100,7 @@ class SharedSegment:
         layout = layout_of(self.address.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
         if BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
-            with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched
+            with contextlib.suppress(OSError):  # an older kernel maps pages on first touch
                 for start in range(0, BOARD_SLOTS * self._board_bytes, row):
                     self._memory.madvise(_POPULATE_WRITE, start, used)
 

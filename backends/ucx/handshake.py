@@ -187,7 +187,7 @@ class _Handshake:
             explained = explain(error, rank, self._worker.over)
             if error.status != libucp.ERR_UNREACHABLE:
                 raise explained from error
-            self._unreached = explained  # that worker may be gone, and its rank about to give another address
+            self._unreached = explained  # the worker may be gone; its rank may still publish a new address
             return False
         self._send_hello(rank)
         return True

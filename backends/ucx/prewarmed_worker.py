@@ -55,7 +55,7 @@ def make(over: Transports) -> None:
 
 def warm_up() -> None:
     """Make a worker and drop it: UCX loads its transports for the first one, which takes four times as long."""
-    with contextlib.suppress(HoldfastError):  # connecting says what is wrong, if it is wrong then
+    with contextlib.suppress(HoldfastError):  # connecting reports an error that still holds
         UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
 
 

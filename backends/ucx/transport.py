@@ -342,7 +342,7 @@ class UcxTransport(MessageTransport):
         with self._lock:
             if (returned := self._returned) is not None:
                 self._returned = None
-                if returned.keep({}, returned.links.values()):  # some may not be connected in full
+                if returned.keep({}, returned.links.values()):  # some links may be half connected
                     return returned
                 returned.close()
                 return None

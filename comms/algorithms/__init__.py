@@ -1,8 +1,8 @@
-"""Collectives for transports that have none of their own, written once over a small primitive.
+"""Collectives for transports that have none of their own, each written once over a few primitives.
 
-`direct` is for transports where a rank can read its peers' memory (shm, inproc); it stands on a `board` of flags and
-slots in memory that all ranks map, and on `arithmetic` for the reductions.
+`shared_memory` is for transports where a rank can read its peers' memory (shm, inproc): `direct` uses a `board` of
+flags and slots in memory that all ranks map, and `arithmetic` for the reductions.
 
-`messages` is for transports that only pass messages (ucx); it chooses between `ring`, `doubling`, `tree`, `bruck` and
-`pairwise` by the model in `cost`.
+`message_passing` is for transports that only pass messages (ucx): `messages` chooses between `ring`, `doubling`,
+`tree`, `bruck` and `pairwise` by the model in `cost`.
 """

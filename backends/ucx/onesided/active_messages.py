@@ -125,7 +125,7 @@ class ActiveMessages:
         )
         return callback
 
-    # -- what others may ask for
+    # -- exposed regions
 
     def expose(self, region: int, exposed: ExposedRange) -> None:
         self._exposed[region] = exposed
@@ -134,7 +134,7 @@ class ActiveMessages:
         """Withdraw a region: no request touches its memory any more."""
         self._exposed.pop(region, None)
 
-    # -- asking
+    # -- requests
 
     def read(self, endpoint: Endpoint, region: int, offset: int, into: int, nbytes: int) -> ActiveRequest:
         ask = ActiveRequest(next(self._tokens), into, nbytes)

@@ -87,7 +87,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
             region, nbytes = (int.from_bytes(text[at : at + 8], "little") for at in (0, 8))
             self._parts.append(Target(self._side.endpoints[rank], region, nbytes))
 
-    # -- what the others do here; called with the side's lock held
+    # -- writes and notes of the others; called with the side's lock held
 
     def _wrote(self, sender: int) -> None:
         if 0 <= sender < self._size:

@@ -159,7 +159,7 @@ class UcxRegionTable:
     def invalidate(self, address: UcxAddress) -> None:
         """Invalidate a region: no read or write of it succeeds any more."""
         self._words[self._index(address)] = 0
-        fence()  # a writer enters before it checks the generation: one of the two sees the other
+        fence()  # a writer sets its word, then reads the generation: one of the two sees the other
 
     def wait_for_writer(self, address: UcxAddress) -> None:
         """Wait until no process writes to an invalidated region. Raises `OpTimeout`."""

@@ -70,7 +70,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     def _open(self, transport: Transport, deadline: float) -> None:
         """Expose the tensor, and find the parts of all ranks; collective."""
 
-    # -- what a call begins with
+    # -- liveness
 
     def _live(self, rank: int) -> PartOf:
         if self.leaving:
@@ -140,7 +140,7 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
                     else:
                         self._notify(rank, self._parts[rank], 2 * self._rank, 1, limit, "closing a window")
                 except HoldfastError:
-                    continue  # it was stopped, or is gone meanwhile
+                    continue  # the peer is stopped or gone
 
     def _await_delivery(self, rank: int, deadline: float) -> None:
         """Wait until a rank has received its words."""

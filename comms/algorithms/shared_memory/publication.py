@@ -39,7 +39,7 @@ class Publications:
         self._board, self._native = board, board.native
         self._signatures: dict[_Key, int] = {}
         self._next_number = board.native.next
-        self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}  # signature and kind, at a look
+        self._reductions: dict[tuple[str, torch.dtype, str, int], tuple[int, int]] = {}  # cached signature and kind
 
     @property
     def number(self) -> int:
