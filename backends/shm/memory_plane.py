@@ -155,8 +155,8 @@ class ShmPlane(BlockCopyPlane):
 class _Reader(RegionAccess):
     """A region found in its owner's table, in another process or in this one. For one thread at a time."""
 
-    def __init__(self, address: TableAddress, base: int, take_back: Callable[[_Reader, bool], None]) -> None:
-        self._pid, self._generation, self._reuse = address.owner.pid, address.generation, take_back
+    def __init__(self, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
+        self._pid, self._generation, self._reuse = address.owner.pid, address.generation, reuse
         row = slot_address(base, address.slot)
         self._words = _Words()
         seen = ctypes.addressof(self._words)

@@ -89,7 +89,9 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
     except OSError as error:
         raise not_openable(rank, "window", error) from error
     lock = _FileLock(descriptor)
-    return Part(header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.take, lock.give_back))
+    return Part(
+        header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release)
+    )
 
 
 def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
@@ -106,7 +108,7 @@ class _FileLock:
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._threads = descriptor, threading.Lock()
 
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         """Try to take the lock; whether that succeeded."""
         if not self._threads.acquire(blocking=False):
             return False
@@ -120,7 +122,7 @@ class _FileLock:
             raise
         return True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         try:
             self._lock(fcntl.F_UNLCK)
         finally:

@@ -23,7 +23,7 @@ _SLEEP_SECONDS = 0.0002
 class WindowLock:
     """The lock of `target`'s part, for rank `me`.
 
-    The backend supplies `take()`, which returns whether the lock could be taken now, and `give_back()`. The lock must
+    The backend supplies `try_acquire()`, which returns whether the lock could be taken now, and `release()`. The lock must
     end with its holder's process. Word `holder` of `header` is the rank that holds it, plus one.
     """
 
@@ -33,18 +33,18 @@ class WindowLock:
         me: int,
         header: Words,
         holder: int,
-        take: Callable[[], bool],
-        give_back: Callable[[], None],
+        try_acquire: Callable[[], bool],
+        release: Callable[[], None],
     ) -> None:
         self._target, self._me = target, me
         self._header, self._holder = header, holder
-        self._take, self._give_back = take, give_back
+        self._try_acquire, self._release = try_acquire, release
 
     @contextmanager
     def held(self, deadline: float, look: Callable[[], object]) -> Iterator[None]:
         """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while waiting."""
         began, turns = time.monotonic(), 0
-        while not self._take():
+        while not self._try_acquire():
             now = time.monotonic()
             if now >= deadline:
                 raise OpTimeout("atomic", 0, now - began, (self._held_by(),))
@@ -59,7 +59,7 @@ class WindowLock:
             yield
         finally:
             self._header[self._holder] = 0
-            self._give_back()
+            self._release()
 
     def _held_by(self) -> int:
         """The rank that holds the lock, if it has written its rank already; else the rank whose lock it is."""

@@ -122,7 +122,7 @@ def test_a_wait_for_a_lock_raises_what_its_check_raises() -> None:
     def look() -> None:
         raise RegionGone("closed meanwhile")
 
-    lock = WindowLock(3, 0, header, 1, take=lambda: False, give_back=lambda: None)
+    lock = WindowLock(3, 0, header, 1, try_acquire=lambda: False, release=lambda: None)
     with pytest.raises(RegionGone, match="meanwhile"), lock.held(time.monotonic() + 30.0, look):
         pass
     with pytest.raises(OpTimeout) as late, lock.held(time.monotonic() - 1.0, look):
