@@ -23,8 +23,8 @@ _SLEEP_SECONDS = 0.0002
 class WindowLock:
     """The lock of `target`'s part, for rank `me`.
 
-    The backend supplies `try_acquire()`, which returns whether the lock could be taken now, and `release()`. The lock must
-    end with its holder's process. Word `holder` of `header` is the rank that holds it, plus one.
+    The backend supplies `try_acquire()`, which returns whether it took the lock, and `release()`. The lock must end
+    with its holder's process. Word `holder` of `header` is the rank that holds it, plus one.
     """
 
     def __init__(
