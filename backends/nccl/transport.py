@@ -275,9 +275,7 @@ class NcclTransport(TorchGroup):
             output.copy_(there)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        """Send `inputs[j]` to rank j, on every rank: NCCL's all-to-all is a group of sends and receives, without empty
-        ones.
-        """
+        """Send `inputs[j]` to rank j, on every rank: a group of NCCL's sends and receives, without empty ones."""
         limit = options(dist.AllToAllOptions, until(deadline), asyncOp=False)
         taken, given = [bytes_of(each) for each in outputs], [bytes_of(each) for each in inputs]
         self._call(op, deadline, marks_open_group(self._group.alltoall), taken, given, limit)

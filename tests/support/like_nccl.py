@@ -103,7 +103,7 @@ class OnTheHost(NcclTransport):
     def _all_gather_of_host(self, outputs: Any, tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
             self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
-        elif (whole := transport._as_one(outputs)) is not None and tensor.numel():
+        elif (whole := transport._adjacent(outputs)) is not None and tensor.numel():
             self._group._allgather_base(whole, transport.bytes_of(tensor), transport.AllgatherOptions()).wait()
         elif tensor.numel():
             self._group.allgather([[transport.bytes_of(o) for o in outputs]], [transport.bytes_of(tensor)]).wait()
