@@ -32,6 +32,7 @@ from holdfast.comms.torchdist.overloads import LIST, LISTS, SIZES, TENSOR, Call,
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
 from holdfast.comms.torchdist.sparse import all_reduce_sparse
+from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
 from holdfast.comms.work import DONE, Work
 
@@ -47,6 +48,7 @@ _numbers = itertools.count()
 _ABORTED = "the process group was aborted"
 
 
+@untraced
 class HoldfastProcessGroup(dist.ProcessGroup):
     """One rank of a group. Made by `init_process_group("holdfast")` and `new_group`, not by hand.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ from holdfast.comms.connect import connect
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
+from holdfast.comms.torchdist.group_members import checked_members
 from holdfast.comms.torchdist.options import Options, chosen
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
@@ -57,16 +59,24 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
     options = chosen(pg_options, inherited)
     if options.over is not None:
         return BorrowedProcessGroup(given.store, options.over, options, timeout)
-    communicator = connect(
-        options.backend,
-        rank=given.group_rank,
-        size=given.group_size,
-        rendezvous=given.store,
-        name=f"torch-{given.group_id}",
-        device=torch.device(options.device),
-        timeout=timeout,
-    )
+    with _checked_members(given):
+        communicator = connect(
+            options.backend,
+            rank=given.group_rank,
+            size=given.group_size,
+            rendezvous=given.store,
+            name=f"torch-{given.group_id}",
+            device=torch.device(options.device),
+            timeout=timeout,
+        )
     return HoldfastProcessGroup(given.store, communicator, options, timeout)
+
+
+def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
+    """Names calls of `new_group` that do not fit together; the default group has nothing to compare."""
+    if not dist.is_initialized():
+        return contextlib.nullcontext()
+    return checked_members(given.store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
 
 
 def create_unregistered(

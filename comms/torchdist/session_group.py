@@ -16,6 +16,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Revoked, Unsupported
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import TorchWork
 
 
@@ -25,6 +26,7 @@ class Ending(Protocol):
     def end(self) -> None: ...
 
 
+@untraced
 class BorrowedProcessGroup(HoldfastProcessGroup):
     """A process group that leaves its communicator open, and its members to those who own that.
 

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms.torchdist.conversions import seconds
+from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 Future = torch.futures.Future
 
 
+@untraced
 class TorchWork(dist.Work):
     """One op, or several that torch sees as one, in torch's form. `result()` is the tensors that it fills."""
 
@@ -61,6 +63,7 @@ class TorchWork(dist.Work):
             return self._future
 
 
+@untraced
 class ReceivedFrom(TorchWork):
     """A receive whose sender is known once it is complete."""
 

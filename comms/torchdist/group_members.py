@@ -1,0 +1,53 @@
+"""Finds process groups that go by one name and have different members: `new_group` was not called by all ranks alike.
+
+torch numbers groups in each process by its calls of `new_group`. If some ranks leave one out, the next group of these
+ranks takes the number of another group, and its ranks meet in that group's part of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.comms.errors import HoldfastError, Mismatch
+
+_decode = msgspec.json.Decoder(list[int]).decode
+
+
+@contextlib.contextmanager
+def checked_members(store: dist.Store, name: str, members: Sequence[int], world: int) -> Iterator[None]:
+    """Connect the group `name` of the global ranks `members` within; `store` is that of the group, `world` the number
+    of global ranks.
+
+    Raises `Mismatch`, in place of an error of connecting, if another rank makes a group of that name with others.
+    """
+    rank = dist.get_rank()
+    store.set(_key(rank), msgspec.json.encode(list(members)).decode())
+    try:
+        yield
+    except HoldfastError as error:
+        others = {other: _members(store, other) for other in range(world) if other != rank}
+        differing = [(other, theirs) for other, theirs in others.items() if theirs not in (None, list(members))]
+        if not differing:
+            raise
+        other, theirs = differing[0]
+        raise Mismatch(
+            f"new_group() makes group {name!r} of ranks {list(members)} on rank {rank}, and of ranks {theirs} on rank "
+            f"{other}: every rank of the job must call new_group() for every group, in the same order, also for groups "
+            "that it is not in; or pass use_local_synchronization=True on the members"
+        ) from error
+
+
+def _key(rank: int) -> str:
+    return f"holdfast-members/{rank}"
+
+
+def _members(store: dist.Store, rank: int) -> list[int] | None:
+    """The members that a rank gave for the group; None if it has given none."""
+    try:
+        return _decode(store.get(_key(rank))) if store.check([_key(rank)]) else None
+    except (msgspec.DecodeError, RuntimeError):
+        return None
