@@ -24,11 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from holdfast.comms import arithmetic
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
-from holdfast.comms.torchdist import lists
-from holdfast.comms.torchdist.conversions import is_async, reduction, seconds
+from holdfast.comms.torchdist.calls import lists
+from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
+from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
-from holdfast.comms.torchdist.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
 from holdfast.comms.torchdist.sparse import all_reduce_sparse

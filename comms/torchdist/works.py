@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comms.torchdist.conversions import seconds
+from holdfast.comms.torchdist.calls.conversions import seconds
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.work import Work
 
