@@ -20,7 +20,7 @@ from holdfast.rl.crew import Crew, Role, Site
 from holdfast.rl.happenings import WorkerLost, WorkerStarted
 from holdfast.rl.learning.recipe import Recipe
 from holdfast.rl.roles import wire
-from holdfast.rl.roles.engine import Engine, Worker
+from holdfast.rl.roles.engine import Engine, WorkerProcess
 from holdfast.rl.roles.generator import generate_units
 from holdfast.rl.roles.holder import hold_weights
 from holdfast.rl.roles.service import Audience, Service
@@ -42,11 +42,11 @@ class RunFailed(HoldfastError):
 class Place:
     """A worker and its role."""
 
-    worker: Worker
+    worker: WorkerProcess
     role: Role
 
 
-class Driver:
+class TrainingDriver:
     """One run of `recipe` by `crew`. `site` says where; its `address` is filled in.
 
     `audience` hears of everything that happens; `pause` may hold up or break workers at points where faults are
@@ -75,7 +75,7 @@ class Driver:
         self._ending = False
         self._left = asyncio.Event()
 
-    def worker(self, name: str) -> Worker | None:
+    def worker(self, name: str) -> WorkerProcess | None:
         """The living worker of this name."""
         place = self._places.get(name)
         return place.worker if place else None

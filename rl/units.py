@@ -29,7 +29,7 @@ class Unit(msgspec.Struct, frozen=True, order=True):
     kind: Kind
 
 
-class Lease(msgspec.Struct, frozen=True):
+class UnitLease(msgspec.Struct, frozen=True):
     """A unit in the hands of a worker since `since` (seconds on the caller's clock)."""
 
     unit: Unit
@@ -44,7 +44,7 @@ class Ledger:
         self._recipe = recipe
         self._published = -1
         self._queue: list[Unit] = []
-        self._leases: dict[Unit, Lease] = {}
+        self._leases: dict[Unit, UnitLease] = {}
         self._open: set[Unit] = set()
         self._gone: set[str] = set()
 
@@ -59,7 +59,7 @@ class Ledger:
         return frozenset(self._open)
 
     @property
-    def leases(self) -> tuple[Lease, ...]:
+    def leases(self) -> tuple[UnitLease, ...]:
         """What workers have in their hands."""
         return tuple(self._leases.values())
 
@@ -86,7 +86,7 @@ class Ledger:
         while self._queue:
             unit = heapq.heappop(self._queue)
             if unit in self._open and unit not in self._leases:
-                self._leases[unit] = Lease(unit, worker, now)
+                self._leases[unit] = UnitLease(unit, worker, now)
                 return unit
         return None
 
@@ -107,6 +107,6 @@ class Ledger:
             heapq.heappush(self._queue, unit)
         return units
 
-    def overdue(self, before: float) -> tuple[Lease, ...]:
+    def overdue(self, before: float) -> tuple[UnitLease, ...]:
         """Leases that began before `before`."""
         return tuple(lease for lease in self._leases.values() if lease.since < before)

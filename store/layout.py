@@ -33,7 +33,7 @@ DEEPEST = 200
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor: name, dtype (torch's name of it), shape, and the byte of the region where it starts."""
 
     name: str
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyPiece:
     """Bytes that are copied and verified together, and the tensors (positions in the manifest) that have
     some.
     """
@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     pieces.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
 
     def encode(self) -> bytes:
@@ -91,29 +91,29 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptData("a manifest of weights that does not belong to its region")
         return manifest
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[CopyPiece, ...]:
         return tuple(_pieces(self.entries))
 
 
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
-def _pieces(entries: tuple[Entry, ...]) -> Iterator[Piece]:
+def _pieces(entries: tuple[TensorEntry, ...]) -> Iterator[CopyPiece]:
     run: list[int] = []
     start = end = 0
     for position, entry in enumerate(entries):
         if run and (entry.nbytes >= LARGE_BYTES or entry.offset + entry.nbytes - start > PIECE_BYTES):
-            yield Piece(start, end - start, tuple(run))
+            yield CopyPiece(start, end - start, tuple(run))
             run = []
         if entry.nbytes >= LARGE_BYTES:
             for done in range(0, entry.nbytes, PIECE_BYTES):
-                yield Piece(entry.offset + done, min(PIECE_BYTES, entry.nbytes - done), (position,))
+                yield CopyPiece(entry.offset + done, min(PIECE_BYTES, entry.nbytes - done), (position,))
         elif entry.nbytes:
             start = start if run else entry.offset
             run.append(position)
             end = entry.offset + entry.nbytes
     if run:
-        yield Piece(start, end - start, tuple(run))
+        yield CopyPiece(start, end - start, tuple(run))
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ def digest_of(manifest: bytes | memoryview) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedPart:
     """A part in memory of its own: the first `nbytes` of `memory` hold the tensors and, from `manifest_at`
     on, the manifest.
     """
@@ -197,7 +197,7 @@ class Packed:
     digest: bytes
 
 
-def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Tensor]) -> Packed:
+def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Tensor]) -> PackedPart:
     """Copy tensors into memory from `allocate(nbytes)`: flat uint8, no shorter. They may be changed
     afterwards.
     """
@@ -218,15 +218,15 @@ def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Te
     encoded = manifest.encode()
     nbytes = manifest_at + len(encoded)
     memory[manifest_at:nbytes].numpy()[:] = np.frombuffer(encoded, np.uint8)
-    return Packed(memory, nbytes, manifest, manifest_at, digest_of(encoded))
+    return PackedPart(memory, nbytes, manifest, manifest_at, digest_of(encoded))
 
 
-def _place(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Entry, ...], int]:
+def _place(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], int]:
     """Small tensors first, then large ones, by name; and the bytes they take."""
     entries, offset = [], 0
     for name in sorted(tensors, key=lambda name: (tensors[name].nbytes >= LARGE_BYTES, name)):
         tensor = tensors[name]
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        entries.append(TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
         offset += _aligned(tensor.nbytes)
     return tuple(entries), offset
 
@@ -235,7 +235,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _copy_in(source: torch.Tensor, entry: Entry, memory: torch.Tensor, piece: Piece) -> None:
+def _copy_in(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor, piece: CopyPiece) -> None:
     """Copy what belongs to `piece`, so that it is checksummed while it is in the cache; tensors that do not lie in
     order are copied whole, with their first piece.
     """

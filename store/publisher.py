@@ -15,7 +15,7 @@ from holdfast.store.book import Book
 from holdfast.store.catalog import Catalog, Shard
 from holdfast.store.errors import StoreTimeout
 from holdfast.store.keeper import Keeper
-from holdfast.store.layout import Packed, difference
+from holdfast.store.layout import PackedPart, difference
 from holdfast.store.reader import PartReader
 
 
@@ -40,7 +40,7 @@ class Publication:
         keeper: Keeper,
         plane: MemoryPlane,
         terms: Terms,
-        packed: Packed,
+        packed: PackedPart,
         observe: Callable[[str], None],
     ) -> None:
         self._book, self._keeper, self._plane = book, keeper, plane

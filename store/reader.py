@@ -19,7 +19,16 @@ from holdfast.comms.tensors.shared import aliases, check_agreement, sharing
 from holdfast.comms.transport.liveness import this_process
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
-from holdfast.store.layout import LARGE_BYTES, Entry, Manifest, Piece, as_bytes, checksum, digest_of, lies_in_order
+from holdfast.store.layout import (
+    LARGE_BYTES,
+    CopyPiece,
+    Manifest,
+    TensorEntry,
+    as_bytes,
+    checksum,
+    digest_of,
+    lies_in_order,
+)
 
 Condemn = Callable[[int, int, str], None]
 """Told of a replica with wrong bytes: version, part, holder's id."""
@@ -58,7 +67,7 @@ class PartReader:
         self._pull(start, data, lambda: digest_of(data.numpy().data) == self.shard.digest)
         return Manifest.decode(data.numpy().tobytes(), start)
 
-    def piece(self, piece: Piece, expected: int, into: torch.Tensor) -> None:
+    def piece(self, piece: CopyPiece, expected: int, into: torch.Tensor) -> None:
         """The bytes of a piece, verified, into a flat uint8 tensor of that size.
 
         Raises `RegionGone` if no replica can be read, `CorruptData` if one can and none is right.
@@ -112,7 +121,7 @@ def check_fit(parts: Sequence[Manifest], wanted: Mapping[str, torch.Tensor], str
     """Raises `Mismatch`, saying where, unless every wanted tensor is there as it is wanted, and, if
     `strict`, no other.
     """
-    there: dict[str, Entry] = {}
+    there: dict[str, TensorEntry] = {}
     for manifest in parts:
         for entry in manifest.entries:
             if entry.name in there:
@@ -201,7 +210,7 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
             _place(_as_in(entry, data[start : start + entry.nbytes]), wanted[entry.name])
 
 
-def _as_in(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+def _as_in(entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:
     """The bytes of an entry as the tensor that they are."""
     return data.view(entry.torch_dtype).view(entry.shape)
 

@@ -58,17 +58,17 @@ class Echo:
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._files: dict[Path, _Followed] = {}
+        self._files: dict[Path, _FollowedFile] = {}
 
     def follow(self, name: str, path: Path) -> None:
         """Show what is written to `path` from now on, as `[name] line`."""
         if path not in self._files:
-            self._files[path] = _Followed(name, path.stat().st_size if path.exists() else 0)
+            self._files[path] = _FollowedFile(name, path.stat().st_size if path.exists() else 0)
 
     def skip(self, path: Path) -> None:
         """Leave out what `path` holds by now."""
         if path in self._files:
-            self._files[path] = _Followed(self._files[path].name, path.stat().st_size)
+            self._files[path] = _FollowedFile(self._files[path].name, path.stat().st_size)
 
     def pump(self) -> None:
         """Print the lines that are new and complete."""
@@ -85,7 +85,7 @@ class Echo:
                 _print(f"[{followed.name}] {visible(line)}")
 
 
-class _Followed:
+class _FollowedFile:
     """A file, how much of it was read, and the line that is not complete yet."""
 
     def __init__(self, name: str, at: int) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.ft.diagnosis.evidence import Evidence, Group
+from holdfast.ft.diagnosis.evidence import JobEvidence, RankGroup
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.mismatch import find_mismatch
 from holdfast.ft.diagnosis.slow import find_slow
 from holdfast.ft.diagnosis.stops import find_stops
 
 
-def analyse(evidence: Evidence) -> list[Finding]:
+def analyse(evidence: JobEvidence) -> list[Finding]:
     """Every suspect, by score; between equals the newest epoch first. A process is suspected of a thing once."""
     found = [finding for group in evidence.groups for finding in _in_group(evidence, group)]
     once: dict[tuple[object, ...], Finding] = {}
@@ -25,7 +25,7 @@ def analyse(evidence: Evidence) -> list[Finding]:
     return list(once.values())
 
 
-def _in_group(evidence: Evidence, group: Group) -> Iterator[Finding]:
+def _in_group(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     mismatches = list(find_mismatch(group))
     if mismatches:
         yield from mismatches

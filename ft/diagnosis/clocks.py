@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.ft.diagnosis.evidence import Group, Track
+from holdfast.ft.diagnosis.evidence import RankGroup, Track
 
 MEETINGS = frozenset(
     [
@@ -28,7 +28,7 @@ MEETINGS = frozenset(
 """Ops that no rank can leave before all have entered."""
 
 
-def offsets(groups: Sequence[Group]) -> Mapping[str, float]:
+def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:
     """By host, what to add to its times to have those of the first host; hosts that never met it are left out."""
     bounds: dict[tuple[str, str], tuple[float, float]] = {}
     hosts: list[str] = []

@@ -11,10 +11,10 @@ from typing import Any
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import started, this_host
-from holdfast.ft.telemetry.flight import Op, Recording, State, Status
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState
 
 
-class Life(enum.Enum):
+class ProcessState(enum.Enum):
     """What the kernel says of a process now."""
 
     RUNNING = "running"
@@ -24,18 +24,18 @@ class Life(enum.Enum):
     """It was on another host, or before this boot."""
 
 
-def life(process: Peer) -> Life:
+def life(process: Peer) -> ProcessState:
     """How a process is now."""
     if process.host != this_host():
-        return Life.UNKNOWN
+        return ProcessState.UNKNOWN
     try:
         if started(process.pid) != process.started:
-            return Life.GONE
+            return ProcessState.GONE
         stat = Path(f"/proc/{process.pid}/stat").read_bytes()
     except (ProcessLookupError, OSError):
-        return Life.GONE
+        return ProcessState.GONE
     state = stat[stat.rindex(b")") + 2 :][:1]
-    return Life.STOPPED if state in b"Tt" else Life.GONE if state in b"ZX" else Life.RUNNING
+    return ProcessState.STOPPED if state in b"Tt" else ProcessState.GONE if state in b"ZX" else ProcessState.RUNNING
 
 
 @dataclass(frozen=True)
@@ -44,38 +44,38 @@ class Track:
 
     rank: int
     recording: Recording
-    life: Life
-    ops: tuple[Op, ...]
+    life: ProcessState
+    ops: tuple[OpRecord, ...]
     offset: float = 0.0
 
     @cached_property
-    def collectives(self) -> Mapping[int, Op]:
+    def collectives(self) -> Mapping[int, OpRecord]:
         """By ordinal."""
         return {op.ordinal: op for op in self.ops if op.signature.collective}
 
     @property
-    def last(self) -> Op:
+    def last(self) -> OpRecord:
         return self.ops[-1]
 
     @property
     def was_killed(self) -> bool:
         """Its process is gone, without having left the job, and this was the last that it did."""
         return (
-            self.life is Life.GONE
-            and self.recording.state is State.OPEN
+            self.life is ProcessState.GONE
+            and self.recording.state is RecordingState.OPEN
             and self.recording.ops[-1].number == self.last.number
         )
 
-    def entered(self, op: Op) -> float:
+    def entered(self, op: OpRecord) -> float:
         return op.entered + self.offset
 
-    def left(self, op: Op) -> float:
+    def left(self, op: OpRecord) -> float:
         """When it left; infinite while it is inside."""
         return float("inf") if op.left is None else op.left + self.offset
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one communicator in one epoch, as far as there are recordings of them."""
 
     name: str
@@ -89,9 +89,9 @@ class Group:
         return max((ordinal for track in self.tracks.values() for ordinal in track.collectives), default=0)
 
     @cached_property
-    def blocked(self) -> Mapping[int, Op]:
+    def blocked(self) -> Mapping[int, OpRecord]:
         """By rank, the op that it is inside of, or that failed, if it did nothing after it."""
-        return {r: t.last for r, t in self.tracks.items() if t.last.status is not Status.DONE}
+        return {r: t.last for r, t in self.tracks.items() if t.last.status is not OpStatus.DONE}
 
     @property
     def where(self) -> str:
@@ -99,11 +99,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class JobEvidence:
     """All of a job. `now` is this host's time on the clock of the first; `bad` says which files could not be read."""
 
     recordings: tuple[Recording, ...]
-    lives: Mapping[str, Life]
+    lives: Mapping[str, ProcessState]
     events: Sequence[Mapping[str, Any]]
     now: float
     bad: tuple[str, ...] = ()
@@ -118,20 +118,20 @@ class Evidence:
         moments += [(str(event["process"]), float(event["time"])) for event in self.events]
         return max((moment + offset.get(identity, 0.0) for identity, moment in moments), default=self.now)
 
-    def left(self, track: Track, op: Op) -> float:
+    def left(self, track: Track, op: OpRecord) -> float:
         """When a rank left an op; while it is inside, now, or if its process is gone the end of what is known."""
         if op.left is not None:
             return max(track.left(op), track.entered(op))
-        lives = track.life in (Life.RUNNING, Life.STOPPED)
+        lives = track.life in (ProcessState.RUNNING, ProcessState.STOPPED)
         return max(self.now if lives else self.last_known, track.entered(op))
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[RankGroup, ...]:
         """Every communicator of every epoch, oldest epoch first."""
         tracks: dict[tuple[str, int], dict[int, Track]] = {}
         sizes: dict[tuple[str, int], int] = {}
         for recording in self.recordings:
-            ops: dict[tuple[str, int, int], list[Op]] = {}
+            ops: dict[tuple[str, int, int], list[OpRecord]] = {}
             for op in recording.ops:
                 where = op.communicator
                 ops.setdefault((where.name, where.epoch, where.rank), []).append(op)
@@ -141,7 +141,7 @@ class Evidence:
                 track = Track(rank, recording, self.lives[recording.identity], tuple(mine), offset)
                 tracks.setdefault((name, epoch), {})[rank] = track
         keys = sorted(tracks, key=lambda key: (key[1], key[0]))
-        return tuple(Group(*key, sizes[key], dict(sorted(tracks[key].items()))) for key in keys)
+        return tuple(RankGroup(*key, sizes[key], dict(sorted(tracks[key].items()))) for key in keys)
 
 
 def _moments(recording: Recording) -> Iterator[float]:

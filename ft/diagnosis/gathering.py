@@ -8,12 +8,12 @@ from typing import Any
 
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.diagnosis.clocks import offsets
-from holdfast.ft.diagnosis.evidence import Evidence, Life, life
+from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, life
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.ft.telemetry.flight import BadRecording, Recording, find, read
 
 
-def gather(logs: Path, now: float) -> Evidence:
+def gather(logs: Path, now: float) -> JobEvidence:
     """What lies in a folder of recordings and event logs; `now` is this host's monotonic time."""
     recordings, bad = [], []
     for path in find(logs):
@@ -28,13 +28,13 @@ def gather(logs: Path, now: float) -> Evidence:
 
 def assemble(
     recordings: Iterable[Recording],
-    lives: Mapping[str, Life],
+    lives: Mapping[str, ProcessState],
     events: Sequence[Mapping[str, Any]],
     now: float,
     bad: Iterable[str] = (),
-) -> Evidence:
+) -> JobEvidence:
     """Evidence from its parts, with the clocks of the hosts brought together."""
-    found = Evidence(tuple(recordings), lives, events, now, tuple(bad))
+    found = JobEvidence(tuple(recordings), lives, events, now, tuple(bad))
     known = offsets(found.groups)
     here = now + known.get(this_host(), 0.0)
-    return Evidence(found.recordings, lives, events, here, found.bad, known)
+    return JobEvidence(found.recordings, lives, events, here, found.bad, known)

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 
-from holdfast.ft.diagnosis.evidence import Life, life
+from holdfast.ft.diagnosis.evidence import ProcessState, life
 from holdfast.ft.diagnosis.jobs import JobFiles
 from holdfast.ft.membership.view import View
 from holdfast.ft.telemetry.event_reader import EventTail
-from holdfast.ft.telemetry.flight import BadRecording, Op, Recording, State, Status, find, read
+from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 WINDOW = 5.0
 """Seconds over which steps are counted."""
 _LAST_OPS = 8
 
 
-class Row(msgspec.Struct, frozen=True):
+class ProcessRow(msgspec.Struct, frozen=True):
     """One process. `rank` is None for one that has none; `op` what it is in, for `seconds`, or what it left last.
 
     `waits_for` are ranks of the op's communicator.
@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True):
     waits_for: tuple[int, ...] = ()
 
 
-class Fault(msgspec.Struct, frozen=True):
+class LastFault(msgspec.Struct, frozen=True):
     """The last revocation: how long ago, why, and how many seconds it took to the next communicator and commit."""
 
     ago: float
@@ -59,8 +59,8 @@ class JobState(msgspec.Struct, frozen=True):
     step: int
     steps_per_second: float
     faults: int
-    last_fault: Fault | None
-    rows: tuple[Row, ...]
+    last_fault: LastFault | None
+    rows: tuple[ProcessRow, ...]
     needed: int = 0
 
 
@@ -151,11 +151,11 @@ class Watcher:
         last = max(self._rebuilt, default=0)
         return [epoch for epoch in self._revoked if epoch < last or not finished]
 
-    def _fault(self, epoch: int, now: float) -> Fault:
+    def _fault(self, epoch: int, now: float) -> LastFault:
         at, reason = self._revoked[epoch]
         rebuilt = [when for later, when in self._rebuilt.items() if later > epoch]
         resumed = [when for later, when in self._resumed.items() if later > epoch]
-        return Fault(
+        return LastFault(
             ago=now - at,
             epoch=epoch,
             reason=reason,
@@ -190,16 +190,19 @@ class Watcher:
     @staticmethod
     def _is_left(recording: Recording) -> bool:
         """Whether a process without a rank is still there, as a spare."""
-        return recording.state is State.OPEN and life(recording.process) in (Life.RUNNING, Life.STOPPED)
+        return recording.state is RecordingState.OPEN and life(recording.process) in (
+            ProcessState.RUNNING,
+            ProcessState.STOPPED,
+        )
 
-    def _row(self, rank: int | None, process: str, recording: Recording | None, now: float) -> Row:
+    def _row(self, rank: int | None, process: str, recording: Recording | None, now: float) -> ProcessRow:
         if recording is None:
             step = self._steps.get(process, -1)
-            return Row(rank, process, self._pids.get(process, 0), "no recording", step, 0.0, "", False, 0.0)
+            return ProcessRow(rank, process, self._pids.get(process, 0), "no recording", step, 0.0, "", False, 0.0)
         alive = life(recording.process)
-        running = alive in (Life.RUNNING, Life.STOPPED)
+        running = alive in (ProcessState.RUNNING, ProcessState.STOPPED)
         op = recording.ops[-1] if recording.ops else None
-        return Row(
+        return ProcessRow(
             rank=rank,
             process=process,
             pid=recording.process.pid,
@@ -207,7 +210,7 @@ class Watcher:
             step=max(recording.step, self._steps.get(process, -1)),
             steps_per_second=self._rate(process, now, running),
             op="" if op is None else str(op.signature),
-            inside=op is not None and op.status is Status.INSIDE,
+            inside=op is not None and op.status is OpStatus.INSIDE,
             seconds=_since(op, recording, now if running else None),
             waits_for=() if op is None or op.waiting is None or op.left is not None else op.waiting.takes,
         )
@@ -217,33 +220,33 @@ def _needed(view: View | None) -> int:
     """For how many members a job waits: to begin, or to go on."""
     if view is None or view.phase not in ("forming", "running"):
         return 0
-    alive = sum(life(member.peer) is not Life.GONE for member in view.members)
+    alive = sum(life(member.peer) is not ProcessState.GONE for member in view.members)
     return max(0, (view.job.size if view.phase == "forming" else view.job.min_size) - alive)
 
 
-def _waiting(row: Row, needed: int) -> Row:
+def _waiting(row: ProcessRow, needed: int) -> ProcessRow:
     """The row of a process of a job that waits for members."""
     if row.state not in ("running", "spare"):
         return row
     return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")
 
 
-def _state(recording: Recording, alive: Life, rank: int | None) -> str:
+def _state(recording: Recording, alive: ProcessState, rank: int | None) -> str:
     match recording.state, alive:
-        case State.CLOSED, _:
+        case RecordingState.CLOSED, _:
             return "done"
-        case State.FAILED, _:
+        case RecordingState.FAILED, _:
             return f"failed: {recording.note}"
-        case _, Life.GONE:
+        case _, ProcessState.GONE:
             return "killed"
-        case _, Life.STOPPED:
+        case _, ProcessState.STOPPED:
             return "stopped"
-        case _, Life.UNKNOWN:
+        case _, ProcessState.UNKNOWN:
             return "elsewhere"
     return "running" if rank is not None else "spare"
 
 
-def _since(op: Op | None, recording: Recording, now: float | None) -> float:
+def _since(op: OpRecord | None, recording: Recording, now: float | None) -> float:
     """Seconds since the op was entered, or left."""
     if op is None or now is None:
         return 0.0

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from holdfast.ft.diagnosis.evidence import Group
+from holdfast.ft.diagnosis.evidence import RankGroup
 from holdfast.ft.diagnosis.finding import Finding
-from holdfast.ft.telemetry.flight import Op, Signature, Status
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Signature
 
 
-def find_mismatch(group: Group) -> Iterator[Finding]:
+def find_mismatch(group: RankGroup) -> Iterator[Finding]:
     """At most one op's worth of odd ranks: what comes after the first difference is only its consequence."""
     for ordinal in sorted({o for track in group.tracks.values() for o in track.collectives}):
         calls = {r: t.collectives[ordinal] for r, t in group.tracks.items() if ordinal in t.collectives}
@@ -25,7 +25,7 @@ def find_mismatch(group: Group) -> Iterator[Finding]:
     yield from _messages(group)
 
 
-def _findings(group: Group, ordinal: int, calls: Mapping[int, Op]) -> Iterator[Finding]:
+def _findings(group: RankGroup, ordinal: int, calls: Mapping[int, OpRecord]) -> Iterator[Finding]:
     votes = Counter(op.signature for op in calls.values())
     usual = max(votes, key=lambda signature: (votes[signature], _expected(group, ordinal, signature)))
     sure = votes[usual] * 2 > len(calls) or _expected(group, ordinal, usual) > max(
@@ -49,7 +49,7 @@ def _findings(group: Group, ordinal: int, calls: Mapping[int, Op]) -> Iterator[F
             )
 
 
-def _expected(group: Group, ordinal: int, signature: Signature) -> int:
+def _expected(group: RankGroup, ordinal: int, signature: Signature) -> int:
     """How often `signature` came after what came before `ordinal`: longer memories count for more."""
     merged: dict[int, Signature] = {}
     for track in group.tracks.values():
@@ -65,7 +65,7 @@ def _expected(group: Group, ordinal: int, signature: Signature) -> int:
     return score
 
 
-def _messages(group: Group) -> Iterator[Finding]:
+def _messages(group: RankGroup) -> Iterator[Finding]:
     """The first send and its receive that differ in size, dtype or tag."""
     for rank, track in group.tracks.items():
         for send in _of(track.ops, "send"):
@@ -75,12 +75,12 @@ def _messages(group: Group) -> Iterator[Finding]:
             for recv in _of(other.ops, "recv"):
                 if recv.signature.peer != rank or recv.ordinal != send.ordinal:
                     continue
-                if recv.status is not Status.DONE and not _fits(send, recv):
+                if recv.status is not OpStatus.DONE and not _fits(send, recv):
                     yield from _odd_message(group, rank, send, other.rank, recv)
                     return
 
 
-def _fits(send: Op, recv: Op) -> bool:
+def _fits(send: OpRecord, recv: OpRecord) -> bool:
     return (send.nbytes, send.signature.detail, send.signature.dtype) == (
         recv.nbytes,
         recv.signature.detail,
@@ -88,10 +88,10 @@ def _fits(send: Op, recv: Op) -> bool:
     )
 
 
-def _odd_message(group: Group, sender: int, send: Op, receiver: int, recv: Op) -> Iterator[Finding]:
+def _odd_message(group: RankGroup, sender: int, send: OpRecord, receiver: int, recv: OpRecord) -> Iterator[Finding]:
     """The end that differs from what it did before is the odd one."""
 
-    def change(rank: int, op: Op) -> int:
+    def change(rank: int, op: OpRecord) -> int:
         earlier = [
             each
             for each in group.tracks[rank].ops
@@ -117,11 +117,11 @@ def _odd_message(group: Group, sender: int, send: Op, receiver: int, recv: Op) -
     )
 
 
-def _by_change(end: tuple[int, int, Op]) -> tuple[int, int]:
+def _by_change(end: tuple[int, int, OpRecord]) -> tuple[int, int]:
     return end[0], end[1]
 
 
-def _of(ops: Sequence[Op], name: str) -> Iterator[Op]:
+def _of(ops: Sequence[OpRecord], name: str) -> Iterator[OpRecord]:
     return (op for op in ops if op.signature.op == name)
 
 

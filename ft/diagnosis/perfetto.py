@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.ft.diagnosis.evidence import Evidence, Group, Track
-from holdfast.ft.telemetry.flight import Op, Status
+from holdfast.ft.diagnosis.evidence import JobEvidence, RankGroup, Track
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 Event = dict[str, Any]
 
 _INSTANTS = ("detected", "suspected", "revoked", "installed", "rebuilt", "committed", "aborted_step", "evicted")
 
 
-def trace(evidence: Evidence) -> dict[str, Any]:
+def trace(evidence: JobEvidence) -> dict[str, Any]:
     """The trace as what `json.dump` writes. Times count from the first op or event."""
     events = sorted(_events(evidence, _tracks(evidence)), key=lambda event: event["ph"] != "M")
     began = min((event["ts"] for event in events if "ts" in event), default=0.0)
@@ -27,7 +27,7 @@ def trace(evidence: Evidence) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _tracks(evidence: Evidence) -> Mapping[str, int]:
+def _tracks(evidence: JobEvidence) -> Mapping[str, int]:
     """By identity, the number of a process's track: its pid, or one of its own where others have that pid, too."""
     pids = [recording.process.pid for recording in evidence.recordings]
     found: dict[str, int] = {}
@@ -40,7 +40,7 @@ def _tracks(evidence: Evidence) -> Mapping[str, int]:
     return found
 
 
-def _events(evidence: Evidence, numbers: Mapping[str, int]) -> Iterator[Event]:
+def _events(evidence: JobEvidence, numbers: Mapping[str, int]) -> Iterator[Event]:
     """All events, with `ts` in seconds on the clock of the first host."""
     for recording in evidence.recordings:
         ranks = sorted({op.communicator.rank for op in recording.ops if "/" not in op.communicator.name})
@@ -58,7 +58,7 @@ def _events(evidence: Evidence, numbers: Mapping[str, int]) -> Iterator[Event]:
     yield from _instants(evidence, numbers)
 
 
-def _slice(evidence: Evidence, group: Group, track: Track, op: Op, numbers: Mapping[str, int]) -> Event:
+def _slice(evidence: JobEvidence, group: RankGroup, track: Track, op: OpRecord, numbers: Mapping[str, int]) -> Event:
     arguments: dict[str, Any] = {
         "call": str(op.signature),
         "communicator": group.name,
@@ -76,7 +76,7 @@ def _slice(evidence: Evidence, group: Group, track: Track, op: Op, numbers: Mapp
     return {
         "ph": "X",
         "name": op.signature.op,
-        "cat": "op" if op.status is Status.DONE else "op,failed",
+        "cat": "op" if op.status is OpStatus.DONE else "op,failed",
         "pid": numbers[track.recording.identity],
         "tid": 1,
         "ts": track.entered(op),
@@ -85,7 +85,7 @@ def _slice(evidence: Evidence, group: Group, track: Track, op: Op, numbers: Mapp
     }
 
 
-def _arrows(number: int, group: Group, numbers: Mapping[str, int]) -> Iterator[Event]:
+def _arrows(number: int, group: RankGroup, numbers: Mapping[str, int]) -> Iterator[Event]:
     """One arrow for each collective, through all ranks in order."""
     for ordinal in sorted({o for track in group.tracks.values() for o in track.collectives}):
         tracks = [track for track in group.tracks.values() if ordinal in track.collectives]
@@ -106,7 +106,7 @@ def _arrows(number: int, group: Group, numbers: Mapping[str, int]) -> Iterator[E
             yield event
 
 
-def _instants(evidence: Evidence, numbers: Mapping[str, int]) -> Iterator[Event]:
+def _instants(evidence: JobEvidence, numbers: Mapping[str, int]) -> Iterator[Event]:
     """What the members' event logs say, on the tracks of those who said it."""
     hosts: Mapping[str, tuple[int, float]] = {
         r.identity: (numbers[r.identity], evidence.offsets.get(r.process.host, 0.0)) for r in evidence.recordings

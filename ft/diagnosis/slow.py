@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from holdfast.ft.console.units import format_seconds
 from holdfast.ft.diagnosis.clocks import MEETINGS
-from holdfast.ft.diagnosis.evidence import Group, Track
+from holdfast.ft.diagnosis.evidence import RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding
 
 FRACTION = 0.05
@@ -24,7 +24,7 @@ FEWEST = 4
 """Ops that all ranks must have in common."""
 
 
-def find_slow(group: Group) -> Iterator[Finding]:
+def find_slow(group: RankGroup) -> Iterator[Finding]:
     """The straggler, if there is one."""
     if len(group.tracks) < 2 or len(group.tracks) < group.size:
         return
@@ -78,7 +78,7 @@ def _outside(track: Track, first: int, last: int) -> float:
     return outside + max(0.0, ended - at)
 
 
-def _arrivals(group: Group, rank: int, met: list[int]) -> tuple[int, int, float, str]:
+def _arrivals(group: RankGroup, rank: int, met: list[int]) -> tuple[int, int, float, str]:
     """How often `rank` was the last in a meeting, of how many, by how much at the most, and in which."""
     times = meetings = 0
     worst, where = 0.0, ""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.ft.diagnosis.evidence import Evidence, Group, Life, Track
+from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding, Kind
 from holdfast.ft.diagnosis.waits import End, Why, edges, ends
-from holdfast.ft.telemetry.flight import Op, Status
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
 """Seconds that an op may take before one that has not ended counts as blocked, in a job that runs."""
 
 
-def find_stops(evidence: Evidence, group: Group) -> Iterator[Finding]:
+def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     """The suspects for a communicator in which some op failed, or has not ended for a while."""
     found = list(_dead(evidence, group))
     stopped = _stopped(evidence, group)
@@ -29,11 +29,11 @@ def find_stops(evidence: Evidence, group: Group) -> Iterator[Finding]:
         yield from _nobody(group)
 
 
-def _stopped(evidence: Evidence, group: Group) -> bool:
+def _stopped(evidence: JobEvidence, group: RankGroup) -> bool:
     blocked = group.blocked.items()
-    failed = any(op.status is not Status.INSIDE for _, op in blocked)
+    failed = any(op.status is not OpStatus.INSIDE for _, op in blocked)
     return failed or any(
-        group.tracks[r].life in (Life.GONE, Life.UNKNOWN)
+        group.tracks[r].life in (ProcessState.GONE, ProcessState.UNKNOWN)
         or evidence.left(group.tracks[r], op) - group.tracks[r].entered(op) > PATIENCE
         for r, op in blocked
     )
@@ -42,7 +42,7 @@ def _stopped(evidence: Evidence, group: Group) -> bool:
 # By what the kernel and the members said -----------------------------------------------------------------------------
 
 
-def _dead(evidence: Evidence, group: Group) -> Iterator[Finding]:
+def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     killed = [track for track in group.tracks.values() if track.was_killed]
     outlived = any(r.ops and r.ops[-1].communicator.epoch > group.epoch for r in evidence.recordings)
     everybody = len(killed) * 2 > group.size and not outlived  # then it was the end of the job, and says nothing
@@ -54,14 +54,14 @@ def _dead(evidence: Evidence, group: Group) -> Iterator[Finding]:
             words = said or f"then its process (pid {track.recording.process.pid}) was gone"
             yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
         elif said:
-            stopped = "stopped" in said or track.life is Life.STOPPED
+            stopped = "stopped" in said or track.life is ProcessState.STOPPED
             yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {said}")
-        elif track.life is Life.STOPPED:
+        elif track.life is ProcessState.STOPPED:
             words = f"its process (pid {track.recording.process.pid}) is stopped; {_last(track)}"
             yield _finding("hang", group, track, 0.97, words)
 
 
-def _said(events: Sequence[Mapping[str, Any]], group: Group, track: Track) -> tuple[bool, str]:
+def _said(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -> tuple[bool, str]:
     """Whether the members ended this one, and by what evidence they found it dead or stopped; "" if they did not.
 
     Only of the communicator in which it did its last op.
@@ -81,7 +81,7 @@ def _said(events: Sequence[Mapping[str, Any]], group: Group, track: Track) -> tu
 # By who waits for whom ------------------------------------------------------------------------------------------------
 
 
-def _by_waiting(evidence: Evidence, group: Group) -> Iterator[Finding]:
+def _by_waiting(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     for place, end in enumerate(ends(list(edges(group)))):
         track = group.tracks.get(end.rank)
         score = 0.9 - 0.1 * min(place, 5)
@@ -94,16 +94,16 @@ def _by_waiting(evidence: Evidence, group: Group) -> Iterator[Finding]:
         else:
             waited = max(_waited(evidence, group, waiter) for waiter in end.waiters)
             words = f"{_ranks(end.waiters)} waited for it in {_op(end.edge.op)} for {waited:.3g} s; {_last(track)}"
-            named = any(op.status is Status.PEER_FAILED for op in group.blocked.values())
+            named = any(op.status is OpStatus.PEER_FAILED for op in group.blocked.values())
             yield _finding("crash" if named else "hang", group, track, score, words, waited)
 
 
-def _link(group: Group, end: End, score: float) -> Finding:
+def _link(group: RankGroup, end: End, score: float) -> Finding:
     edge = end.edge
     theirs = group.tracks[edge.awaited].collectives.get(edge.op.ordinal) if edge.op.signature.collective else None
     if theirs is None:
         done = "has sent it"
-    elif theirs.status is Status.DONE:
+    elif theirs.status is OpStatus.DONE:
         done = "has left that op"
     else:
         done = f"is as far ({theirs.waiting.rounds if theirs.waiting else 0} rounds)"
@@ -125,7 +125,7 @@ def _link(group: Group, end: End, score: float) -> Finding:
     )
 
 
-def _waited(evidence: Evidence, group: Group, waiter: int) -> float:
+def _waited(evidence: JobEvidence, group: RankGroup, waiter: int) -> float:
     track, op = group.tracks[waiter], group.blocked[waiter]
     return evidence.left(track, op) - track.entered(op)
 
@@ -133,9 +133,9 @@ def _waited(evidence: Evidence, group: Group, waiter: int) -> float:
 # By who is left inside ------------------------------------------------------------------------------------------------
 
 
-def _left_inside(group: Group) -> Iterator[Finding]:
+def _left_inside(group: RankGroup) -> Iterator[Finding]:
     """Those few that never came out of an op that all others have left."""
-    inside = {r: op for r, op in group.blocked.items() if op.status is Status.INSIDE}
+    inside = {r: op for r, op in group.blocked.items() if op.status is OpStatus.INSIDE}
     others = [track for r, track in group.tracks.items() if r not in inside]
     if not inside or len(inside) * 2 > len(group.tracks):
         return
@@ -144,12 +144,12 @@ def _left_inside(group: Group) -> Iterator[Finding]:
             continue
         out = [t for t in others if (same := t.collectives.get(op.ordinal)) is not None and same.left is not None]
         if out and len(out) == len(others):
-            failed = any(t.collectives[op.ordinal].status is not Status.DONE for t in out)
+            failed = any(t.collectives[op.ordinal].status is not OpStatus.DONE for t in out)
             words = f"it never left {_op(op)}, which all others have left" + " by an error" * failed
             yield _finding("hang", group, group.tracks[rank], 0.8, words)
 
 
-def _nobody(group: Group) -> Iterator[Finding]:
+def _nobody(group: RankGroup) -> Iterator[Finding]:
     first = min(group.blocked.items(), key=lambda item: item[1].entered)
     words = (
         f"all ranks have arrived at {_op(first[1])} and it does not end; the backend "
@@ -161,7 +161,7 @@ def _nobody(group: Group) -> Iterator[Finding]:
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-def _finding(kind: Kind, group: Group, track: Track, score: float, words: str, seconds: float = 0.0) -> Finding:
+def _finding(kind: Kind, group: RankGroup, track: Track, score: float, words: str, seconds: float = 0.0) -> Finding:
     who = track.recording
     return Finding(
         kind, track.rank, score, words, group.name, group.epoch, who.identity, who.process.pid, seconds=seconds
@@ -171,13 +171,13 @@ def _finding(kind: Kind, group: Group, track: Track, score: float, words: str, s
 def _last(track: Track) -> str:
     op = track.last
     step = f" in step {op.step}" if op.step >= 0 else ""
-    if op.status is Status.DONE:
+    if op.status is OpStatus.DONE:
         return f"the last that rank {track.rank} did was to leave {_op(op)}{step}"
-    verb = "is inside of" if op.status is Status.INSIDE else "failed in"
+    verb = "is inside of" if op.status is OpStatus.INSIDE else "failed in"
     return f"rank {track.rank} {verb} {_op(op)}{step}"
 
 
-def _op(op: Op) -> str:
+def _op(op: OpRecord) -> str:
     number = f"collective {op.ordinal}" if op.signature.collective else f"message {op.ordinal}"
     return f"{op.signature} ({number}, op {op.seq})"
 

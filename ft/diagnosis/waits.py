@@ -11,8 +11,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.ft.diagnosis.evidence import Group
-from holdfast.ft.telemetry.flight import Op, Status
+from holdfast.ft.diagnosis.evidence import RankGroup
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 
 class Why(enum.Enum):
@@ -31,12 +31,12 @@ class Edge:
 
     waiter: int
     awaited: int
-    op: Op
+    op: OpRecord
     why: Why
     rounds: int
 
 
-def edges(group: Group) -> Iterator[Edge]:
+def edges(group: RankGroup) -> Iterator[Edge]:
     """Every wait of the ranks that are blocked."""
     for rank, op in group.blocked.items():
         rounds = op.waiting.rounds if op.waiting is not None else 0
@@ -45,7 +45,7 @@ def edges(group: Group) -> Iterator[Edge]:
                 yield Edge(rank, awaited, op, _why(group, rank, awaited, op, gives), rounds)
 
 
-def _awaited(group: Group, rank: int, op: Op) -> list[tuple[int, bool]]:
+def _awaited(group: RankGroup, rank: int, op: OpRecord) -> list[tuple[int, bool]]:
     """Whom a rank waits for in an op; True for those that have yet to take what it sends."""
     if not op.signature.collective and op.signature.peer >= 0:
         return [(op.signature.peer, op.signature.op == "send")]
@@ -59,13 +59,13 @@ def _awaited(group: Group, rank: int, op: Op) -> list[tuple[int, bool]]:
     return [(r, False) for r in range(group.size) if r != rank and not _arrived(group, r, op)]
 
 
-def _arrived(group: Group, rank: int, op: Op) -> bool:
+def _arrived(group: RankGroup, rank: int, op: OpRecord) -> bool:
     """Whether `rank` has entered a collective."""
     track = group.tracks.get(rank)
     return track is not None and max(track.collectives, default=0) >= op.ordinal
 
 
-def _why(group: Group, waiter: int, awaited: int, op: Op, gives: bool) -> Why:
+def _why(group: RankGroup, waiter: int, awaited: int, op: OpRecord, gives: bool) -> Why:
     track = group.tracks.get(awaited)
     if track is None:
         return Why.ABSENT
@@ -74,7 +74,7 @@ def _why(group: Group, waiter: int, awaited: int, op: Op, gives: bool) -> Why:
     theirs = track.collectives.get(op.ordinal)
     if theirs is None:
         return Why.LOST if _arrived(group, awaited, op) else Why.ABSENT
-    if theirs.status is Status.DONE:
+    if theirs.status is OpStatus.DONE:
         return Why.LOST
     if theirs.waiting is None:
         return Why.SILENT
@@ -84,14 +84,14 @@ def _why(group: Group, waiter: int, awaited: int, op: Op, gives: bool) -> Why:
     return Why.LOST if rounds > mine else Why.LEVEL
 
 
-def _why_message(group: Group, waiter: int, awaited: int, op: Op) -> Why:
+def _why_message(group: RankGroup, waiter: int, awaited: int, op: OpRecord) -> Why:
     """How it is with the other end of a message, or of some of a batch."""
     track = group.tracks[awaited]
     if op.signature.peer < 0:
         theirs = track.last
         if theirs.signature.op != op.signature.op or theirs.ordinal < op.ordinal:
             return Why.ABSENT
-        if theirs.ordinal > op.ordinal or theirs.status is Status.DONE:
+        if theirs.ordinal > op.ordinal or theirs.status is OpStatus.DONE:
             return Why.LOST
         return Why.LEVEL if theirs.waiting is not None else Why.SILENT
     other = "send" if op.signature.op == "recv" else "recv"

@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 MARKER = ".made-by-holdfast"
 
 
-class HeldFolder:
+class HeldDirectory:
     """A new folder `path`, for its owner alone, in `where` (None: where temporary files go).
 
     Removes those of the same user with the same `prefix` that have the marker and are not held any more.
@@ -48,7 +48,7 @@ class HeldFolder:
             os.close(self._hold)
             self._hold = -1
 
-    def __enter__(self) -> HeldFolder:
+    def __enter__(self) -> HeldDirectory:
         return self
 
     def __exit__(self, *error: object) -> None:

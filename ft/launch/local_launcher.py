@@ -33,7 +33,7 @@ from holdfast.ft.console.visible import visible, visible_but_colours
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.held_directory import HeldFolder
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch as launch_ranks
@@ -240,12 +240,12 @@ class Launcher:
             self._fail(line)
         return status
 
-    def _failures(self) -> list[run_report.Failure]:
+    def _failures(self) -> list[run_report.ProcessFailure]:
         """What ended badly, and how."""
         events = (event for event in self._contract.events() if event["time"] >= self._began)
         ranks = run_report.last_ranks(events)
         return [
-            run_report.Failure(ranks.get(process.pid), process.pid, process.returncode, str(self._words[number]))
+            run_report.ProcessFailure(ranks.get(process.pid), process.pid, process.returncode, str(self._words[number]))
             for number, process in enumerate(self._processes)
             if process.returncode
         ]
@@ -303,7 +303,7 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None) -> int:
     out = console()
     if log_directory is not None:
         log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with HeldFolder("holdfast-run-") as folder, _terminated_as_interrupted():
+    with HeldDirectory("holdfast-run-") as folder, _terminated_as_interrupted():
         contract = LocalContract.create(
             plan.job,
             folder.path,

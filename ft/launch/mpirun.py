@@ -22,7 +22,7 @@ from pathlib import Path
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch import mpirun_proxy
-from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
 from holdfast.ft.launch.launcher import Launch, StartFailed
 
 _START_SECONDS = 60.0
@@ -51,8 +51,8 @@ class MpiJob(Launch):
         program = mpirun_path()
         if program is None:
             raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
-        self._folder = HeldFolder("holdfast-mpi-")
-        self._shared = HeldFolder("holdfast-mpi-", SHARED_MEMORY)
+        self._folder = HeldDirectory("holdfast-mpi-")
+        self._shared = HeldDirectory("holdfast-mpi-", SHARED_MEMORY)
         self._output = self._folder.path / "mpirun.log"
         self._proxies: dict[int, socket.socket] = {}
         self.environ = {}

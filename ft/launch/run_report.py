@@ -33,7 +33,7 @@ class LastWords:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ProcessFailure:
     """A process that ended badly. `rank` is the last one that it had; None for a spare."""
 
     rank: int | None
@@ -49,7 +49,7 @@ def last_ranks(events: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     }
 
 
-def table(failures: Sequence[Failure]) -> list[str]:
+def table(failures: Sequence[ProcessFailure]) -> list[str]:
     """The failures as lines of a table; none if there are none."""
     if not failures:
         return []

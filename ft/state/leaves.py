@@ -45,7 +45,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return dtype
 
 
-class Layout(msgspec.Struct, frozen=True, dict=True):
+class PartLayout(msgspec.Struct, frozen=True, dict=True):
     """Where the tensors of part `part` lie in its bytes, if the ranks are laid out as `mesh`."""
 
     leaves: tuple[Leaf, ...]

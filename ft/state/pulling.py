@@ -21,8 +21,8 @@ from holdfast.ft.attempt import FAILURES
 from holdfast.ft.commit.decision import Verdict
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.transfer import (
-    Packed,
-    Piece,
+    PackedState,
+    PackedTensor,
     Stateful,
     StateNotGiven,
     check_names,
@@ -50,7 +50,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     done: int
     chunks: list[_Chunk]
     description: bytes = b""
-    pieces: list[Piece] = []
+    pieces: list[PackedTensor] = []
     refusal: str = ""
 
 
@@ -141,7 +141,7 @@ def pull(
             agreeing.update(source.rank for source in sources)
             blocks.append(Block(wanted, into, tuple(sources)))
     fetched = fetcher.fetch(plane, blocks, timeout=timeout, over=over, before=before_chunk)
-    state = unpack(Packed(first.description, first.pieces, chunks))
+    state = unpack(PackedState(first.description, first.pieces, chunks))
     check_names(state, attached)
     before_load()
     fetcher.forget()  # from here on users may write into what arrived

@@ -24,7 +24,7 @@ from holdfast.ft.state import pulling, transfer
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.codec import put_together, take_apart
 from holdfast.ft.state.fetching import Fetched, Fetcher
-from holdfast.ft.state.leaves import Layout, Leaf, place, take_shards
+from holdfast.ft.state.leaves import Leaf, PartLayout, place, take_shards
 from holdfast.ft.state.mesh import Mesh, all_ranks
 from holdfast.ft.state.planes import Planes
 from holdfast.ft.state.restoring import complete_size, restore
@@ -64,7 +64,7 @@ class StateReplicator:
         self._epoch = -1
         self._mesh = Mesh((), ())
         self._known: dict[str, Leaf] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, PartLayout] = {}
         self._seen: list[tuple[torch.Tensor, int]] = []
         self._saved = -1
         self._unfit: dict[str, str] = {}
@@ -418,10 +418,10 @@ class StateReplicator:
         self.sharded.copied.note(nbytes, seconds, shelf.nbytes)
         self._events.emit("copied", step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds)
 
-    def _layout(self, leaves: tuple[Leaf, ...], part: int) -> Layout:
+    def _layout(self, leaves: tuple[Leaf, ...], part: int) -> PartLayout:
         known = self._layouts.get(part)
         if known is None or known.mesh != self._mesh or known.leaves != leaves:
-            known = self._layouts[part] = Layout(leaves, self._mesh, part)
+            known = self._layouts[part] = PartLayout(leaves, self._mesh, part)
             self._known = {leaf.path: leaf for leaf in leaves}
         return known
 

@@ -19,7 +19,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
-from holdfast.ft.state.leaves import Layout, Leaf
+from holdfast.ft.state.leaves import Leaf, PartLayout
 from holdfast.ft.state.mesh import Box, Mesh, common, stretch, who_has
 from holdfast.ft.state.shelf import Kept
 
@@ -33,7 +33,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     digests: list[bytes]
 
 
-class State(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class StateDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a state consists of and how its ranks were laid out, the same for all its parts."""
 
     leaves: tuple[Leaf, ...]
@@ -43,23 +43,23 @@ class State(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 _encode = msgspec.msgpack.Encoder().encode
 _holdings = msgspec.msgpack.Decoder(list[Holding])
-_state = msgspec.msgpack.Decoder(State)
+_state = msgspec.msgpack.Decoder(StateDescription)
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredPart:
     """This rank's new part of the state: its `layout` and tensors; the old `parts` that it was made of. `fetched` says
     what came from others."""
 
     description: bytes
-    layout: Layout
+    layout: PartLayout
     tensors: list[torch.Tensor]
     parts: frozenset[int]
     fetched: Fetched
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BoxSource:
     """Elements of one leaf: `box` of it, which old part `part` has."""
 
     part: int
@@ -93,7 +93,7 @@ def restore(
     patience: float,
     over: Callable[[], HoldfastError | None],
     before_chunk: Callable[[], None],
-) -> Restored:
+) -> RestoredPart:
     """This rank's part of the state that is cut into `size` parts, for ranks laid out as `mesh`; collective.
 
     `kept` is what this rank has of it. Raises `CorruptData` for what does not fit together, `Unsupported` if bytes of
@@ -105,9 +105,11 @@ def restore(
         offers = [_holdings.decode(raw) for raw in comm.all_gather_object(said)]
         having = comm.all_gather_object([part.layout.part for part in mine])
         first = next(rank for rank, parts in enumerate(having) if parts)
-        told = _encode(State(mine[0].layout.leaves, mine[0].layout.mesh, mine[0].description)) if mine else b""
+        told = (
+            _encode(StateDescription(mine[0].layout.leaves, mine[0].layout.mesh, mine[0].description)) if mine else b""
+        )
         state = _state.decode(comm.broadcast_object(told, first))
-        layout = Layout(state.leaves, mesh, comm.rank)
+        layout = PartLayout(state.leaves, mesh, comm.rank)
         buffers = {part.layout.part: part.buffer for part in mine}
         pieces = choose(layout, state.mesh, buffers.keys(), {part for parts in having for part in parts})
         needs = needed(layout, state.mesh, pieces)
@@ -115,17 +117,19 @@ def restore(
             raise Unsupported("reading state that other ranks keep", "no memory plane reaches them")
         blocks = []
         for part in sorted(needs.keys() - buffers.keys()):
-            buffers[part] = torch.empty(Layout(state.leaves, state.mesh, part).nbytes, dtype=torch.uint8, device="cpu")
+            buffers[part] = torch.empty(
+                PartLayout(state.leaves, state.mesh, part).nbytes, dtype=torch.uint8, device="cpu"
+            )
             blocks += _blocks(part, buffers[part], needs[part], offers)
         fetched = Fetched()
         if plane is not None:
             fetched = fetcher.fetch(plane, blocks, timeout=timeout, over=over, before=before_chunk)
         tensors = assemble(layout, state.mesh, pieces, buffers)
         comm.barrier(timeout=patience)
-    return Restored(state.description, layout, tensors, frozenset(needs), fetched)
+    return RestoredPart(state.description, layout, tensors, frozenset(needs), fetched)
 
 
-def choose(layout: Layout, old: Mesh, mine: Collection[int], there: Collection[int]) -> list[list[Piece]]:
+def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collection[int]) -> list[list[BoxSource]]:
     """For each leaf the pieces that the new part `layout` is put together of, from the parts that are `there` of ranks
     that were laid out as `old`: those that this rank has, `mine`, where it can be, the first of them before the others.
 
@@ -141,15 +145,15 @@ def choose(layout: Layout, old: Mesh, mine: Collection[int], there: Collection[i
             own, others = (part for part in mine if part in parts), [part for part in parts if part in there]
             if not others:
                 raise CorruptData(f"nobody has {list(box)} of {leaf.path}")
-            pieces.append(Piece(next(own, others[layout.part % len(others)]), part_of_it))
+            pieces.append(BoxSource(next(own, others[layout.part % len(others)]), part_of_it))
         found.append(pieces)
     return found
 
 
-def needed(layout: Layout, old: Mesh, pieces: Sequence[Sequence[Piece]]) -> dict[int, list[tuple[int, int]]]:
+def needed(layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]]) -> dict[int, list[tuple[int, int]]]:
     """Which bytes of which old parts these pieces of the leaves are: (begin, end) by part, ascending."""
     found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    olds = {piece.part: Layout(layout.leaves, old, piece.part) for leaf in pieces for piece in leaf}
+    olds = {piece.part: PartLayout(layout.leaves, old, piece.part) for leaf in pieces for piece in leaf}
     for index, leaf in enumerate(layout.leaves):
         for piece in pieces[index]:
             layout_there = olds[piece.part]
@@ -160,10 +164,10 @@ def needed(layout: Layout, old: Mesh, pieces: Sequence[Sequence[Piece]]) -> dict
 
 
 def assemble(
-    layout: Layout, old: Mesh, pieces: Sequence[Sequence[Piece]], buffers: dict[int, torch.Tensor]
+    layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]], buffers: dict[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     """The tensors of the new part `layout`, of these pieces of each, from the bytes of the old parts."""
-    olds = {part: Layout(layout.leaves, old, part) for part in buffers}
+    olds = {part: PartLayout(layout.leaves, old, part) for part in buffers}
     found = []
     for index, leaf in enumerate(layout.leaves):
         tensor = torch.empty(layout.shapes[index], dtype=leaf.torch_dtype, device="cpu")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.ft.state.leaves import Layout
+from holdfast.ft.state.leaves import PartLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Kept:
     """
 
     version: int
-    layout: Layout
+    layout: PartLayout
     description: bytes
     buffer: torch.Tensor
     own: bool
@@ -53,7 +53,7 @@ class Shelf:
             nbytes * len(buffers) for nbytes, buffers in self._spare.items()
         )
 
-    def new(self, version: int, layout: Layout, description: bytes, own: bool = True) -> Kept:
+    def new(self, version: int, layout: PartLayout, description: bytes, own: bool = True) -> Kept:
         """Room for a part, which is not kept yet."""
         spare = self._spare[layout.nbytes]
         buffer = spare.pop() if spare else torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)

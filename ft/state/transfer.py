@@ -47,7 +47,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A tensor in its chunk."""
 
     dtype: str
@@ -61,7 +61,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     done: int
     description: bytes
-    pieces: list[Piece]
+    pieces: list[PackedTensor]
     chunks: list[tuple[int, bytes]]
     refusal: str = ""
 
@@ -111,7 +111,7 @@ def give(
 
     State that cannot travel is refused to the receivers; then `on_refusal` is called with the reason.
     """
-    packed, refusal = Packed(b"", [], []), ""
+    packed, refusal = PackedState(b"", [], []), ""
     try:
         packed = pack(attached, pipe.device)
     except FAILURES:
@@ -166,7 +166,7 @@ def take(
         if _checksum(chunk) != checksum:
             raise CorruptData(f"chunk {number} of a state ({nbytes} bytes) arrived with another checksum")
         chunks.append(chunk)
-    state = unpack(Packed(header.description, header.pieces, chunks))
+    state = unpack(PackedState(header.description, header.pieces, chunks))
     check_names(state, attached)
     before_load()
     load(state, attached)
@@ -174,15 +174,15 @@ def take(
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedState:
     """A state as bytes: what it consists of, where each tensor lies, and the chunks."""
 
     description: bytes
-    pieces: list[Piece]
+    pieces: list[PackedTensor]
     chunks: list[torch.Tensor]
 
 
-def unpack(packed: Packed) -> Any:
+def unpack(packed: PackedState) -> Any:
     """The state, each tensor in memory of its own. Raises `CorruptData` for one whose parts do not fit together."""
     return put_together(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
 
@@ -219,13 +219,13 @@ def _check_tied(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
         check_agreement({key: targets[key] for key in group}, sources, f"{name!r}")
 
 
-def pack(attached: Mapping[str, Stateful], device: torch.device) -> Packed:
+def pack(attached: Mapping[str, Stateful], device: torch.device) -> PackedState:
     """The state of everything attached, as bytes on `device`. A chunk may be the memory of a tensor itself.
 
     Raises TypeError for state that cannot travel.
     """
     description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
-    pieces: list[Piece] = []
+    pieces: list[PackedTensor] = []
     contents: list[list[torch.Tensor]] = []
     open_chunk, filled = -1, 0
     for tensor in tensors:
@@ -243,11 +243,11 @@ def pack(attached: Mapping[str, Stateful], device: torch.device) -> Packed:
         pieces.append(_piece(tensor, open_chunk, filled + padding))
         contents[open_chunk].append(raw)
         filled += padding + raw.numel()
-    return Packed(description, pieces, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in contents])
+    return PackedState(description, pieces, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in contents])
 
 
-def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> Piece:
-    return Piece(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), chunk, offset)
+def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> PackedTensor:
+    return PackedTensor(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), chunk, offset)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,7 +257,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _unpack(piece: Piece, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _unpack(piece: PackedTensor, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = getattr(torch, piece.dtype, None)
     if not isinstance(dtype, torch.dtype) or any(length < 0 for length in piece.shape):
         raise CorruptData(f"no tensor is {piece.dtype} of shape {piece.shape}")

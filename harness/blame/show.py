@@ -8,13 +8,13 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable
 from holdfast.ft.console.units import counted
-from holdfast.ft.diagnosis.evidence import Evidence
+from holdfast.ft.diagnosis.evidence import JobEvidence
 from holdfast.ft.diagnosis.finding import MEANING, Finding
 
 _COLOURS = {"crash": "bold red", "hang": "red", "cut": "magenta", "mismatch": "yellow", "slow": "cyan", "stuck": "dim"}
 
 
-def render(evidence: Evidence, findings: list[Finding], limit: int) -> RenderableType:
+def render(evidence: JobEvidence, findings: list[Finding], limit: int) -> RenderableType:
     """The surest `limit` suspects."""
     lines: list[RenderableType] = []
     if findings:

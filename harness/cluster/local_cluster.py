@@ -21,7 +21,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import integer, integer_in, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
-from holdfast.ft.launch.held_directory import HeldFolder
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
 from holdfast.harness.cluster.rank_processes import RankProcesses
@@ -102,7 +102,7 @@ class LocalCluster:
         self._session_options = dict(session or {})
         self._prepare, self._with_links = prepare, links
         self._links: Links | None = None
-        self._directory: HeldFolder | None = None
+        self._directory: HeldDirectory | None = None
         self._ranks: RankGroup | None = None
         self._jobs: list[Job] = []
 
@@ -119,7 +119,7 @@ class LocalCluster:
     def logs(self) -> Path:
         """The folder with the output of the processes; removed by `close`."""
         if self._directory is None:
-            self._directory = HeldFolder("holdfast-cluster-")
+            self._directory = HeldDirectory("holdfast-cluster-")
         return self._directory.path
 
     def run(self, fn: Callable[Concatenate[Communicator, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

@@ -14,7 +14,7 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.demo.plan import DemoPlan
 from holdfast.harness.demo.record import Victim
 from holdfast.rl.crew import INSIDE_GENERATION, INSIDE_REDUCTION
-from holdfast.rl.driver import Driver
+from holdfast.rl.driver import TrainingDriver
 from holdfast.rl.happenings import Happening, Published
 from holdfast.rl.roles import wire
 from holdfast.store import WeightStore
@@ -55,7 +55,7 @@ class Faults:
         self._inside: set[str] = set()
         self._gathered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.driver: Driver | None = None
+        self.driver: TrainingDriver | None = None
 
     @property
     def pending(self) -> frozenset[Victim]:
@@ -135,6 +135,6 @@ class Faults:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _the_driver(self) -> Driver:
+    def _the_driver(self) -> TrainingDriver:
         assert self.driver is not None
         return self.driver

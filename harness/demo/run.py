@@ -25,7 +25,7 @@ from holdfast.harness.demo.tail import LogTail
 from holdfast.harness.demo.verdict import judge
 from holdfast.harness.invariants import Event, examine, read_directory
 from holdfast.rl.crew import Site
-from holdfast.rl.driver import Driver
+from holdfast.rl.driver import TrainingDriver
 from holdfast.rl.happenings import Happening
 from holdfast.store import WeightStore
 
@@ -112,7 +112,9 @@ class DemoRunner:
             self._recorder.hear(happening)
             faults.hear(happening)
 
-        driver = Driver(self._plan.recipe, self._plan.crew, self._site(), self._setup.engine, audience, faults.pause)
+        driver = TrainingDriver(
+            self._plan.recipe, self._plan.crew, self._site(), self._setup.engine, audience, faults.pause
+        )
         faults.driver = driver
         watching = asyncio.create_task(self._watch())
         try:

@@ -86,8 +86,8 @@ def gate(
 @contextlib.contextmanager
 def _built(base: str, head: str, repository: Path) -> Iterator[tuple[Side, Side]]:
     """Build both sides in a folder; remove it at the end of the block."""
-    from holdfast.ft.launch.held_directory import HeldFolder
+    from holdfast.ft.launch.held_directory import HeldDirectory
     from holdfast.harness.gate.sides import build
 
-    with HeldFolder("holdfast-gate-") as folder:
+    with HeldDirectory("holdfast-gate-") as folder:
         yield build(base, repository, folder.path / "base"), build(head, repository, folder.path / "head")

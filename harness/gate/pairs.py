@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.launch.held_directory import HeldFolder, private_file
+from holdfast.ft.launch.held_directory import HeldDirectory, private_file
 from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import Workload
@@ -101,7 +101,7 @@ class Nursery:
     """Starts pairs by a program that has torch imported and forks all processes. A context manager."""
 
     def __init__(self) -> None:
-        self._folder = HeldFolder("holdfast-gate-")
+        self._folder = HeldDirectory("holdfast-gate-")
         self._directory = self._folder.path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address = str(self._directory / "socket")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.ft.diagnosis.job_state import Fault, JobState, Row
+from holdfast.ft.diagnosis.job_state import JobState, LastFault, ProcessRow
 
 _STATES = {
     "running": "green",
@@ -42,7 +42,7 @@ def render(job: JobState) -> RenderableType:
     )
 
 
-def _table(rows: tuple[Row, ...]) -> Table:
+def _table(rows: tuple[ProcessRow, ...]) -> Table:
     table = FoldingTable(box=None, expand=True, pad_edge=False, header_style="dim")
     table.add_column("rank", justify="right")
     table.add_column("pid", justify="right")
@@ -79,7 +79,7 @@ def _fault(job: JobState) -> Text:
     )
 
 
-def _recovery(fault: Fault) -> Text:
+def _recovery(fault: LastFault) -> Text:
     if fault.recovery is None:
         return Text("not recovered", "bold red")
     words = Text.assemble(("recovered", "green"), f" in {coarse_seconds(fault.recovery)}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Worker(Protocol):
+class WorkerProcess(Protocol):
     """A process that was started."""
 
     @property
@@ -25,7 +25,7 @@ class Worker(Protocol):
 class Engine(Protocol):
     """Starts processes and says when they end. Used from the thread of one running asyncio event loop."""
 
-    def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> Worker:
+    def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> WorkerProcess:
         """Run `body(*args)` in a process of its own.
 
         `on_exit(how)` is called in the event loop once it has ended, with how it ended in words; "" if it returned.

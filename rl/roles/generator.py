@@ -69,7 +69,7 @@ def _evaluate(unit: Unit, policies: Policies, diary: Diary) -> bytes:
     except NoSuchVersion:
         return b""
     with diary.doing("evaluate", unit.version):
-        return wire.encode(wire.Score(exact_match(policy), model.digest(policy)))
+        return wire.encode(wire.EvaluationScore(exact_match(policy), model.digest(policy)))
 
 
 def _generate(unit: Unit, policies: Policies, recipe: Recipe, driver: DriverClient, diary: Diary) -> bytes:

@@ -177,7 +177,7 @@ class Service:
         now = time.monotonic()
         if unit.kind == "evaluate":
             if result and unit.version not in self._scored:
-                score = wire.decode(result, wire.Score)
+                score = wire.decode(result, wire.EvaluationScore)
                 self._scored.add(unit.version)
                 self._audience(
                     Evaluated(time=now, version=unit.version, exact_match=score.exact_match, digest=score.digest)

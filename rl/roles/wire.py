@@ -16,7 +16,7 @@ from holdfast.rl.units import Unit
 class WorkRequest(msgspec.Struct, frozen=True):
     """A generator's call `work`: here is what became of `done`; what next?
 
-    The result is encoded samples, or an encoded `Score`, or nothing for an evaluation that can no longer be made.
+    The result is encoded samples, an encoded `EvaluationScore`, or nothing if the evaluation can no longer be made.
     """
 
     done: Unit | None = None
@@ -30,7 +30,7 @@ class WorkReply(msgspec.Struct, frozen=True):
     over: bool = False
 
 
-class Score(msgspec.Struct, frozen=True):
+class EvaluationScore(msgspec.Struct, frozen=True):
     """The result of an `evaluate` unit: the share of held-out problems answered exactly, and the weights' digest."""
 
     exact_match: float

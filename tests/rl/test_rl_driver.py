@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.crew import Crew, Site
-from holdfast.rl.driver import Driver, RunFailed
+from holdfast.rl.driver import RunFailed, TrainingDriver
 from holdfast.rl.happenings import Happening, WorkerLost, WorkerStarted
 from holdfast.rl.learning.recipe import Recipe
 from holdfast.rl.roles import wire
@@ -52,7 +52,7 @@ class World:
     def __init__(self) -> None:
         self.stage = Stage()
         self.heard: list[Happening] = []
-        self.driver = Driver(RECIPE, Crew(), SITE, self.stage, self.heard.append)
+        self.driver = TrainingDriver(RECIPE, Crew(), SITE, self.stage, self.heard.append)
 
     def of(self, kind: type[Happening]) -> list[Any]:
         return [happening for happening in self.heard if isinstance(happening, kind)]

@@ -71,7 +71,7 @@ def test_a_run_generates_trains_and_evaluates() -> None:
         waiting = asyncio.create_task(world.take(0, (0, 1), published=0))
         reply = await world.work("g")
         while reply.unit is not None and reply.unit.step == 0:
-            result = wire.encode(wire.Score(0.5, "")) if reply.unit.kind == "evaluate" else samples(1.0)
+            result = wire.encode(wire.EvaluationScore(0.5, "")) if reply.unit.kind == "evaluate" else samples(1.0)
             reply = await world.work("g", reply.unit, result)
         assert await waiting == (samples(1.0), samples(1.0))
         assert [each.exact_match for each in world.of(Evaluated)] == [0.5]
@@ -89,7 +89,7 @@ def test_a_run_generates_trains_and_evaluates() -> None:
         await world.finish("trainer-0", "same")
         reply = await world.work("h")
         assert reply.unit == Unit(2, 2, 0, "evaluate")
-        await world.call("work", "h", wire.WorkRequest(reply.unit, wire.encode(wire.Score(0.75, ""))))
+        await world.call("work", "h", wire.WorkRequest(reply.unit, wire.encode(wire.EvaluationScore(0.75, ""))))
         await world.service.until_done()
         assert [each.version for each in world.of(Published)] == [0, 1, 2]
         world.service.end()

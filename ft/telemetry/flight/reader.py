@@ -23,13 +23,13 @@ from holdfast.ft.telemetry.flight import layout
 from holdfast.ft.telemetry.flight.recorder import SUFFIX
 from holdfast.ft.telemetry.flight.recording import (
     BadRecording,
-    Communicator,
-    Op,
+    CommunicatorRecord,
+    OpRecord,
+    OpStatus,
+    OpWait,
     Recording,
+    RecordingState,
     Signature,
-    State,
-    Status,
-    Waiting,
 )
 
 MAX_BYTES = 256 << 20
@@ -125,7 +125,7 @@ class _Decoder:
             process=Peer(self._text(host, "host"), pid, started),
             opened=self._time(opened, "its beginning"),
             wall=self._time(wall, "its date"),
-            state=State(state),
+            state=RecordingState(state),
             ended=self._time(ended, "its end"),
             note=note,
             step=step,
@@ -154,7 +154,7 @@ class _Decoder:
             at += length
         return found
 
-    def _communicators(self) -> dict[int, Communicator]:
+    def _communicators(self) -> dict[int, CommunicatorRecord]:
         """By number modulo 65536, as entries name them."""
         found = {}
         for slot in range(layout.COMMUNICATORS):
@@ -166,14 +166,14 @@ class _Decoder:
                 (number - 1) % layout.COMMUNICATORS == slot and rank < size and length <= len(name),
                 "one of its communicators is damaged",
             )
-            found[number & 0xFFFF] = Communicator(
+            found[number & 0xFFFF] = CommunicatorRecord(
                 self._text(name[:length], "communicator's name"), epoch, rank, size, self._text(backend, "backend")
             )
         return found
 
     def _ops(
-        self, capacity: int, text_bytes: int, signatures: list[Signature], communicators: dict[int, Communicator]
-    ) -> tuple[tuple[Op, ...], int]:
+        self, capacity: int, text_bytes: int, signatures: list[Signature], communicators: dict[int, CommunicatorRecord]
+    ) -> tuple[tuple[OpRecord, ...], int]:
         ops, torn = [], 0
         for slot in self._slots(capacity, layout.ring_at(text_bytes)):
             at = layout.ring_at(text_bytes) + slot * layout.ENTRY_BYTES
@@ -193,7 +193,7 @@ class _Decoder:
                 continue  # of a communicator that was forgotten since: at least 256 came after it
             left, status, failed, waiting = self._end(at, number)
             ops.append(
-                Op(
+                OpRecord(
                     number=number,
                     communicator=where,
                     signature=signatures[text] if text < len(signatures) else signatures[0],
@@ -219,7 +219,7 @@ class _Decoder:
         newest = max(numbers)
         return [slot for slot, number in enumerate(numbers) if newest - self._last < number]
 
-    def _end(self, at: int, number: int) -> tuple[float | None, Status, tuple[int, ...], Waiting | None]:
+    def _end(self, at: int, number: int) -> tuple[float | None, OpStatus, tuple[int, ...], OpWait | None]:
         """How op `number` ended, and whom it waited for or blamed."""
         left, status, mark = layout.ENDED.unpack_from(self._data, at + layout.ENDED_AT)
         *_, settled = layout.ENDED.unpack_from(self._first, at + layout.ENDED_AT)
@@ -227,7 +227,7 @@ class _Decoder:
         if ended:
             self._require(layout.INSIDE < status <= layout.ERROR, f"op {number} has no status {status}")
             self._time(left, f"the end of op {number}")
-        waiting: Waiting | None = None
+        waiting: OpWait | None = None
         failed: tuple[int, ...] = ()
         details = layout.DETAILS.unpack_from(self._data, at + layout.DETAILS_AT)
         begun, since, rounds, takes, gives, kind, *ranks, again = details
@@ -237,10 +237,10 @@ class _Decoder:
             self._require(takes + gives <= layout.MAX_RANKS, f"op {number} waits for too many ranks")
             if kind == layout.WAITS:
                 since = self._time(since, f"the wait of op {number}")
-                waiting = Waiting(since, rounds, tuple(ranks[:takes]), tuple(ranks[takes : takes + gives]))
+                waiting = OpWait(since, rounds, tuple(ranks[:takes]), tuple(ranks[takes : takes + gives]))
             else:
                 self._require(kind == layout.FAILED_RANKS, f"op {number} has details of kind {kind}")
                 failed = tuple(ranks[:takes])
         if not ended:
-            return None, Status.INSIDE, failed, waiting
-        return left, Status(status), failed, waiting
+            return None, OpStatus.INSIDE, failed, waiting
+        return left, OpStatus(status), failed, waiting

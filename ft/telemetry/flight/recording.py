@@ -21,7 +21,7 @@ class BadRecording(CorruptData):
         super().__init__(f"flight recording {path}: {reason}")
 
 
-class Status(enum.IntEnum):
+class OpStatus(enum.IntEnum):
     """How an op stands."""
 
     INSIDE = layout.INSIDE
@@ -33,7 +33,7 @@ class Status(enum.IntEnum):
     ERROR = layout.ERROR
 
 
-class State(enum.IntEnum):
+class RecordingState(enum.IntEnum):
     """How a recording stands. One that is `OPEN` though its process is gone was not closed: the process was killed."""
 
     OPEN = layout.OPEN
@@ -68,7 +68,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 _DIRECTION = {"send": "to", "recv": "from"}
 
 
-class Communicator(msgspec.Struct, frozen=True):
+class CommunicatorRecord(msgspec.Struct, frozen=True):
     """A communicator that the process was in, as `rank` of `size`."""
 
     name: str
@@ -78,7 +78,7 @@ class Communicator(msgspec.Struct, frozen=True):
     backend: str
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class OpWait(msgspec.Struct, frozen=True):
     """Since when an op has waited for `takes` to send or to arrive, and for `gives` to take; `rounds`: of messages.
 
     With more than 16 ranks only the first are named.
@@ -90,7 +90,7 @@ class Waiting(msgspec.Struct, frozen=True):
     gives: tuple[int, ...]
 
 
-class Op(msgspec.Struct, frozen=True):
+class OpRecord(msgspec.Struct, frozen=True):
     """One op. Times are `time.monotonic()` seconds of its host; `left` is None while it is inside.
 
     `number` counts all ops of the process, `seq` those of its communicator. `ordinal` counts the collectives of the
@@ -98,7 +98,7 @@ class Op(msgspec.Struct, frozen=True):
     """
 
     number: int
-    communicator: Communicator
+    communicator: CommunicatorRecord
     signature: Signature
     seq: int
     ordinal: int
@@ -106,8 +106,8 @@ class Op(msgspec.Struct, frozen=True):
     nbytes: int
     entered: float
     left: float | None
-    status: Status
-    waiting: Waiting | None = None
+    status: OpStatus
+    waiting: OpWait | None = None
     failed_ranks: tuple[int, ...] = ()
 
 
@@ -123,11 +123,11 @@ class Recording(msgspec.Struct, frozen=True):
     process: Peer
     opened: float
     wall: float
-    state: State
+    state: RecordingState
     ended: float
     note: str
     step: int
     step_began: float
-    ops: tuple[Op, ...]
+    ops: tuple[OpRecord, ...]
     torn: int
     capacity: int

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Protocol
 
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.collectives.startline import StartLine
@@ -208,8 +208,8 @@ class Arena:
     """A private directory with the socket that workers dial, and the groups that were started there."""
 
     def __init__(self) -> None:
-        self._folder = HeldFolder("holdfast-bench-")
-        self._shared = HeldFolder("holdfast-bench-", SHARED_MEMORY)
+        self._folder = HeldDirectory("holdfast-bench-")
+        self._shared = HeldDirectory("holdfast-bench-", SHARED_MEMORY)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         bind_unix(self._listener, self._folder.path / "socket")
         self._listener.listen(64)

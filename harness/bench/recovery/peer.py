@@ -24,7 +24,7 @@ import numpy as np
 
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
-from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldFolder, private_file
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, Spread
@@ -98,7 +98,7 @@ class _PeerProcess:
 
 def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, float]:
     """Kill one rank of a job of its own; returns the library's name of itself, and the milliseconds."""
-    with HeldFolder("holdfast-ulfm-") as folder, HeldFolder("holdfast-ulfm-", SHARED_MEMORY) as shared:
+    with HeldDirectory("holdfast-ulfm-") as folder, HeldDirectory("holdfast-ulfm-", SHARED_MEMORY) as shared:
         how = launcher(OPENMPI, ranks, shared.path)
         address = str(folder.path / "socket")
         program = [sys.executable, "-m", "holdfast.harness.bench.recovery.peer", address, str(nbytes)]

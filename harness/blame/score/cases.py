@@ -12,7 +12,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import Evidence, Life
+from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.telemetry.flight import read
@@ -113,7 +113,7 @@ def _job(rng: random.Random, fewest: int = 2) -> _SampleJob:
     return _SampleJob(rng, world, _program(rng, size), rng.randint(4, 30), base, {})
 
 
-def _evidence(job: _SampleJob, folder: Path, lives: Sequence[Life], now: float, waits: bool) -> Evidence:
+def _evidence(job: _SampleJob, folder: Path, lives: Sequence[ProcessState], now: float, waits: bool) -> JobEvidence:
     """The recordings of the job, from one to three hosts with different clocks."""
     rng, size = job.rng, job.world.size
     hosts = rng.choice([1, 1, 2, 3])
@@ -129,14 +129,14 @@ def _end_time(job: _SampleJob) -> float:
     return max(life.entered for lives in job.world.lived for life in lives)
 
 
-def _lives(rng: random.Random, size: int, rank: int, as_seen: Life) -> list[Life]:
+def _lives(rng: random.Random, size: int, rank: int, as_seen: ProcessState) -> list[ProcessState]:
     """The state of the processes when blame looks: as at the fault, all gone since, or unknown (elsewhere)."""
     scene = rng.choice(["live", "all gone", "elsewhere"])
     if scene == "all gone":
-        return [Life.GONE] * size
+        return [ProcessState.GONE] * size
     if scene == "elsewhere":
-        return [Life.UNKNOWN] * size
-    return [as_seen if each == rank else Life.RUNNING for each in range(size)]
+        return [ProcessState.UNKNOWN] * size
+    return [as_seen if each == rank else ProcessState.RUNNING for each in range(size)]
 
 
 def _fail(job: _SampleJob, error: Callable[[int, tuple[int, ...]], Exception | None], after: float) -> float:
@@ -178,7 +178,7 @@ def _stopped_job(rng: random.Random) -> tuple[_SampleJob, int]:
                 return job, rank
 
 
-def _crash(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
+def _crash(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
     job, rank = _stopped_job(rng)
     job.world.lived[rank][-1].takes = job.world.lived[rank][-1].takes if rng.random() < 0.5 else ()
     told = rng.choice(["found", "left waiting", "timed out"])
@@ -191,11 +191,11 @@ def _crash(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
         return PeerFailed([rank], "gone") if rng.random() < 0.5 else Revoked(1, "gone")
 
     now = max(_fail(job, error, 0.01 if told == "found" else 30.0), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, Life.GONE)
+    lives = _lives(rng, job.world.size, rank, ProcessState.GONE)
     return Truth("crash", rank), _evidence(job, folder, lives, now, waits=told != "found" or rng.random() < 0.5)
 
 
-def _hang(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
+def _hang(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
     job, rank = _stopped_job(rng)
     timed_out = rng.random() < 0.5
 
@@ -203,21 +203,21 @@ def _hang(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
         return OpTimeout("op", 1, 1.0, takes) if timed_out and waiter != rank else None
 
     now = max(_fail(job, error, 30.0), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, rng.choice([Life.STOPPED, Life.RUNNING]))
+    lives = _lives(rng, job.world.size, rank, rng.choice([ProcessState.STOPPED, ProcessState.RUNNING]))
     return Truth("hang", rank), _evidence(job, folder, lives, now, waits=True)
 
 
-def _slow(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
+def _slow(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
     job = _job(rng)
     rank = rng.randrange(job.world.size)
     job.steps = rng.randint(10, 40)
     job.slow[rank] = rng.uniform(1.5, 4.0)
     job.run()
-    lives = [rng.choice([Life.RUNNING, Life.UNKNOWN])] * job.world.size
+    lives = [rng.choice([ProcessState.RUNNING, ProcessState.UNKNOWN])] * job.world.size
     return Truth("slow", rank), _evidence(job, folder, lives, max(job.world.times), waits=rng.random() < 0.5)
 
 
-def _cut(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
+def _cut(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
     while True:
         job = _job(rng)
         sender, receiver = rng.sample(range(job.world.size), 2)
@@ -235,11 +235,11 @@ def _cut(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
             break
     timed_out = rng.random() < 0.5
     now = max(_fail(job, lambda _, takes: OpTimeout("op", 1, 1.0, takes) if timed_out else None, 30.0), _end_time(job))
-    lives = _lives(rng, job.world.size, sender, Life.RUNNING)
+    lives = _lives(rng, job.world.size, sender, ProcessState.RUNNING)
     return Truth("cut", sender, receiver), _evidence(job, folder, lives, now + 60.0, waits=True)
 
 
-def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
+def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
     job = _job(rng)
     rank = rng.randrange(job.world.size)
     step_of, place_of = rng.randrange(2, job.steps), rng.randrange(len(job.program))
@@ -257,7 +257,7 @@ def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, Evidence]:
     job.run(change)
     checked = rng.random() < 0.5
     now = max(_fail(job, lambda *_: Mismatch("no") if checked else None, 1e-3), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, Life.RUNNING)
+    lives = _lives(rng, job.world.size, rank, ProcessState.RUNNING)
     return Truth("mismatch", rank), _evidence(job, folder, lives, now, waits=rng.random() < 0.5)
 
 
@@ -278,7 +278,7 @@ def _other_call(rng: random.Random, right: ModelCall, following: ModelCall) -> M
     return ModelCall("all_to_all_single", right.tensor, "float32")
 
 
-_MAKE: dict[str, Callable[[random.Random, Path], tuple[Truth, Evidence]]] = {
+_MAKE: dict[str, Callable[[random.Random, Path], tuple[Truth, JobEvidence]]] = {
     "crash": _crash,
     "hang": _hang,
     "slow": _slow,

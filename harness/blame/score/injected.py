@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import Evidence
+from holdfast.ft.diagnosis.evidence import JobEvidence
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import gather
 from holdfast.harness.blame.score.cases import Judged, Truth
@@ -121,7 +121,7 @@ def _await(job: Job, kind: str) -> list[Finding]:
             return found
 
 
-def _look(job: Job) -> Evidence:
+def _look(job: Job) -> JobEvidence:
     return gather(job.directory / "events", time.monotonic())
 
 

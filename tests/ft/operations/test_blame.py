@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from holdfast.comms.errors import PeerFailed
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import Evidence, Life
+from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.diagnosis.perfetto import trace
@@ -27,7 +27,7 @@ from holdfast.harness.cli.app import app
 SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 
 
-def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> Evidence:
+def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> JobEvidence:
     """The evidence of a job of the model: `steps` steps of one all_reduce and 10 ms of computing."""
     world = ModelWorld(size, random.Random(1), latency=1e-5, **faults)
     for step in range(steps):
@@ -38,7 +38,7 @@ def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = Non
     clocks = clocks or [1000.0] * size
     paths = world.write(folder, hosts, clocks, waits=True, capacity=64)
     recordings = [read(path) for path in paths]
-    return assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], clocks[0] + 100.0)
+    return assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], clocks[0] + 100.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_of_two_ranks_that_differ_the_one_that_breaks_the_habit_is_odd(tmp_path:
     world.dead_after = {0: (6, 0), 1: (6, 0)}
     world.run([SUM, odd], 6)
     recordings = [read(path) for path in world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)]
-    (suspect,) = analyse(assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], 9.0))
+    (suspect,) = analyse(assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], 9.0))
     assert (suspect.kind, suspect.rank) == ("mismatch", 1)
     assert "rank 1 called all_reduce(float32, [5], sum)" in suspect.evidence
 
@@ -102,14 +102,14 @@ def test_a_receive_whose_message_was_sent_shows_the_link(tmp_path: Path) -> None
             if op == "send" or number < 2:
                 journal.leave(None)
     recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    (suspect, *_) = analyse(assemble(recordings, {r.identity: Life.RUNNING for r in recordings}, [], 100.0))
+    (suspect, *_) = analyse(assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], 100.0))
     assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 0, 1)
 
 
 def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tmp_path: Path) -> None:
     """Their rings hold nothing of its epoch any more."""
     lives = {}
-    for name, epoch, life in [("p0", 2, Life.RUNNING), ("p1", 1, Life.GONE)]:
+    for name, epoch, life in [("p0", 2, ProcessState.RUNNING), ("p1", 1, ProcessState.GONE)]:
         recorder = FlightRecorder(tmp_path / f"{name}.flight", name, "job", capacity=16)
         journal = recorder.journal("job", epoch, int(name[1]), 3 - epoch, "shm")
         journal.enter("barrier", 1, 0, None, None, -1)
@@ -137,7 +137,7 @@ def test_a_finding_is_reported_once(tmp_path: Path) -> None:
         "process": "p0",
     }
     recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    lives = {"p0": Life.RUNNING, "p1": Life.GONE}
+    lives = {"p0": ProcessState.RUNNING, "p1": ProcessState.GONE}
     suspects = analyse(assemble(recordings, lives, [{**said, "time": 1.0, "process": "p0"}], 1e6))
     crashes = [suspect for suspect in suspects if suspect.kind == "crash"]
     assert [suspect.process for suspect in crashes] == ["p1"]
@@ -168,14 +168,14 @@ def test_the_trace_has_a_track_a_rank_and_an_arrow_a_meeting(tmp_path: Path) -> 
     assert all("".join(step["ph"] for step in steps) == "stf" for steps in by_id.values())
 
 
-def slices_of(evidence: Evidence) -> list[dict[str, Any]]:
+def slices_of(evidence: JobEvidence) -> list[dict[str, Any]]:
     return [event for event in trace(evidence)["traceEvents"] if event["ph"] == "X"]
 
 
 def test_the_open_ops_of_a_job_that_has_ended_end_with_it(tmp_path: Path) -> None:
     """A day after the job, which took less than a second."""
     alive = job(tmp_path, 2, 20, dead_after={1: (7, -1)})
-    ended = assemble(alive.recordings, dict.fromkeys(alive.lives, Life.GONE), [], alive.now + 86_400)
+    ended = assemble(alive.recordings, dict.fromkeys(alive.lives, ProcessState.GONE), [], alive.now + 86_400)
     assert max(each["ts"] + each["dur"] for each in slices_of(ended)) < 1e6
     assert max(finding.seconds for finding in analyse(ended)) < 1.0
     assert max(each["dur"] for each in slices_of(alive)) > 50e6, "a living rank is inside of it until now"

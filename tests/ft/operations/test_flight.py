@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.ft.telemetry.flight import BadRecording, FlightRecorder, State, Status, find, layout, open_recorder, read
+from holdfast.ft.telemetry.flight import (
+    BadRecording,
+    FlightRecorder,
+    OpStatus,
+    RecordingState,
+    find,
+    layout,
+    open_recorder,
+    read,
+)
 from holdfast.ft.telemetry.flight.reader import decode
 from holdfast.harness import LocalCluster
 
@@ -35,7 +44,7 @@ def test_an_op_is_read_back_as_it_was_called(tmp_path: Path) -> None:
     journal.leave(None)
     (op,) = read(made.path).ops
     assert str(op.signature) == "all_reduce(float32, [2, 3], sum)"
-    assert (op.seq, op.ordinal, op.step, op.nbytes, op.status) == (12, 1, 7, 24, Status.DONE)
+    assert (op.seq, op.ordinal, op.step, op.nbytes, op.status) == (12, 1, 7, 24, OpStatus.DONE)
     assert (op.communicator.name, op.communicator.epoch, op.communicator.rank, op.communicator.size) == ("job", 3, 1, 4)
     assert op.left is not None and 0 <= op.left - op.entered < 1
 
@@ -45,7 +54,7 @@ def test_an_unfinished_op_is_inside_and_names_the_ranks_that_it_waits_for(tmp_pa
     journal.enter("broadcast", 1, 8, TENSOR, None, 2)
     journal.waits([2], gives=[1, 3], rounds=5)
     (op,) = read(tmp_path / "p1.flight").ops
-    assert (op.status, op.left, op.signature.peer) == (Status.INSIDE, None, 2)
+    assert (op.status, op.left, op.signature.peer) == (OpStatus.INSIDE, None, 2)
     assert op.waiting is not None
     assert (op.waiting.takes, op.waiting.gives, op.waiting.rounds) == ((2,), (1, 3), 5)
 
@@ -53,15 +62,15 @@ def test_an_unfinished_op_is_inside_and_names_the_ranks_that_it_waits_for(tmp_pa
 @pytest.mark.parametrize(
     ("error", "status", "ranks"),
     [
-        (PeerFailed([2], "gone"), Status.PEER_FAILED, (2,)),
-        (OpTimeout("barrier", 1, 0.5, [0, 3]), Status.TIMED_OUT, (0, 3)),
-        (Revoked(1), Status.REVOKED, ()),
-        (Mismatch("no"), Status.MISMATCH, ()),
-        (KeyboardInterrupt(), Status.ERROR, ()),
+        (PeerFailed([2], "gone"), OpStatus.PEER_FAILED, (2,)),
+        (OpTimeout("barrier", 1, 0.5, [0, 3]), OpStatus.TIMED_OUT, (0, 3)),
+        (Revoked(1), OpStatus.REVOKED, ()),
+        (Mismatch("no"), OpStatus.MISMATCH, ()),
+        (KeyboardInterrupt(), OpStatus.ERROR, ()),
     ],
 )
 def test_a_failed_op_says_how_and_names_the_ranks(
-    tmp_path: Path, error: BaseException, status: Status, ranks: tuple[int, ...]
+    tmp_path: Path, error: BaseException, status: OpStatus, ranks: tuple[int, ...]
 ) -> None:
     journal = recorder(tmp_path).journal("job", 1, 0, 4, "shm")
     journal.enter("barrier", 1, 0, None, None, -1)
@@ -105,9 +114,9 @@ def test_the_file_is_the_owners_alone_and_never_written_over(tmp_path: Path) -> 
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         recorder(tmp_path)
-    assert read(made.path).state == State.OPEN
+    assert read(made.path).state == RecordingState.OPEN
     made.close("ValueError: no")
-    assert (read(made.path).state, read(made.path).note) == (State.FAILED, "ValueError: no")
+    assert (read(made.path).state, read(made.path).note) == (RecordingState.FAILED, "ValueError: no")
 
 
 def test_recording_is_off_without_a_folder_or_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +183,15 @@ def test_a_job_records_by_itself_and_what_was_killed_can_be_read() -> None:
         recordings = [read(path) for path in find(job.directory / "events")]
     assert len(recordings) == 3
     by_state = sorted(recordings, key=lambda recording: recording.state)
-    assert [recording.state for recording in by_state] == [State.OPEN, State.CLOSED, State.CLOSED]
+    assert [recording.state for recording in by_state] == [
+        RecordingState.OPEN,
+        RecordingState.CLOSED,
+        RecordingState.CLOSED,
+    ]
     killed = by_state[0]
     assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 0, 1)
     survivor = next(r for r in by_state[1:] if len({op.communicator.epoch for op in r.ops}) == 2)
-    (failed,) = [op for op in survivor.ops if op.status != Status.DONE]
+    (failed,) = [op for op in survivor.ops if op.status != OpStatus.DONE]
     assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 1, (1,))
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.launch import held_directory
-from holdfast.ft.launch.held_directory import HeldFolder
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness import LocalCluster
 
 OWNER = """
 import sys
 from pathlib import Path
-from holdfast.ft.launch.held_directory import HeldFolder
+from holdfast.ft.launch.held_directory import HeldDirectory
 
-folder = HeldFolder("job-", Path(sys.argv[1]))
+folder = HeldDirectory("job-", Path(sys.argv[1]))
 (folder.path / "segment").write_bytes(b"memory")
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -43,7 +43,7 @@ def owner(where: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Path) -> None:
-    with HeldFolder("job-", tmp_path) as folder:
+    with HeldDirectory("job-", tmp_path) as folder:
         assert folder.path.parent == tmp_path
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
         (folder.path / "segment").write_bytes(b"memory")
@@ -52,7 +52,7 @@ def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Pat
 
 
 def test_a_new_folder_leaves_folders_that_are_held(tmp_path: Path) -> None:
-    with owner(tmp_path) as (process, theirs), HeldFolder("job-", tmp_path) as ours:
+    with owner(tmp_path) as (process, theirs), HeldDirectory("job-", tmp_path) as ours:
         assert {theirs, ours.path} == set(tmp_path.iterdir())
         process.communicate(timeout=30)
         assert list(tmp_path.iterdir()) == [ours.path], "its owner closed it"
@@ -65,7 +65,7 @@ def test_a_new_folder_removes_what_a_killed_owner_left_and_nothing_else(tmp_path
         process.kill()
         process.wait(30)
         assert (left / "segment").exists()
-        with HeldFolder("job-", tmp_path) as ours:
+        with HeldDirectory("job-", tmp_path) as ours:
             assert {path.name for path in tmp_path.iterdir()} == {"another's", "job-file", ours.path.name}
 
 
@@ -73,7 +73,7 @@ def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> No
     mine = tmp_path / "job-mybackup"
     mine.mkdir()
     (mine / "precious").touch()
-    with HeldFolder("job-", tmp_path):
+    with HeldDirectory("job-", tmp_path):
         pass
     assert (mine / "precious").exists()
 
@@ -86,7 +86,7 @@ def test_root_leaves_folders_of_other_users(tmp_path: Path, of_another: str) -> 
         process.kill()
         process.wait(30)
         os.chown(left if of_another == "folder" else left / held_directory.MARKER, 1234, 1234)
-        with HeldFolder("job-", tmp_path):
+        with HeldDirectory("job-", tmp_path):
             pass
         assert (left / "segment").exists()
 
@@ -98,7 +98,7 @@ def test_a_link_to_a_folder_that_was_left_is_not_followed(tmp_path: Path) -> Non
         process.kill()
         process.wait(30)
         (tmp_path / "job-link").symlink_to(left)
-        with HeldFolder("job-", tmp_path):
+        with HeldDirectory("job-", tmp_path):
             pass
         assert (left / "segment").exists()
 
@@ -145,6 +145,6 @@ def test_a_folder_that_is_removed_before_it_is_held_is_made_again(
         return lock(folder, how)
 
     monkeypatch.setattr(held_directory, "_lock", late)
-    with HeldFolder("job-", tmp_path) as ours:
+    with HeldDirectory("job-", tmp_path) as ours:
         assert ours.path.is_dir()
         assert taken[0] != ours.path

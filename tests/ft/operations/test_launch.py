@@ -16,7 +16,7 @@ from holdfast.comms.system.environment import flag
 from holdfast.ft.launch import guardian
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
-from holdfast.ft.launch.run_report import Failure, LastWords, last_ranks, table
+from holdfast.ft.launch.run_report import LastWords, ProcessFailure, last_ranks, table
 from holdfast.ft.telemetry.flight import find
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
@@ -153,7 +153,7 @@ def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
 
 
 def test_the_table_has_ranks_first_and_spares_last() -> None:
-    failures = [Failure(None, 7, 1, "x"), Failure(1, 5, -9, ""), Failure(0, 60, 2, "y")]
+    failures = [ProcessFailure(None, 7, 1, "x"), ProcessFailure(1, 5, -9, ""), ProcessFailure(0, 60, 2, "y")]
     assert table(failures) == [
         "rank   pid  exit                  last error line",
         "0      60   exited with status 2  y",

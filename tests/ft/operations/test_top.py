@@ -22,7 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
-from holdfast.ft.diagnosis.job_state import Fault, JobState, Row
+from holdfast.ft.diagnosis.job_state import JobState, LastFault, ProcessRow
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.telemetry.event_reader import EventTail
 from holdfast.harness import LocalCluster
@@ -134,10 +134,10 @@ def test_the_screen_shows_members_steps_and_failures() -> None:
     from rich.console import Console
 
     rows = (
-        Row(0, "p0", 10, "running", 7, 12.5, "all_reduce(float32, [4], sum)", True, 2.5, (1,)),
-        Row(1, "p1", 11, "stopped", 7, 0.0, "barrier()", False, 2.6),
+        ProcessRow(0, "p0", 10, "running", 7, 12.5, "all_reduce(float32, [4], sum)", True, 2.5, (1,)),
+        ProcessRow(1, "p1", 11, "stopped", 7, 0.0, "barrier()", False, 2.6),
     )
-    fault = Fault(61.0, 3, "rank 2 (p9) is gone: its process ended", 0.0042, None)
+    fault = LastFault(61.0, 3, "rank 2 (p9) is gone: its process ended", 0.0042, None)
     console = Console(width=110, record=True)
     with console.capture() as shown:
         console.print(render(JobState("job", "running", 4, 2, "shm", 7, 12.5, 1, fault, rows)))
@@ -192,7 +192,7 @@ def test_the_screen_says_that_processes_wait_for_members() -> None:
 
 
 def test_the_screen_says_for_how_many_members_a_job_waits() -> None:
-    row = Row(None, "p1", 7, "waits for 2 members", -1, 0.0, "", False, 0.0)
+    row = ProcessRow(None, "p1", 7, "waits for 2 members", -1, 0.0, "", False, 0.0)
     state = JobState("job", "forming", 1, 1, "", -1, 0.0, 0, None, (row,), needed=2)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render(state))

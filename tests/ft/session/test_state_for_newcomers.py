@@ -54,7 +54,7 @@ class Generator:
 def journey(state: Any) -> Any:
     """The state as a newcomer gets it."""
     packed = transfer.pack({"thing": Thing(state)}, torch.device("cpu"))
-    return transfer.unpack(transfer.Packed(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
+    return transfer.unpack(transfer.PackedState(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
         "thing"
     ]
 

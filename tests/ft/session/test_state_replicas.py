@@ -24,7 +24,7 @@ from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.gradients import ShardSums
-from holdfast.ft.state.leaves import Layout, Leaf, _cuts, _placements
+from holdfast.ft.state.leaves import Leaf, PartLayout, _cuts, _placements
 from holdfast.ft.state.mesh import Mesh, all_ranks, box_of, shape_of
 from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
 from holdfast.ft.state.shelf import Shelf, shifts
@@ -57,7 +57,7 @@ def test_copies_go_to_another_host_if_they_can() -> None:
 
 def test_a_version_is_kept_until_the_next_is_committed() -> None:
     shelf = Shelf(torch.device("cpu"))
-    layout = Layout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
+    layout = PartLayout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
     for version in (4, 5):
         part = shelf.new(version, layout, b"")
         layout.view(part.buffer, 0).fill_(version)
@@ -105,7 +105,7 @@ def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
         torch.arange(math.prod(leaf.shape)).view(leaf.shape).to(leaf.torch_dtype) + 1 * (leaf.dtype != "bool")
         for leaf in made
     ]
-    layouts = [Layout(tuple(made), before, part) for part in range(before.size)]
+    layouts = [PartLayout(tuple(made), before, part) for part in range(before.size)]
     alike: dict[tuple[int, int], list[int]] = {}
     for part, layout in enumerate(layouts):
         alike.setdefault(layout.share, []).append(part)
@@ -116,7 +116,7 @@ def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
         for index, each in enumerate(made):
             layouts[part].view(buffer, index).copy_(cut(each, whole[index], before, part))
     for part in range(after.size):
-        new = Layout(tuple(made), after, part)
+        new = PartLayout(tuple(made), after, part)
         pieces = choose(new, before, sorted(there)[:1], there)
         given_bytes = {}
         for old, ranges in needed(new, before, pieces).items():
@@ -128,7 +128,7 @@ def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
 
 
 def test_an_error_names_a_piece_that_no_rank_has() -> None:
-    new = Layout((Leaf("model.w", "float32", (4, 2), ("ranks",), ((0, "ranks"),)),), all_ranks(1), 0)
+    new = PartLayout((Leaf("model.w", "float32", (4, 2), ("ranks",), ((0, "ranks"),)),), all_ranks(1), 0)
     with pytest.raises(CorruptData, match=r"nobody has \[\(2, 4\), \(0, 2\)\] of model.w"):
         choose(new, all_ranks(2), [], [0])
 
