@@ -1,4 +1,4 @@
-"""Evidence of failure -> membership -> rebuild -> resume.
+"""Fault-tolerant jobs: from evidence of a failure to the next view, a new communicator, and the next step.
 
 with ft.Session(min_size=2) as session:
     for attempt in session.steps(total): ...

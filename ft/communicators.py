@@ -1,6 +1,7 @@
-"""The communicators of a session, one for each epoch, each built on what is good of the one before.
+"""The communicators of a session: one for each epoch, which reuses resources of the one before.
 
-One that is over is closed late: the next may keep what it holds, and nobody has the time for it who is rebuilding.
+Old communicators are closed after recovery, not during it: the next one may reuse what they hold, and closing takes
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _log = logging.getLogger("holdfast.ft")
 
 
 class CommunicatorManager:
-    """`comm` is the communicator of the epoch at hand; None before the first, and while there is none."""
+    """`comm` is the communicator of the current epoch; None before the first and during a rebuild."""
 
     def __init__(self, settings: Settings) -> None:
         self.comm: Communicator | None = None
@@ -29,7 +30,7 @@ class CommunicatorManager:
         self._retired: list[Communicator] = []
 
     def retire(self) -> None:
-        """The communicator at hand is over."""
+        """Set the current communicator aside: its epoch is over."""
         if self.comm is not None:
             self._retired.append(self.comm)
             self.comm = None
@@ -65,12 +66,12 @@ class CommunicatorManager:
         return self.comm
 
     def close_retired(self, keep: int = 0) -> None:
-        """Close those that are over, but for the newest `keep`. To be called where nobody waits for the next one."""
+        """Close all retired communicators but the newest `keep`. Call it only when no rank waits for the next one."""
         while len(self._retired) > keep:
             _close(self._retired.pop(0))
 
     def close(self) -> None:
-        """Close all of them. Idempotent."""
+        """Close all communicators. Idempotent."""
         self.retire()
         self.close_retired()
 

@@ -1,4 +1,4 @@
-"""How a session leaves a job that is not over: with all others before the last step, or by an exception of the user."""
+"""Leave a job that is not over: with all other members before the last step, or by a user's exception."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from holdfast.ft.settings import Settings
 OnError = Literal["raise", "replace"]
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks whether the others have stopped too, or go on."""
+"""Seconds between two checks of whether the other members have stopped too, or go on."""
 
 
 def stop_with_all(
     runtime: Runtime, tenure: EpochGuard, settings: Settings, identity: str, view: View, why: str
 ) -> bool:
-    """Declare the job finished before its last step, if all members of `view` leave it here; whether it is.
+    """Declare the job finished before its last step if all members of `view` leave it here; return whether it is.
 
-    False as soon as another member is seen to go on, or after the operation's timeout.
+    False as soon as another member is seen to go on, or after the `operation` timeout.
     """
     timeouts = settings.timeouts
     wanted, deadline = set(view.ranks), time.monotonic() + timeouts.operation
@@ -50,7 +50,7 @@ def stop_with_all(
 def _all_have_stopped(
     runtime: Runtime, tenure: EpochGuard, identity: str, view: View, wanted: set[str], deadline: float
 ) -> bool:
-    """Whether all of the `wanted` stop in the epoch of `view`; False if it is over before, or another goes on."""
+    """Whether all `wanted` members stop in the epoch of `view`; False if it ends before, or a member goes on."""
     try:
         store = runtime.store(view)
         store.set(f"stopped/{identity}", "")
@@ -72,8 +72,9 @@ def end_with(
     known: StepError,
     on: OnError,
 ) -> bool:
-    """End the job with `error`, `known` to the others as that, if this is asked for `on` errors or the same exception
-    has come before; whether it has ended. What comes of the death of a peer ends no job.
+    """End the job with `error` if `on` asks for that or the same exception has come before; return whether it ended.
+
+    The other members get the error as `known`. An error that follows from the death of a peer ends no job.
     """
     if not isinstance(error, Exception) or any(isinstance(each, FAILURES) for each in _chain(error)):
         return False
@@ -84,7 +85,7 @@ def end_with(
     if on == "replace" and not again:
         return False
     runtime.fail(known, f"{'the same exception came again' if again else 'an exception'}: {known}")
-    with contextlib.suppress(HoldfastError):  # which is how the end of the job is told
+    with contextlib.suppress(HoldfastError):  # `wait` raises at the end of the job
         while view.phase == "running":
             view = tenure.wait(view.epoch, settings.timeouts.rebuild)
     newest = tenure.view
@@ -92,7 +93,7 @@ def end_with(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from or beside."""
+    """An exception, then its causes and contexts."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -1,6 +1,6 @@
-"""The exceptions of a user's code that a job has seen, so that one that comes again ends the job.
+"""The exceptions that a job's user code has raised, so that a repeated one ends the job.
 
-They are kept in a cell of the job's register: a spare that does the step again may have joined after the first one.
+They are kept in a cell of the job's register: a spare that repeats the step may have joined after the first exception.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.registers import open_cell
 
 CELL = "errors"
-"""The name of the cell."""
+"""The name of the cell in the register."""
 
 KEPT = 64
-"""The most exceptions that are remembered."""
+"""The number of newest exceptions that are kept."""
 MOST_TEXT = 1000
 
 _decoder = msgspec.msgpack.Decoder(list[StepError])
@@ -32,14 +32,14 @@ class StepFailed(HoldfastError):
 
 
 def describe(error: BaseException, step: int, rank: int) -> StepError:
-    """What to remember of an exception that was raised in `step` on `rank`."""
+    """The record of an exception that was raised in `step` on `rank`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown place"
     return StepError(step, rank, type(error).__qualname__, _text(str(error)), _text(place))
 
 
 def note(register: str, error: StepError) -> bool:
-    """Remember `error` in the register at this URL; whether it repeats one that was there already.
+    """Record `error` in the register at this URL; return whether it repeats one that is there already.
 
     Raises `RegisterAway`, `CorruptData`.
     """
@@ -60,5 +60,5 @@ def note(register: str, error: StepError) -> bool:
 
 
 def _text(text: str) -> str:
-    """As it can be sent: short enough, and valid Unicode."""
+    """The text, cut to `MOST_TEXT` characters and made valid Unicode."""
     return text[:MOST_TEXT].encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Imports the public names of a package on demand: the `holdfast` command must not wait for torch."""
+"""Import the public names of a package at first use: the `holdfast` command must not wait for torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_demand(homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are at `homes` (name -> module)."""
+    """The `__getattr__` of a package whose public names are in the modules `homes` (name -> module)."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -1,4 +1,4 @@
-"""How long a rank that stays waits for its next committed step while others die or join."""
+"""Measures how long a surviving rank waits for its next committed step while others die or join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USUAL = 64
 
 
 class RecoveryTimes:
-    """Told of every commit of one process."""
+    """The longest time between two commits of one process across a change of view."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -21,10 +21,11 @@ class RecoveryTimes:
         self._usual: deque[float] = deque(maxlen=_USUAL)
 
     def commit(self, now: float, view: View, normal: bool) -> dict[str, Any] | None:
-        """Note a commit at `now` (seconds) in `view`, `normal` or found out by a rebuild.
+        """Note a commit at `now` (seconds) in `view`: a `normal` one, or one that a rebuild found out.
 
-        With the first normal one of a view, if others came in an earlier view: the longest time between two commits
-        since then, how long a step usually takes, and how many members joined and left.
+        For the first normal commit of a view after an earlier view, returns the fields of the event `gap`: the longest
+        time between two commits since that view (`seconds`), the time that a step takes (`usual`, the median), and how
+        many members `joined` and `left`. Otherwise None.
         """
         last, before = self._last, self._view
         self._last = now

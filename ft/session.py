@@ -1,4 +1,4 @@
-"""A process's part in a job whose steps are transactions: committed on all ranks or on none, whoever dies.
+"""A process's part in a job whose steps are transactions: committed on all ranks or on none.
 
 with ft.Session(min_size=2) as session:
     session.attach("model", model)
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
-"""What a forked child can still read of its parent's session."""
+"""Attributes that a forked child can still read of its parent's session."""
 
 EVIDENT_SECONDS = 0.002
-"""How long after an op failed the next epoch, or a better reason, is likely to come by itself."""
+"""Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""
 
 
 class Session(Attachments):
     """A context manager: inside, this process belongs to the job, as a member or as a spare.
 
-    `backend` is a name, a preference list or "auto"; `size` how many members the job wants; `min_size` how few it can
-    run with; `shards` into how many parts a step's work is divided, whatever the size (default: `size`). What is not
-    given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE, HOLDFAST_MIN_SIZE, HOLDFAST_SHARDS, HOLDFAST_JOB,
-    HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+    `backend` is a name, a preference list or "auto". `size` is the number of members that the job wants, `min_size`
+    the fewest that it can run with. `shards` is the number of parts that a step's work is divided into, whatever the
+    size (default: `size`). An argument that is not given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE,
+    HOLDFAST_MIN_SIZE, HOLDFAST_SHARDS, HOLDFAST_JOB, HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
 
     `on_error` says what an exception of the user's code does. "replace": it takes its rank out, as a death would; if
     the same exception (type, message, place) comes again in that step or the next, it ends the job. "raise": it ends
-    the job at once. A job that ends so raises `StepFailed` on the other ranks.
+    the job at once. A job that an exception ended raises `StepFailed` on the other ranks.
 
     `metrics` (or HOLDFAST_METRICS_PORT) serves metrics for Prometheus on loopback: a port, 0 for any free one, or a
     range such as "9400-9463" of which each process takes one.
 
-    Refused here, before anything is changed: ValueError and TypeError for bad arguments, `KeyRefused`, `WrongKey`,
+    Raises, before anything is changed: ValueError and TypeError for bad arguments, `KeyRefused`, `WrongKey`,
     `Mismatch` for a register of another job or one in use with another configuration, `BackendUnavailable`,
     `RegisterAway`, `AlreadyJoined` for a second session of one job in one process.
     """
@@ -129,21 +129,21 @@ class Session(Attachments):
         self._over = False
         forks.own(self, f"the session of job {self._settings.name!r}", _READABLE)
 
-    # What a user asks -----------------------------------------------------------------------------------------
+    # The public part ------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> str:
-        """This process's name in the job: that of its member in views, and of its events."""
+        """This process's name in the job: the id of its member in views, and the `process` of its events."""
         return self._identity
 
     @property
     def view(self) -> View | None:
-        """The view that this process works in; None before the first."""
+        """The view that this process works in; None before its first view."""
         return self._view
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that this process works in; None before the first."""
+        """The epoch that this process works in; None before its first view."""
         return None if self._view is None else self._view.epoch
 
     @property
@@ -153,12 +153,12 @@ class Session(Attachments):
 
     @property
     def size(self) -> int | None:
-        """How many members `view` has; None before the first."""
+        """The number of members of `view`; None before its first view."""
         return None if self._view is None else len(self._view.members)
 
     @property
     def step(self) -> int:
-        """How many steps are committed here: the number of the step that comes next."""
+        """The number of steps that are committed here, which is the number of the next step."""
         return self._commit_state.done
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -166,18 +166,18 @@ class Session(Attachments):
         return self._events.subscribe(listener)
 
     def process_group(self) -> BorrowedProcessGroup:
-        """torch.distributed's default group in the epoch at hand; see `Attempt.process_group`."""
+        """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""
         comm, view = self._comms.comm, self._view
         if comm is None or view is None or self._runtime is None:
             raise HoldfastError("there is no process group before the first attempt")
         return self._group.over(comm, self._runtime.store(view), self._settings.timeouts.operation)
 
     def steps(self, total: int) -> Iterator[Attempt]:
-        """Attempts at steps 0 to `total` - 1, each of which comes again until it is committed; the job ends after them.
+        """Yield attempts at steps 0 to `total` - 1, each step until it is committed; then the job ends.
 
-        A spare waits in here until it is promoted or the job is finished. Whatever can no longer be gone on with ends
-        in an error that says why: `StaleEpoch` if this process was evicted, `RegisterAway` if nobody runs the job
-        and the register is away for longer than `rebuild`.
+        A spare waits in here until it is promoted or the job is finished. If this process cannot go on, an error says
+        why: `StaleEpoch` if it was evicted, `RegisterAway` if no member runs the job and the register is away for
+        longer than `rebuild`.
         """
         total = integer(total, "how many steps")
         if total < 0:
@@ -233,7 +233,7 @@ class Session(Attachments):
         self._events.close()
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
-        """Whether the job is over with what makes this process leave its steps: all leave them, or an exception."""
+        """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
         view, rank, done = self._view, self.rank, self._commit_state.done
         if not self._used or view is None or rank is None or self._commit_state.standing == NEWCOMER:
             return False
@@ -276,7 +276,7 @@ class Session(Attachments):
         self._rebuild(view)
 
     def _ready(self) -> bool:
-        """Bring newcomers up to date and begin an attempt, in the newest epoch; False if the job is over."""
+        """Transfer the state to newcomers and begin an attempt, in the newest epoch; False if the job is over."""
         while not self._over:
             comm = self._comms.comm
             assert comm is not None and self._runtime is not None
@@ -295,9 +295,9 @@ class Session(Attachments):
         return False
 
     def commit(self) -> None:
-        """Agree with all ranks that the step is done, having done this rank's part of it.
+        """Agree with all ranks that the step is done, once this rank's part of it is.
 
-        Communicators of earlier epochs are closed only here, where nobody waits for the next one.
+        Communicators of earlier epochs are closed only here, where no rank waits for the next one.
         """
         comm = self._comms.comm
         assert comm is not None
@@ -315,7 +315,7 @@ class Session(Attachments):
         self._comms.close_retired()
 
     def recover(self, failure: HoldfastError) -> bool:
-        """Go on in the next epoch after `failure` ended this one; whether the open step is committed."""
+        """Continue in the next epoch after `failure` ended this one; return whether the open step is committed."""
         comm, done = self._comms.comm, self._commit_state.done
         assert comm is not None
         self._go_on(failure)
@@ -341,8 +341,9 @@ class Session(Attachments):
         self._rebuild(self._next_view(comm.epoch))
 
     def _conclude(self, view: View) -> None:
-        """The job is finished: all steps are committed, so if one is open here it is as well. In one that was stopped
-        none is open.
+        """End the steps here: the job is finished, so a step that is still open here is committed too.
+
+        In a job that was stopped before its last step, no step is open.
         """
         if not view.stopped and self._commit_state.finishes():
             self._note_commit("finished", view.epoch)
@@ -351,7 +352,7 @@ class Session(Attachments):
     # The next epoch -------------------------------------------------------------------------------------------
 
     def _next_view(self, newer_than: int, failure: HoldfastError | None = None) -> View:
-        """The newest view once it is newer and this process is in it. A spare may wait for as long as the job runs."""
+        """Wait for a view newer than `newer_than` that has this process. A spare waits as long as the job runs."""
         timeouts = self._settings.timeouts
         patience = timeouts.rebuild + timeouts.join
         while True:
@@ -362,8 +363,9 @@ class Session(Attachments):
                     raise late from failure
 
     def _await_end(self, epoch: int, failure: HoldfastError) -> None:
-        """Wait until `epoch` is over. If nobody is found to be to blame meanwhile it is ended here; raises `failure` if
-        that has not helped.
+        """Wait until `epoch` is over; if the detectors find no cause meanwhile, end it here.
+
+        Raises `failure` once more than `BROKEN_EPOCHS` epochs would end this way between two commits.
         """
         timeouts, runtime = self._settings.timeouts, self._runtime
         assert runtime is not None
@@ -376,7 +378,7 @@ class Session(Attachments):
         runtime.broken(epoch, failure)
 
     def _rebuild(self, view: View) -> None:
-        """Build the communicator of `view`, or of the first later one that stands, and settle what was open."""
+        """Build the communicator of `view`, or of the first later view that holds, and settle the open step."""
         began = time.monotonic()
         while view.phase == "running":
             try:
@@ -394,7 +396,7 @@ class Session(Attachments):
         self._conclude(view)
 
     def _build(self, view: View) -> Verdict:
-        """Connect the members of `view`, and agree on what becomes of the open step."""
+        """Connect the members of `view` and agree on what becomes of the open step."""
         assert self._runtime is not None
         rank = view.rank_of(self._identity)
         assert rank is not None
@@ -403,7 +405,7 @@ class Session(Attachments):
             self._replicator.drop()
             self._comms.retire()
         timeouts = self._settings.timeouts
-        patience = max(timeouts.rebuild, timeouts.operation)  # a member may be computing, and not look up before
+        patience = max(timeouts.rebuild, timeouts.operation)  # a member that computes notices the new epoch only later
         self._reach("rebuild.before_connect", view)
         mine = self._commit_state.vote()
         comm = self._comms.connect(
@@ -423,8 +425,9 @@ class Session(Attachments):
         return verdict
 
     def _synchronise(self, comm: Communicator) -> None:
-        """Bring newcomers up to date, and what is sharded; collective. All who hold the state are at the start of the
-        same step.
+        """Transfer the state to newcomers and restore sharded state; collective.
+
+        All ranks that hold the state are at the start of the same step.
         """
         verdict = self._commit_state.pending
         if verdict is not None:
@@ -454,10 +457,10 @@ class Session(Attachments):
         if gap is not None:
             self._events.emit("gap", step=self._commit_state.done - 1, epoch=epoch, **gap)
 
-    # Small things ---------------------------------------------------------------------------------------------
+    # Helpers --------------------------------------------------------------------------------------------------
 
     def _hosts(self) -> list[str]:
-        """Each rank's host."""
+        """The host of each member, by rank."""
         assert self._view is not None
         return [member.peer.host for member in self._view.members]
 

@@ -1,4 +1,4 @@
-"""What a process brings to a job: settings from arguments and environment, checked before anything is changed."""
+"""The settings of a session, from arguments and environment, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ MAX_SHARDS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One process's part of the contract, complete and checked. 0 for `size` or `shards`: whatever the job has. `mesh`:
-    up to how many members everybody knows everybody; HOLDFAST_MESH says otherwise, for all processes of a job alike.
+    """One process's settings, complete and checked.
+
+    0 for `size` or `shards`: the job's value. `mesh`: up to this many members, all members watch each other;
+    HOLDFAST_MESH changes it, and must be the same in all processes of a job.
     """
 
     name: str
@@ -56,7 +58,7 @@ def settle(
     timeouts: Timeouts,
     device: str | torch.device | None,
 ) -> Settings:
-    """Fill what is None from the environment and check it. Raises ValueError, TypeError, `KeyRefused`."""
+    """Take arguments that are None from the environment and check all. Raises ValueError, TypeError, `KeyRefused`."""
     if size is None and "HOLDFAST_SIZE" in os.environ:
         size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
     if min_size is None:
@@ -88,10 +90,10 @@ def settle(
 
 
 def candidate_job(settings: Settings, view: View | None) -> Job:
-    """The job as this process would found it, or as it finds it in the register.
+    """The job as this process would found it, checked against the `view` in the register (None: there is none).
 
     Raises `WrongKey`, `Mismatch` if `view` is of another job or of this one in another configuration,
-    `BackendUnavailable` if this process cannot run what is asked for, or is not on the one host that the job needs.
+    `BackendUnavailable` if this process cannot run the backend, or is not on the one host that the job needs.
     """
     names, unavailable = runnable_backends(settings.backend, settings.device)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
@@ -153,14 +155,14 @@ def check_single(settings: Settings) -> None:
 
 
 def open_single(settings: Settings) -> None:
-    """Note that a session of the job is open here, until `close_single`. Raises `AlreadyJoined`."""
+    """Register an open session of the job in this process, until `close_single`. Raises `AlreadyJoined`."""
     with _open_lock:
         check_single(settings)
         _open_sessions.add(_session_key(settings))
 
 
 def close_single(settings: Settings) -> None:
-    """The session of the job is closed."""
+    """Undo `open_single`: the session of the job is closed."""
     _open_sessions.discard(_session_key(settings))
 
 
@@ -169,12 +171,12 @@ def _session_key(settings: Settings) -> tuple[int, str, str]:
 
 
 def one_host_backends(names: tuple[str, ...]) -> frozenset[str]:
-    """Those of `names` that need all members on one host."""
+    """The backends of `names` that need all members on one host."""
     return frozenset(name for name in names if registry().backend(name).info.capabilities.one_host)
 
 
 def key_check(key: bytes, name: str) -> str:
-    """Tells the right key of a job from a wrong one; of no use for finding the key."""
+    """A digest (16 bytes, hex) that tells the right key of a job from a wrong one and does not reveal it."""
     return hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
 
 

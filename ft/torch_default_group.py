@@ -1,4 +1,4 @@
-"""torch.distributed's default group in a session: one for each epoch in which it is asked for."""
+"""torch.distributed's default group in a session: made anew for each epoch that uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DefaultGroup:
-    """The group of one session, if there is one."""
+    """The default group of one session; made at first use."""
 
     def __init__(self) -> None:
         self._group: BorrowedProcessGroup | None = None

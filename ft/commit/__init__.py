@@ -1,1 +1,1 @@
-"""How ranks agree that a step is done."""
+"""The protocol by which all ranks commit a step, or none."""

@@ -1,8 +1,8 @@
-"""How far a process is in the steps of its job, and what becomes of that when an epoch fails. Sans-I/O.
+"""The commit protocol's state of one process: committed steps, the open step, and the failed epoch's outcome. No I/O.
 
-The lines of the commit protocol in order: `prepare` (this rank holds all results of the step), a barrier of all ranks,
-`commit`. After a failure all ranks of the next epoch compare their `vote`s, and `settle` by what `judge` makes of them.
-Newcomers then get the state of those that have it, and `take_over`.
+The protocol in order: `prepare` (this rank holds all results of the step), a barrier of all ranks, `commit`. After a
+failure, all ranks of the next epoch exchange their `vote`s and `settle` by the verdict of `judge`. Newcomers then get
+the state from ranks that have it, and `take_over`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Verdict, Vote
 
 BROKEN_EPOCHS = 3
-"""How many epochs, from one commit to the next, may be ended by a failure that nobody is found to be to blame for."""
+"""The number of epochs, between two commits, that failures without a known cause may end."""
 
 
 class CommitState:
-    """`done` steps of `total` are committed here; step number `done` is `prepared` or not. `standing` is what this
-    process has of the job's state, and `pending` the verdict by which newcomers are still to be given it.
+    """The steps of one process: `done` of `total` are committed, and step number `done` is `prepared` or not.
+
+    `standing` is NEWCOMER, FOUNDER or HOLDER: what this process has of the job's state. `pending` is the verdict by
+    which newcomers still have to get the state; None if none has to. `rewinds` counts returns to a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -29,56 +31,54 @@ class CommitState:
         self._broken = 0
 
     def found(self) -> None:
-        """This process is there from the start: it has the state that it was constructed with."""
+        """Note that this process starts the job: it has the state that it was constructed with."""
         self.standing = FOUNDER
 
     def prepare(self) -> None:
-        """This rank holds all results of the open step."""
+        """Note that this rank holds all results of the open step."""
         self.prepared = True
 
     def commit(self) -> None:
-        """The open step is committed."""
+        """Note that the open step is committed."""
         self.done += 1
         self.prepared = False
         self._broken = 0
 
     def may_break(self) -> bool:
-        """Whether one more epoch may be ended because of a failure that nobody is found to be to blame for."""
+        """Count one more epoch that a failure without a known cause ends; return whether it may."""
         self._broken += 1
         return self._broken <= BROKEN_EPOCHS
 
     def vote(self) -> Vote:
-        """What the others of the next epoch have to know."""
+        """The vote of this process, for the ranks of the next epoch."""
         return Vote(self.standing, self.done, self.prepared, self.total, self.rewinds)
 
     def settle(self, verdict: Verdict) -> None:
-        """Nothing is open any more: if the verdict commits the step, `commit` comes before this."""
+        """Close the open step by `verdict`. If the verdict commits the step, call `commit` first."""
         self.prepared = False
         self.pending = verdict if verdict.receivers else None
         if self.standing == FOUNDER and not verdict.receivers:
             self.standing = HOLDER
 
     def take_over(self, done: int) -> None:
-        """This newcomer has the state after `done` steps now."""
+        """Note that this newcomer has got the state after `done` steps."""
         if self.pending is not None:
             self.rewinds = self.pending.rewinds
         self.done = done
         self.synchronised()
 
     def go_back(self, done: int) -> None:
-        """The job goes on after `done` steps, from a checkpoint."""
+        """Return to the state after `done` steps, which a checkpoint had."""
         self.done, self.prepared = done, False
         self.rewinds += 1
 
     def synchronised(self) -> None:
-        """Everybody whom this process was to give the state to, or get it from, has it."""
+        """Note that the transfer of the state is over: all ranks hold it."""
         self.standing = HOLDER
         self.pending = None
 
     def finishes(self) -> bool:
-        """Whether the open step is committed because the job is finished. Raises `HoldfastError` if steps are missing
-        here that others have done.
-        """
+        """Whether the end of the job commits an open step. Raises `HoldfastError` if steps are missing here."""
         open_step = self.prepared and self.done == self.total - 1
         if self.standing == NEWCOMER:
             raise HoldfastError("the job was finished before this process, a newcomer to it, was given its state")

@@ -1,11 +1,11 @@
-"""What becomes of the step that was open when an epoch failed: a pure function of what all ranks know of it.
+"""Decides what becomes of the step that was open when an epoch failed: a pure function of all ranks' votes.
 
-A step is PREPARED on a rank once that rank holds all its results and enters the commit barrier, COMMITTED once it
-has left the barrier. So if any rank committed, all had prepared; and if all who hold the state had prepared, nobody
-needs anything of the dead to commit. Otherwise nobody has committed, and the step is done again.
+A step is PREPARED on a rank once the rank holds all its results and enters the commit barrier, and COMMITTED once the
+rank has left the barrier. So if one rank committed, all had prepared. If all ranks that hold the state had prepared,
+they can commit without anything from the dead. Otherwise no rank has committed, and the step is done again.
 
-A job that goes back to a checkpoint does the steps from there on anew. If an epoch fails just then, perhaps only some
-ranks have gone back; whoever went back less often than others has nothing of the job's state any more.
+A job that returns to a checkpoint repeats the steps after it. If an epoch fails just then, perhaps only some ranks
+have returned; the state of a rank that returned less often than others is obsolete.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from holdfast.comms.errors import HoldfastError, Mismatch
 
 NEWCOMER, FOUNDER, HOLDER = 0, 1, 2
-"""What a rank has of the job's state: nothing; what it was constructed with, at the very start; all of it."""
+"""A rank's standing: it has no state; the state that it was constructed with, at the start; the state of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank knows: `done` steps are committed, and step number `done` is `prepared` or not. The job has gone
-    back to a checkpoint so many times (`rewinds`).
+    """What one rank knows: `done` of `total` steps are committed, and step number `done` is `prepared` or not.
+
+    `standing` is NEWCOMER, FOUNDER or HOLDER; `rewinds` is the number of returns to a checkpoint that the rank saw.
     """
 
     standing: int
@@ -45,8 +46,10 @@ FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`committed`: the step that this rank had open is committed. `done` steps are committed on all who hold the
-    state, after so many `rewinds`. `source` gives the state to `receivers`, if there are any."""
+    """The outcome: whether the step that this rank had open is `committed`, and how the state gets to all ranks.
+
+    `done` steps are committed on all ranks that hold the state, after `rewinds` returns to a checkpoint. Rank `source`
+    has the state that the ranks `receivers` need; there may be none."""
 
     committed: bool
     done: int
@@ -56,10 +59,10 @@ class Verdict:
 
 
 def judge(votes: Sequence[Vote], rank: int) -> Verdict:
-    """The verdict for `rank`; every rank comes to the same about the step.
+    """The verdict for `rank`; all ranks decide the same about the step.
 
-    Raises `Mismatch` if this rank, or those who hold the state, are not doing the same job as the first who holds it;
-    `HoldfastError` if nobody holds the state any more.
+    Raises `Mismatch` if this rank, or a rank that holds the state, is not doing the same job as the first rank that
+    holds it; `HoldfastError` if no rank holds the state any more.
     """
     best, rewinds = max((vote.standing, vote.rewinds) for vote in votes)
     if best == NEWCOMER:

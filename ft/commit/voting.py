@@ -1,4 +1,4 @@
-"""What all ranks of a new communicator know of the step that was open: their votes."""
+"""Exchanges the votes on the open step among the ranks of a new communicator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.ft.commit.decision import FIELDS, Vote
 def collect(comm: Communicator, mine: Vote, timeout: float) -> list[Vote]:
     """Every rank's vote, in rank order; collective.
 
-    No op is needed if the votes came along with the connections, as connect_payloads.
+    Needs no op if the votes came with the connections, as `connect_payloads`.
     """
     said: Sequence[Sequence[int]] | None = comm.connect_payloads
     if said is None:

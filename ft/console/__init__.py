@@ -1,1 +1,1 @@
-"""What commands and launched processes print: text as it is, on any terminal."""
+"""Output of commands and of launched processes: unchanged text, on any terminal."""

@@ -1,7 +1,7 @@
-"""What all commands of `holdfast` share: the guard around each of them, and how they end.
+"""The guard around every `holdfast` command, and the exit statuses that commands share.
 
-An exit status below 64 is a command's own word: a verdict, or that it could not begin. A command that breaks, is ended
-by a signal or cannot write says so by a status from 64 on, so that a script never takes a fault of ours for a verdict.
+An exit status below 64 is a command's own: a verdict, or that it could not begin. A command that breaks, is ended by a
+signal or cannot write ends with a status from 64 on, so that no script takes a fault of holdfast for a verdict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 CANNOT_BEGIN = 2
-"""Bad options, or something that is needed is not there."""
+"""Bad options, or a missing requirement."""
 
 INTERNAL_ERROR = 70
 """EX_SOFTWARE: a fault of holdfast."""
@@ -30,7 +30,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 class GuardedCommand(TyperCommand):
-    """A command whose numbers are finite, and that never ends with a traceback and the status of a verdict."""
+    """A command that refuses infinite and NaN options, and whose internal errors have a status of their own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -46,7 +46,7 @@ class GuardedCommand(TyperCommand):
 
 
 class CommandGroup(typer.Typer):
-    """Commands that are all guarded."""
+    """A group of commands, all of them guarded."""
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, **{"cls": GuardedCommand, **options})
@@ -54,7 +54,7 @@ class CommandGroup(typer.Typer):
 
 @contextmanager
 def guarded(command: str) -> Iterator[None]:
-    """Turn what a command did not expect into a message and a status that is no verdict."""
+    """Turn an unexpected exception into a message and an exit status that is no verdict."""
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -71,13 +71,13 @@ def guarded(command: str) -> Iterator[None]:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it is a `HoldfastError`. Its module brings torch with it: nothing is one before that is loaded."""
+    """Whether `error` is a `HoldfastError`; looked up without an import, because that would load torch."""
     errors = sys.modules.get("holdfast.comms.errors")
     return errors is not None and isinstance(error, errors.HoldfastError)
 
 
 def stdout_is_closed() -> bool:
-    """Whether the reader of stdout has gone. What is not written yet is then dropped, without another error."""
+    """Whether the reader of stdout has gone. If so, unwritten output is dropped without another error."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:
@@ -92,7 +92,7 @@ def stdout_is_closed() -> bool:
 
 @contextmanager
 def signals_end_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave every `with` and `finally` behind, and end the process with 128 + their number."""
+    """On SIGTERM and SIGHUP, run every `__exit__` and `finally`, then end the process with 128 + the signal."""
 
     def end(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The consoles of the `holdfast` command: text is shown as it is, whatever is in it, wherever it goes.
+"""Consoles and tables of the `holdfast` command, which show all text unchanged.
 
-rich reads `[words in brackets]` as markup unless told otherwise, cuts cells that do not fit, and fails on characters
-that the stream cannot encode. Consoles and tables from here do none of that; styles are given by `rich.text.Text`.
+rich by default reads `[words in brackets]` as markup, cuts cells that do not fit, and fails on characters that the
+stream cannot encode. Consoles and tables from here do not; use `rich.text.Text` for styles.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rich.text import Text
 from holdfast.ft.console.visible import replace_unencodable, visible
 
 PIPED_WIDTH = 140
-"""Columns of output that goes to no terminal."""
+"""The width, in columns, of output that does not go to a terminal."""
 
 
 class _PlainConsole(Console):
     """A console to which a string is text, without markup, emoji codes or control characters."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # for the guard of the commands; rich ends with 1, which is a verdict
+        raise BrokenPipeError  # `guarded` handles it; rich would exit with 1, which is a verdict
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
@@ -63,9 +63,9 @@ def panel(text: str, *, title: str, style: str) -> Panel:
 
 @contextmanager
 def working(out: Console, text: str, *, every: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Show what a long command is doing: give what is called with each new text to show.
+    """Show the progress of a long command; yields the function to call with each new text.
 
-    On a terminal it is one line that changes, elsewhere a line each, not more often than `every` seconds.
+    A terminal has one line that changes. Elsewhere each text is a line, at most one per `every` seconds.
     """
     if out.is_terminal:
         with out.status(styled(text, "")) as status:
@@ -84,10 +84,10 @@ def working(out: Console, text: str, *, every: float = 0.0) -> Iterator[Callable
 
 
 class FoldingTable(Table):
-    """A table that loses nothing on a narrow terminal.
+    """A table that loses no text on a narrow terminal.
 
-    Cells of text fold; numbers, which are on the right, stay with their units. Where not even the longest words fit
-    side by side, each row is shown as lines of `column: value`.
+    Text cells fold; right-justified cells (numbers with units) stay whole. If the longest words do not fit side by
+    side, each row becomes lines of `column: value`.
     """
 
     def add_column(self, *arguments: Any, **options: Any) -> None:
@@ -124,7 +124,7 @@ class FoldingTable(Table):
 
 
 def _width(console: Console, options: ConsoleOptions, cell: object) -> Measurement:
-    """How wide the longest word of a cell is, and its longest line."""
+    """The widths of a cell's longest word and of its longest line."""
     return Measurement.get(console, options, _text_of(cell, console))
 
 
@@ -133,7 +133,7 @@ def _text_of(cell: object, console: Console) -> Text:
 
 
 def _needed(console: Console, options: ConsoleOptions, column: Column) -> Iterator[int]:
-    """The width that each cell of a column needs: its longest word, or the whole of a number with its unit."""
+    """The width that each cell of a column needs: that of its longest word, or of a whole number with its unit."""
     yield _width(console, options, column.header).minimum
     for cell in column.cells:
         width = _width(console, options, cell)

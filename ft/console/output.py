@@ -1,4 +1,4 @@
-"""What processes write to their output files: its lines, its end, the stacks in it, and an echo of it as it comes."""
+"""Reads the output of processes: line by line, its end, its last stack, or followed and printed as it grows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from holdfast.ft.console.visible import visible
 
 LONGEST_LINE = 1 << 16
-"""Bytes after which a line that has no end is shown all the same."""
+"""Bytes after which a line without an end is shown."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-"""A carriage return ends a line too: progress bars write nothing else. One at the end may be half of CR LF."""
+"""A carriage return ends a line too, as progress bars use it; at the end of the data it may be half of CR LF."""
 
 
 class LineSplitter:
-    """Makes lines of the bytes that a process writes, as they come."""
+    """Splits the bytes that a process writes into lines, chunk by chunk."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are complete with `data`."""
+        """The lines that `data` completes."""
         *whole, self._rest = _LINE_END.split(self._rest + data)
         while len(self._rest) > LONGEST_LINE:
             whole.append(self._rest[:LONGEST_LINE])
@@ -31,7 +31,7 @@ class LineSplitter:
         return [line.decode(errors="replace") for line in whole]
 
     def end(self) -> list[str]:
-        """The last line, if it has no end."""
+        """The last line, if it has no line end."""
         rest, self._rest = self._rest.removesuffix(b"\r"), b""
         return [rest.decode(errors="replace")] if rest else []
 
@@ -47,31 +47,31 @@ def tail(output: Path, limit: int = 4000) -> str:
 
 
 def last_stack(output: Path) -> str:
-    """The last stack that a fault handler wrote there; without one, the end of the output."""
+    """The last stack that faulthandler wrote to `output`; without one, the end of the output."""
     text = tail(output, 16000)
     _, found, stack = text.rpartition("(most recent call first):\n")
     return stack.partition("\n\nExtension modules")[0].strip() if found else text
 
 
 class Echo:
-    """Follows files and prints what is new in them to `sys.stdout`, if `enabled`."""
+    """Follows files and prints their new lines to `sys.stdout`, if `enabled`."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._files: dict[Path, _FollowedFile] = {}
 
     def follow(self, name: str, path: Path) -> None:
-        """Show what is written to `path` from now on, as `[name] line`."""
+        """Print lines written to `path` from now on, as `[name] line`."""
         if path not in self._files:
             self._files[path] = _FollowedFile(name, path.stat().st_size if path.exists() else 0)
 
     def skip(self, path: Path) -> None:
-        """Leave out what `path` holds by now."""
+        """Do not print what `path` holds now."""
         if path in self._files:
             self._files[path] = _FollowedFile(self._files[path].name, path.stat().st_size)
 
     def pump(self) -> None:
-        """Print the lines that are new and complete."""
+        """Print the new complete lines of all files."""
         if not self._enabled:
             return
         for path, followed in self._files.items():
@@ -86,13 +86,13 @@ class Echo:
 
 
 class _FollowedFile:
-    """A file, how much of it was read, and the line that is not complete yet."""
+    """A followed file: its display name, the bytes read so far, and the incomplete last line."""
 
     def __init__(self, name: str, at: int) -> None:
         self.name, self.at, self.lines = name, at, LineSplitter()
 
 
 def _print(line: str) -> None:
-    """Print to whatever `sys.stdout` is now: it may be unable to encode the line."""
+    """Print to the current `sys.stdout`, with characters replaced that it cannot encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(line.encode(encoding, "replace").decode(encoding), file=sys.stdout)

@@ -1,4 +1,4 @@
-"""The files that a command writes: tried before the work that fills them, written after its verdict was printed."""
+"""Output files of commands: checked before the work, written after the verdict was printed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NOT_WRITTEN = 74
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Raise BadParameter, saying why, if `path` (None: no output is wanted) cannot be written."""
+    """Raise BadParameter with the reason if `path` (None: no output is wanted) cannot be written."""
     if path is None:
         return
     try:
         if path.exists() and not path.is_file():
             if stat.S_ISDIR(path.stat().st_mode):
                 raise IsADirectoryError(f"{path} is a folder")
-            return  # A pipe or a terminal: to open it may wait for its reader.
+            return  # A pipe or a terminal: opening it may block until it has a reader.
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent}")
         new = not path.exists()
@@ -36,7 +36,7 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def check_folder(path: Path | None, option: str, *names: str) -> None:
-    """Make the folder `path` (None: none is wanted); raise BadParameter if files of these names cannot be in it."""
+    """Make the folder `path` (None: none is wanted); raise BadParameter if files `names` cannot be written in it."""
     if path is None:
         return
     try:
@@ -50,7 +50,7 @@ def check_folder(path: Path | None, option: str, *names: str) -> None:
 
 
 def check_modules(extra: str, what: str, *modules: str) -> None:
-    """Raise BadParameter, with what to install, unless the modules of an optional part are there."""
+    """Raise BadParameter with the install command unless `modules`, which an optional part needs, are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         install = f"pip install 'holdfast[{extra}]'"
@@ -59,7 +59,7 @@ def check_modules(extra: str, what: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def writing(command: str) -> Iterator[None]:
-    """Say in a line what could not be written, and end with a status that is no verdict."""
+    """On an OSError, print one line and exit with `NOT_WRITTEN`, which is no verdict."""
     try:
         yield
     except OSError as error:

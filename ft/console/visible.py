@@ -1,7 +1,7 @@
-"""Text of others on our streams: control characters are shown, not obeyed; what cannot be encoded is replaced.
+"""Makes foreign text safe to print: control characters are shown, unencodable characters are replaced.
 
-A rank, a commit's subject or a file name may hold escape sequences that move the cursor, rewrite what was printed
-before, or set the title of the window. Only colours may pass, and only to a terminal.
+The output of a rank, a commit's subject or a file name may hold escape sequences that move the cursor, rewrite earlier
+output, or set the window's title. Only colours may pass, and only to a terminal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""All but tab and newline; with the C1 controls, which some terminals obey, and the marks that reorder text."""
+"""Control characters except tab and newline, the C1 controls that some terminals obey, and bidirectional marks."""
 
 _COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 _PARAMETERS_HIDDEN = re.compile(r"(?:^|[;:])0*8(?:[;:]|$)")
@@ -24,7 +24,7 @@ def visible(text: str) -> str:
 
 
 def visible_but_colours(text: str) -> str:
-    """The same, but colour sequences (SGR) stay as they are, unless they conceal text."""
+    """As `visible`, but colour sequences (SGR) stay, unless they conceal text."""
     pieces, end = [], 0
     for found in _COLOUR.finditer(text):
         hides = "38" not in found[0] and "48" not in found[0] and _PARAMETERS_HIDDEN.search(found[0][2:-1])
@@ -34,7 +34,7 @@ def visible_but_colours(text: str) -> str:
 
 
 def replace_unencodable(stream: TextIO) -> None:
-    """Let `stream` print a question mark for what its encoding lacks, where it would raise UnicodeEncodeError."""
+    """Make `stream` print a question mark for characters that its encoding lacks, instead of an error."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="replace")
 

@@ -1,4 +1,4 @@
-"""What a job keeps for its user: attached before the first step, the same on all ranks from then on, whoever dies."""
+"""The methods of a session that attach user state, which the job then keeps the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from holdfast.ft.state.transfer import Stateful
 
 
 class Attachments:
-    """The part of a `holdfast.ft.Session` by which a user says what is to be kept; `keeper` does so."""
+    """The part of `holdfast.ft.Session` that attaches state before the first step; `keeper` replicates it."""
 
     def __init__(self, keeper: StateReplicator, wanted: int | None) -> None:
-        """`wanted` is how many members the job wants, if that is known."""
+        """`wanted` is the number of members that the job wants, if that is known."""
         self._replicator, self._wanted = keeper, wanted
         self._used = False
 
     def attach(self, name: str, thing: Stateful) -> None:
-        """Keep `thing` the same on all ranks: newcomers get its state from those that have it.
+        """Keep `thing` the same on all ranks: newcomers get its state from the ranks that have it.
 
-        Raises TypeError at once for what has no state_dict and load_state_dict, or whose state cannot travel.
+        Raises TypeError at once if `thing` has no state_dict and load_state_dict, or its state cannot be sent.
         """
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
@@ -36,14 +36,14 @@ class Attachments:
         self._replicator.attached[name] = thing
 
     def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
-        """Keep what `build(mesh)` makes (a dict: model, optimizer ...), sharded over a DeviceMesh of all ranks: of one
-        dimension, or as `mesh(size)` lays them out, such as {"replicate": size // 2, "shard": 2}.
+        """Keep the dict that `build(mesh)` returns (model, optimizer ...), sharded over a DeviceMesh of all ranks.
 
-        It is built in every epoch anew, and gets the state that it had: `copies` neighbours of each rank keep a copy of
-        its part in memory, refreshed with every commit. A part that is lost with all copies comes from the newest of
-        the `checkpoints`. It belongs to the transaction: change it (`optimizer.step()`) inside of the attempt.
+        The mesh has one dimension, or those that `mesh(size)` returns, such as {"replicate": size // 2, "shard": 2}.
+        Each epoch builds the dict anew and loads its state: `copies` neighbours of each rank keep a copy of its part in
+        memory, refreshed with every commit. A part that is lost with all its copies comes from the newest of the
+        `checkpoints`. It belongs to the transaction: change it (`optimizer.step()`) inside the attempt.
 
-        Raises TypeError and ValueError for what cannot work, HoldfastError if something sharded is attached already.
+        Raises TypeError and ValueError for arguments that cannot work, HoldfastError if something sharded is attached.
         """
         if self._used:
             raise HoldfastError("attach_sharded() must be called before steps()")
@@ -54,16 +54,16 @@ class Attachments:
             raise ValueError(f"copies={copies}: in a job of {size} ranks each has {size - 1} neighbours")
         if size:
             sharded.mesh(size)
-        import torch.distributed.tensor  # noqa: F401  # here, so that a spare need not when it is promoted
+        import torch.distributed.tensor  # noqa: F401  # here, so that a promoted spare does not pay for the import
 
         self._replicator.sharded = sharded
         return sharded
 
     def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
-        """Save all that is attached by torch.distributed.checkpoint after every so many steps, in a directory that all
-        ranks see. A job that starts and finds checkpoints there goes on from the newest.
+        """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
 
-        Raises ValueError, TypeError, OSError for what cannot work.
+        A job that finds checkpoints there at its start continues from the newest. Raises ValueError, TypeError, OSError
+        for arguments that cannot work.
         """
         if self._used:
             raise HoldfastError("checkpoints() must be called before steps()")

@@ -1,7 +1,7 @@
-"""Durable checkpoints of everything attached, by torch.distributed.checkpoint: for when all copies of a part died.
+"""Durable checkpoints of all attached state, by torch.distributed.checkpoint, for the loss of all copies of a part.
 
-A checkpoint is a folder `step-<number of steps done>`, complete once it has its metadata. It can be read on any number
-of ranks. Names of tensors are the paths in the state: "model.lm_head.weight"; `DESCRIPTION` is everything else.
+A checkpoint is a folder `step-<number of steps done>`, complete once it has its metadata. Any number of ranks can read
+it. Tensors are named by their path in the state ("model.lm_head.weight"); `DESCRIPTION` holds everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.ft.state.mesh import Mesh, shape_of
 
 DESCRIPTION = "holdfast.description"
 KEPT = 2
-"""Complete checkpoints that stay."""
+"""The number of newest complete checkpoints that are kept."""
 
 
 class _Contents(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Checkpoints:
     """A directory of checkpoints, one every `every` steps. All ranks must see the same directory."""
 
     def __init__(self, directory: str | os.PathLike[str], every: int) -> None:
-        """Raises ValueError, TypeError for what cannot work, OSError if the directory cannot be had."""
+        """Raises ValueError, TypeError for arguments that cannot work, OSError if the directory cannot be made."""
         self.every = integer_in(every, "every", 1)
         self._directory = Path(directory)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,16 +48,17 @@ class Checkpoints:
             raise ValueError(f"no checkpoint can be written to {self._directory}")
 
     def newest(self) -> int:
-        """After how many steps the newest complete checkpoint was made; -1 if there is none."""
+        """The number of steps done at the newest complete checkpoint; -1 if there is none."""
         return max(self._complete(), default=-1)
 
     def due(self, done: int) -> bool:
-        """Whether there is to be a checkpoint after `done` steps."""
+        """Whether a checkpoint must be written after `done` steps."""
         return done > 0 and done % self.every == 0 and not (self._path(done) / ".metadata").exists()
 
     def save(self, done: int, description: bytes, leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> None:
-        """Write the checkpoint after `done` steps; collective over the default group. `tensors` are those of the state,
-        DTensors where it is sharded."""
+        """Write the checkpoint after `done` steps; collective over the default group.
+
+        `tensors` are the tensors of the state, DTensors where it is sharded."""
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
@@ -71,10 +72,10 @@ class Checkpoints:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
     def load(self, done: int, mesh: Mesh, devices: Any, rank: int, device: torch.device) -> dict[str, Any]:
-        """The state after `done` steps, sharded over `devices`, the DeviceMesh that `mesh` describes; collective over
-        the default group.
+        """The state after `done` steps, sharded over `devices`; collective over the default group.
 
-        Raises `CorruptData` for a checkpoint that holdfast did not write, `Mismatch` for one of another kind of mesh.
+        `devices` is the DeviceMesh that `mesh` describes. Raises `CorruptData` for a checkpoint that holdfast did not
+        write, `Mismatch` for a checkpoint of a mesh with other dimensions.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -116,7 +117,7 @@ class Checkpoints:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's checkpoints warn about their own use of deprecated types."""
+    """Suppress the warnings of torch's checkpoints about their own use of deprecated types."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
-"""State dicts as plain data and tensors: what travels to a newcomer, without pickle.
+"""Encodes state dicts as plain data and tensors, without pickle, to send them to newcomers.
 
-`take_apart` walks a state dict into a description (msgpack bytes) and the tensors it mentions; `put_together` is the
-way back. Decoding runs no code, so the description may come from anybody.
+`take_apart` turns a state dict into a description (msgpack bytes) and the tensors in it; `put_together` is the
+inverse. Decoding runs no code, so a description need not come from a trusted process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.comms.tensors.memory import plain_tensor
 _WORD = 1 << 63
 _KEY = object()
 _NUMBERS = "biufc"
-"""The kinds of numpy's types that are numbers."""
+"""The kinds of numpy's number types."""
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -60,14 +60,14 @@ class _Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, t
 
 
 class _Scalar(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
-    """A number of one of numpy's types."""
+    """A number of a numpy type."""
 
     dtype: str
     data: bytes
 
 
 class _Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
-    """A numpy array, which travels as tensor number `index`."""
+    """A numpy array, sent as tensor number `index`."""
 
     index: int
 
@@ -79,7 +79,7 @@ _decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
 
 
 class Taken(NamedTuple):
-    """A state taken apart: its description, and its tensors in the order of the description, with their paths."""
+    """A state taken apart: its description, and its tensors with their paths, in the order of the description."""
 
     description: bytes
     tensors: list[torch.Tensor]
@@ -90,15 +90,17 @@ def take_apart(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The description of `state`, and its tensors in the order of the description.
 
     Handles dicts (keys of any kind listed here), lists, tuples, sets, tensors, numbers (numpy's too), arrays of
-    numbers, strings, bytes, None. Raises TypeError naming where something else is.
+    numbers, strings, bytes, None. Raises TypeError with the path of anything else.
     """
     taken = take_apart_sharded(state, shards=False)
     return taken.description, taken.tensors
 
 
 def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
-    """As `take_apart`; with DTensors among the tensors, if `shards`, and the path to each. Call it without gradients:
-    `shards` are not detached, which takes a DTensor longer than to be copied.
+    """As `take_apart`, with the path of each tensor, and with DTensors allowed if `shards`.
+
+    Call it under `torch.no_grad()`: with `shards`, tensors are not detached, because detaching a DTensor takes longer
+    than copying it.
     """
     walk = _Walk(shards)
     try:
@@ -112,7 +114,7 @@ def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
 
 
 def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `take_apart` was given. Raises `CorruptData` for a description that is none, or of other tensors."""
+    """The state that `take_apart` was given. Raises `CorruptData` if the description is invalid or does not fit."""
     try:
         return _build(_decoder.decode(description), tensors)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
@@ -120,7 +122,7 @@ def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class _Walk:
-    """One walk through a state, and the tensors met on the way."""
+    """One walk through a state, which collects its tensors."""
 
     def __init__(self, sharded: bool) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -177,8 +179,8 @@ class _Walk:
 def _plain(value: Any) -> Node | None:
     """The description of a number, a text, bytes or None; None for anything else.
 
-    Types that extend those of Python are described as what they extend, but for enumerations, whose members would come
-    back as something else; numbers of numpy keep their type, so that they compute the same bits.
+    A subclass of a Python type is described as that type. Not so enumerations: their members would come back as
+    something else. Numpy's numbers keep their type, so that they compute the same bits.
     """
     match value:
         case Enum():

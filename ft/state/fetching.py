@@ -1,7 +1,7 @@
-"""Bytes from whoever has them: in parallel, checked, and from another source where one is gone.
+"""Reads blocks of bytes from several ranks in parallel, verifies them, and retries lost ones from other ranks.
 
-What has arrived is kept by its checksum until all is there, so that what is asked for again in the next epoch (somebody
-died on the way) is not moved again.
+Arrived blocks are kept by checksum until all have arrived. If a rank dies meanwhile, the next epoch asks for the same
+blocks, and those that are kept are not read again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holdfast.comms.errors import CorruptData, HoldfastError, PeerFailed, Region
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 
 BLOCK = 4 << 20
-"""Bytes that are read and checked at a time."""
+"""The most bytes that are read and verified at a time."""
 MOST_READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where bytes are: from byte `offset` of a region of rank `rank`."""
+    """A place to read bytes from: byte `offset` of the region `handle` of rank `rank`."""
 
     rank: int
     handle: Handle
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are wanted `into` a contiguous uint8 tensor, and who has them."""
+    """Bytes to read `into` a contiguous uint8 tensor, their checksum, and the ranks that have them."""
 
     digest: bytes
     into: torch.Tensor
@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(slots=True)
 class Fetched:
-    """What a fetch did: bytes `moved` by rank, bytes `kept` from an earlier one, and why ranks were `lost`."""
+    """The result of a fetch: bytes `moved` by rank, bytes `kept` from an earlier fetch, why ranks were `lost`."""
 
     moved: dict[int, int] = field(default_factory=dict)
     kept: int = 0
@@ -60,18 +60,18 @@ def digest(data: torch.Tensor) -> bytes:
 
 
 def blocks_of(buffer: torch.Tensor) -> list[torch.Tensor]:
-    """A contiguous uint8 tensor as the pieces that are read and checked at a time."""
+    """A contiguous uint8 tensor, split into the pieces that are read and verified at a time."""
     return list(torch.split(buffer, BLOCK)) if buffer.numel() else []
 
 
 class Fetcher:
-    """Fetches for one process, one fetch at a time; `forget` when what was fetched is in use."""
+    """Fetches blocks for one process, one fetch at a time. Call `forget` before the fetched tensors are changed."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Nothing that arrived so far will be asked for again."""
+        """Drop the kept blocks: none of them will be asked for again."""
         self._kept.clear()
 
     def fetch(
@@ -83,10 +83,10 @@ class Fetcher:
         over: Callable[[], HoldfastError | None] = lambda: None,
         before: Callable[[], None] = lambda: None,
     ) -> Fetched:
-        """Fill every block, calling `before` ahead of each that is read. Each is read within `timeout` seconds.
+        """Fill every block; `before` is called ahead of each read, and each read may take `timeout` seconds.
 
-        Raises `PeerFailed` if nobody is left who has a block, and what `over()` gives once that is not None; what has
-        arrived by then is kept.
+        Raises `PeerFailed` if no rank is left that has a block, and the error of `over()` once that is not None. Blocks
+        that have arrived by then are kept.
         """
         done = Fetched()
         waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
@@ -124,7 +124,7 @@ class _Task:
     failed: bool = False
 
     def work(self) -> None:
-        """Take blocks from the queue until it is empty, or a reader has failed."""
+        """Read blocks from the queue until it is empty or a reader has failed."""
         try:
             while not self.failed:
                 try:
@@ -159,7 +159,7 @@ class _Task:
         raise PeerFailed(ranks, f"nobody is left who has a part of the state: {reasons}")
 
     def _in_order(self, sources: Sequence[Source]) -> list[Source]:
-        """All take turns in being asked first; those that are lost are not asked."""
+        """The sources in the order to ask them: without lost ranks, and each time with another one first."""
         with self.lock:
             able = [source for source in sources if source.rank not in self.done.lost]
             self.turn += 1

@@ -1,8 +1,8 @@
-"""Gradients that do not depend on who computed which shard: for DistributedDataParallel and for `fully_shard`.
+"""Exact sums of gradients over all shards of a step, for DistributedDataParallel and `fully_shard`.
 
-Both add up what their ranks have in an order that depends on how many ranks there are. Here every shard of a step gives
-a contribution of its own, and all contributions of all ranks are added up exactly, so that the bits are the same
-whoever died. That costs one gradient of memory for each of a rank's shards.
+Both of them sum in an order that depends on the number of ranks. Here every shard of a step is a contribution of its
+own, and the contributions of all ranks are summed exactly. So the bits do not depend on which rank computed which
+shard, and are the same after a death. That costs one gradient of memory for each shard of a rank.
 
     sums = ShardSums(attempt)
     model = sums.data_parallel(model)               # or sums.fully_sharded(model)
@@ -10,9 +10,9 @@ whoever died. That costs one gradient of memory for each of a rank's shards.
         loss = model(batch(attempt.step, turn.shard)).loss / attempt.total_shards
         loss.backward()
 
-With `fully_shard` over a mesh of two dimensions, replicas of shards (HSDP), it is the same. Where ranks work together
-on the same shards (tensor parallelism), say which dimension divides the data: `ShardSums(attempt, mesh["data"])`. What
-tensor parallelism adds up itself, it adds up in its own order: there the bits depend on how many ranks take part.
+`fully_shard` over a mesh of two dimensions (HSDP) is used alike. If ranks work together on the same shards (tensor
+parallelism), name the mesh dimension that divides the data: `ShardSums(attempt, mesh["data"])`. The sums of tensor
+parallelism itself are torch's: their bits depend on the number of ranks that take part.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One forward and backward. `counts` is False where a rank has fewer shards than others and only keeps step with
-    them: it computes `shard` once more, and what it computes is not added."""
+    """One forward and backward, of shard `shard`; `last` is True for the rank's last turn of the attempt.
+
+    `counts` is False on a rank with fewer shards than others: it computes `shard` once more to stay in step, and the
+    result is not added."""
 
     shard: int
     counts: bool
@@ -47,10 +49,12 @@ class Turn:
 
 
 class ShardSums:
-    """The gradients of one attempt: the exact sum over all its shards, on all ranks, once the last turn is over."""
+    """The gradients of one attempt: the exact sum over all shards, on all ranks, once the last turn is over.
+
+    It is a sum, not an average: divide each shard's loss by `attempt.total_shards`."""
 
     def __init__(self, attempt: Attempt, data: DeviceMesh | None = None) -> None:
-        """`data` is the mesh whose ranks divide the shards among them, if that is not all ranks.
+        """`data` is the mesh whose ranks divide the shards, if that is not all ranks.
 
         Raises ValueError for a `data` of more than one dimension that does not hold all ranks.
         """
@@ -62,9 +66,9 @@ class ShardSums:
         self._parameters: list[nn.Parameter] = []
 
     def turns(self) -> Iterator[Turn]:
-        """As many turns on every rank; run one forward and backward in each.
+        """Yield the turns, equally many on every rank; run one forward and backward in each.
 
-        Raises HoldfastError if there are more ranks than shards: then some have nothing to compute.
+        Raises HoldfastError if there are more ranks than shards: some ranks would have nothing to compute.
         """
         part, parts, total = self._comm.rank, self._comm.size, self._attempt.total_shards
         shards, rounds = self._attempt.share(part, parts), -(-total // parts)
@@ -81,7 +85,7 @@ class ShardSums:
 
     @property
     def turn(self) -> Turn:
-        """The turn that is under way."""
+        """The current turn. Raises HoldfastError outside of `turns()`."""
         if self._turn is None:
             raise HoldfastError("a backward outside of turns(): write `for turn in sums.turns():`")
         return self._turn
@@ -89,10 +93,10 @@ class ShardSums:
     # -- data parallel
 
     def data_parallel(self, module: nn.Module, **options: Any) -> nn.Module:
-        """`module` in a DistributedDataParallel (which takes `options`) over this attempt's epoch; collective.
+        """`module` in a DistributedDataParallel (with `options`) over this attempt's epoch; collective.
 
-        A replica cannot outlive its group, so there is one for each epoch. It is kept with the process group: the
-        next attempt of the same epoch gets the same one.
+        A replica cannot outlive its group, so each epoch has its own. It is kept with the process group: the next
+        attempt of the same epoch gets the same replica.
         """
         group = self._attempt.process_group()
         kept = group.kept.get(id(module))
@@ -106,7 +110,7 @@ class ShardSums:
 
     @contextlib.contextmanager
     def _quietly(self, turn: Turn) -> Iterator[None]:
-        """Of a data-parallel model all turns but the last stay on this rank, and what they gave is put aside."""
+        """Run a turn of a data-parallel model; without communication, unless it is the last, and keep its gradients."""
         if self._replica is None:
             yield
             return
@@ -122,7 +126,7 @@ class ShardSums:
             self._earlier.append({each: each.grad for each in self._parameters if each.grad is not None})
 
     def bucket(self, parameters: Sequence[nn.Parameter], views: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-        """This rank's contributions to one bucket of gradients, laid out like `buffer`, that of the last turn."""
+        """This rank's contributions to one bucket of gradients, laid out like `buffer`, the bucket of the last turn."""
         found = [buffer.clone()] if self.turn.counts else []
         for gradients in self._earlier:
             flat = torch.zeros_like(buffer)
@@ -136,8 +140,10 @@ class ShardSums:
     # -- fully sharded
 
     def fully_sharded(self, model: nn.Module) -> nn.Module:
-        """`model`, to whose modules `fully_shard` was applied, over this attempt's epoch. Gradients are summed, not
-        averaged: divide the loss by the number of shards."""
+        """`model`, to whose modules `fully_shard` was applied, over this attempt's epoch.
+
+        Gradients are summed, not averaged: divide the loss by `attempt.total_shards`. Raises ValueError if
+        `fully_shard` was applied to no module."""
         from torch.distributed.fsdp import FSDPModule
 
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -157,7 +163,7 @@ class ShardSums:
 
 
 class _Replica:
-    """A data-parallel model of one epoch, and what it does with each bucket of gradients in the last turn."""
+    """A data-parallel model of one epoch, and the hook that sums its gradient buckets in the last turn."""
 
     def __init__(self, comm: Communicator, module: nn.parallel.DistributedDataParallel) -> None:
         self.module = module
@@ -172,8 +178,9 @@ class _Replica:
         untyped.register_comm_hook(None, exact_sum_of_shards)
 
     def end(self) -> None:
-        """Take its hooks from the model's parameters, whoever still holds it: the next replica has hooks of its own,
-        and this one may be in the middle of a backward. They go with torch's reducer.
+        """Remove this replica's hooks from the model's parameters, by dropping torch's reducer.
+
+        The next replica has hooks of its own, and this one may be in the middle of a backward or still referenced.
         """
         module: Any = self.module
         module.logger = module.reducer = None
@@ -190,11 +197,11 @@ class _Replica:
 
 
 class _ShardedSum:
-    """What `fully_shard` calls with the gradients of one of its groups of parameters, in every turn.
+    """The reduce-scatter that `fully_shard` calls with the gradients of one group of parameters, in every turn.
 
-    It adds up what it is given over the turns; so all but the last give zeros. torch allocates room for a group's
-    gradients and for this rank's part of their sum; reduces and scatters the one into the other, if there is more than
-    one part; adds up the parts of replicas, if there are any; and calls the hook.
+    FSDP2 accumulates the results over the turns, so all turns but the last return zeros. In each turn torch allocates
+    the group's gradients and this rank's part of their sum, reduces and scatters the one into the other if there is
+    more than one part, all-reduces the parts of replicas if there are any, and calls the hook.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -212,7 +219,7 @@ class _ShardedSum:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """The sum, to the first replica; to the others what changes nothing when torch adds it to that."""
+        """Write the sum on the first replica, and -0.0 on the others, which changes nothing when torch adds it."""
         self._given = None
         turn = self._take(input_tensor)
         if turn.last:
@@ -224,7 +231,7 @@ class _ShardedSum:
             output_tensor.zero_()
 
     def replicated(self, gradients: Tensor) -> None:
-        """The sum where every rank has all, in place of what torch has added up of this turn."""
+        """If every rank has all gradients, replace torch's sum of this turn by the exact one."""
         if self._given is None:
             return
         turn, self._given = self._take(self._given), None
@@ -243,7 +250,7 @@ class _ShardedSum:
 
 
 def _communicator(comm: Communicator, data: DeviceMesh) -> Communicator:
-    """That of the ranks of `data`, in whose order shards are divided."""
+    """The communicator of the ranks of `data`, whose order divides the shards."""
     if data.mesh.flatten().tolist() == list(range(comm.size)):
         return comm
     if data.ndim != 1:

@@ -1,8 +1,8 @@
-"""What a sharded state consists of, whoever holds it: its tensors, and which piece of each belongs to which part.
+"""The tensors of a sharded state, and the piece of each that belongs to each part.
 
-A state is cut into as many parts as there are ranks. Tensors that are sharded (DTensors) are cut by dimensions of
-the mesh; all others are whole in every part. So the layout of any part follows from the leaves and the mesh alone, and
-every rank can work out where the bytes of any part lie.
+A state is cut into as many parts as there are ranks. Sharded tensors (DTensors) are cut by dimensions of the mesh; all
+other tensors are whole in every part. So the layout of a part follows from the leaves and the mesh alone, and every
+rank can compute where the bytes of any part lie.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ ALIGNMENT = 64
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a state. `shape` is that of the whole tensor; `on` names the dimensions of the mesh that it lies
-    on, none for an ordinary tensor, and `cuts` those of them that divide it.
+    """One tensor of a state; `shape` is that of the whole tensor.
+
+    `on` are the mesh dimensions that the tensor is placed on (none for an ordinary tensor), `cuts` those that divide
+    it.
     """
 
     path: str
@@ -34,7 +36,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     cuts: Cuts = ()
 
     def box(self, mesh: Mesh, part: int) -> Box:
-        """What part `part` has of it."""
+        """The box of the tensor that part `part` has."""
         return box_of(self.shape, self.cuts, mesh, part)
 
     @property
@@ -46,7 +48,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class PartLayout(msgspec.Struct, frozen=True, dict=True):
-    """Where the tensors of part `part` lie in its bytes, if the ranks are laid out as `mesh`."""
+    """The byte layout of part `part`: where its tensors lie, for ranks laid out as `mesh`."""
 
     leaves: tuple[Leaf, ...]
     mesh: Mesh
@@ -54,7 +56,7 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def size(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return self.mesh.size
 
     @cached_property
@@ -67,7 +69,7 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each leaf begins, in bytes, and where the last ends."""
+        """The byte offset of each leaf, then the end of the last one."""
         at, found = 0, []
         for leaf, shape in zip(self.leaves, self.shapes, strict=True):
             found.append(at)
@@ -80,8 +82,9 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def share(self) -> tuple[int, int]:
-        """Which part this is of how many that differ. Parts are alike where no dimension of the mesh that tells them
-        apart divides any tensor: replicas.
+        """The number of this part among the parts that differ, and how many differ.
+
+        Two parts are equal (replicas) if no mesh dimension in which their ranks differ divides a tensor.
         """
         dividing = {name for leaf in self.leaves for _, name in leaf.cuts}
         place, number, count = self.mesh.place_of(self.part), 0, 1
@@ -91,7 +94,7 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
         return number, count
 
     def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Leaf number `index` of a part whose bytes are `buffer`."""
+        """The tensor of leaf `index` in `buffer`, the bytes of a part."""
         leaf, shape, begin = self.leaves[index], self.shapes[index], self.offsets[index]
         count = math.prod(shape) * leaf.torch_dtype.itemsize
         return buffer[begin : begin + count].view(leaf.torch_dtype).view(shape)
@@ -100,10 +103,11 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
 def take_shards(
     state: Any, mesh: Mesh, rank: int, known: Mapping[str, Leaf]
 ) -> tuple[Taken, tuple[Leaf, ...], list[torch.Tensor]]:
-    """`state` taken apart, its leaves, and this rank's part of each. `known` are leaves of an earlier state by path:
-    how they were cut holds where a dimension of one rank leaves that open.
+    """`state` taken apart, its leaves, and this rank's part of each leaf.
 
-    Raises TypeError for what cannot travel, ValueError for tensors that are sharded in a way that has no copies.
+    `known` are the leaves of an earlier state, by path: their cuts decide where a mesh dimension of size 1 leaves the
+    cut open. Raises TypeError for state that cannot be sent, ValueError for tensors sharded in a way that cannot be
+    copied.
     """
     taken = take_apart_sharded(state)
     leaves, mine = [], []
@@ -123,9 +127,9 @@ def take_shards(
 
 
 def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Tensor:
-    """The tensor of a state whose part on this rank is `local`; `devices` is the DeviceMesh that `mesh` describes.
+    """The whole tensor of `leaf` whose part on this rank is `local`; `devices` is the DeviceMesh that `mesh` describes.
 
-    Raises `Mismatch` for a leaf that lies on other dimensions than the mesh has.
+    Raises `Mismatch` for a leaf placed on dimensions that the mesh does not have.
     """
     from torch.distributed.tensor import DTensor
 
@@ -148,8 +152,9 @@ def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Te
 def _placed(
     path: str, tensor: torch.Tensor, mesh: Mesh, rank: int, meshes: dict[int, tuple[str, ...]], known: Leaf | None
 ) -> tuple[tuple[str, ...], Cuts, torch.Tensor]:
-    """Which dimensions of the mesh a tensor lies on, how they cut it, and this rank's part. `meshes` are the dimensions
-    of the DeviceMeshes that were looked at already.
+    """The mesh dimensions that a tensor is placed on, how they cut it, and this rank's part of it.
+
+    `meshes` caches the dimensions of DeviceMeshes by id.
     """
     from torch.distributed.tensor import DTensor
 
@@ -166,7 +171,7 @@ def _placed(
 
 
 def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ...]:
-    """Which of the mesh's dimensions a DeviceMesh consists of. ValueError if it is another mesh."""
+    """The dimensions of `mesh` that a DeviceMesh consists of. Raises ValueError if it is another mesh."""
     names: tuple[str, ...] = tuple(devices.mesh_dim_names or ())
     place = mesh.place_of(rank)
     alike = (
@@ -184,8 +189,10 @@ def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ..
 
 
 def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh, dims: int) -> Cuts:
-    """In which order a tensor is cut that is placed like this. A `_StridedShard` is cut after so many of the dimensions
-    to its right as make up its split factor; a `Shard` before them.
+    """The cuts of a tensor with these placements, in order.
+
+    A `_StridedShard` is cut after those dimensions to its right whose sizes multiply to its split factor, a `Shard`
+    before all of them.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -209,7 +216,7 @@ def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh,
 
 @lru_cache(maxsize=1 << 12)
 def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
-    """torch's words for a tensor that is cut like this: the way back from `_cuts`."""
+    """torch's placements of a tensor with these cuts: the inverse of `_cuts`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

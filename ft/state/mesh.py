@@ -1,7 +1,7 @@
-"""How the ranks of an epoch are laid out, and which part of a tensor each of them has: arithmetic, without torch.
+"""The layout of an epoch's ranks and each rank's part of a tensor: arithmetic, without torch.
 
-A tensor is cut along its dimensions by dimensions of the mesh, one cut after the other, each as `torch.chunk` does it.
-So what a rank has is always a box: one stretch along each dimension.
+Mesh dimensions cut a tensor along its dimensions, one cut after the other, each as `torch.chunk` does. So a rank's part
+is always a box: one range along each dimension.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 from holdfast.comms.errors import Mismatch
 
 Box = tuple[tuple[int, int], ...]
-"""Along each dimension of a tensor the first index, and the one after the last."""
+"""Along each dimension of a tensor, the first index and the one after the last."""
 Cuts = tuple[tuple[int, str], ...]
-"""Dimensions of a tensor, each with the dimension of the mesh that divides it, in the order in which they are cut."""
+"""Pairs of a tensor dimension and the mesh dimension that divides it, in the order of the cuts."""
 
 
 class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Ranks 0, 1, ... in the order of the last dimension first, as in `init_device_mesh`."""
+    """Named dimensions over ranks 0, 1, ..., the last dimension fastest, as in `init_device_mesh`."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return math.prod(self.sizes)
 
     def size_of(self, name: str) -> int:
-        """Raises `Mismatch` for a dimension that this mesh does not have."""
+        """The size of dimension `name`. Raises `Mismatch` if this mesh does not have it."""
         if name not in self.names:
             raise Mismatch(
                 f"a tensor was sharded over a dimension {name!r} of a mesh; this job's has {', '.join(self.names)}"
@@ -39,7 +39,7 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return self.sizes[self.names.index(name)]
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Where a rank is along each dimension."""
+        """A rank's coordinate along each dimension, by name."""
         found = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)
@@ -47,18 +47,18 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def all_ranks(size: int) -> Mesh:
-    """A mesh of one dimension."""
+    """A mesh of one dimension, `ranks`."""
     return Mesh(("ranks",), (size,))
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
 @lru_cache(maxsize=1 << 16)
 def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
-    """What `rank` has of a tensor."""
+    """The box of a tensor that `rank` has."""
     box = list(whole(shape))
     place = mesh.place_of(rank)
     for dim, name in cuts:
@@ -70,7 +70,7 @@ def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
 
 @lru_cache(maxsize=1 << 12)
 def who_has(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box, list[int]]:
-    """The boxes that a tensor is cut into, those without elements left out, and the ranks that have each."""
+    """The boxes, without empty ones, that a tensor is cut into, each with the ranks that have it."""
     found: defaultdict[Box, list[int]] = defaultdict(list)
     for rank in range(mesh.size):
         box = box_of(shape, cuts, mesh, rank)
@@ -84,13 +84,13 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What lies in both boxes; None if nothing does."""
+    """The intersection of two boxes; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(low < high for low, high in both) else None
 
 
 def stretch(part: Box, box: Box) -> tuple[int, int]:
-    """Where the elements of `part` lie among those of `box`, which holds it: the first, and the one after the last."""
+    """The range of flat indexes in `box` that covers `part`, a box inside it: the first, and the one after the last."""
     first = last = 0
     for (low, high), (begin, end) in zip(part, box, strict=True):
         first = first * (end - begin) + low - begin

@@ -1,4 +1,4 @@
-"""Which memory plane the members of a job read each other's state through."""
+"""Chooses the memory plane by which the members of a job read each other's state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ANY_HOST = ("ucx", "nixl")
 
 
 class Planes:
-    """The planes that this process has open, each opened at its first use."""
+    """The memory planes of this process, each opened at its first use."""
 
     def __init__(self) -> None:
         self._open: dict[str, MemoryPlane] = {}
 
     def agree(self, comm: Communicator, hosts: Sequence[str]) -> MemoryPlane | None:
-        """The plane that all ranks can use, collective over `comm`; None if there is none.
+        """The plane that all ranks can use; None if there is none. Collective over `comm`.
 
-        `hosts` are the ranks' hosts. On one host it is `shm`; between hosts what crosses them, if UCX_TLS names a
-        network for it: without that a plane speaks over shared memory alone.
+        `hosts` are the ranks' hosts. On one host it is `shm` if that works, else ucx or nixl. Between hosts it is ucx
+        or nixl, and only if UCX_TLS is set: without a network named there, these planes use shared memory alone.
         """
         offers = comm.all_gather_object(_able(hosts))
         for name in offers[0]:
@@ -35,13 +35,13 @@ class Planes:
         return None
 
     def close(self) -> None:
-        """Close every plane, and with it what it exposes. Idempotent."""
+        """Close every plane and its regions. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
 
 
 def _able(hosts: Sequence[str]) -> list[str]:
-    """The planes that this process could open and that reach all of `hosts`, in order of preference."""
+    """The planes that this process can open and that reach all `hosts`, in order of preference."""
     if len(set(hosts)) > 1:
         return [name for name in _ANY_HOST if _works(name)] if os.environ.get("UCX_TLS") else []
     able = [name for name in _ONE_HOST if _works(name)]

@@ -1,8 +1,8 @@
-"""State that every rank has whole, for newcomers: pulled from the memory of all who have it, at once.
+"""Transfers replicated state to newcomers, which read it from the memory of all ranks that have it.
 
-Those who hold the state offer it: where its bytes lie, and their checksums. The first of them says what they mean. A
-newcomer reads each block from one of those whose checksum is that of the first, and loads nothing before it has all.
-The others wait for it, so that nobody's state changes meanwhile.
+The ranks that hold the state offer it: the location of its bytes and their checksums. The first of them adds the
+description. A newcomer reads each block from a rank whose checksum equals that of the first, and loads only when it has
+all blocks. The other ranks wait for it, so that no rank's state changes meanwhile.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ Told = Callable[[], None]
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bytes that lie together: where, and the checksums of their blocks."""
+    """A contiguous range of bytes: its region, and the checksums of its blocks."""
 
     handle: Handle
     digests: list[bytes]
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank has for newcomers. Only the first to have it says what it is. `refusal` says why a rank has
-    nothing that can travel; "" if it has.
+    """A rank's offer to newcomers. Only the first rank with the state adds `description` and `pieces`.
+
+    `refusal` says why the rank's state cannot be sent; "" if it can.
     """
 
     done: int
@@ -60,8 +61,10 @@ _decoder = msgspec.msgpack.Decoder(_Offer)
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a rank has after a transfer. `moved` is bytes by the rank that they came from, `kept` bytes that an earlier
-    transfer had brought, `lost` why ranks were no source any more, `unlike` ranks whose state was another one."""
+    """The result of a transfer on a newcomer: the state after `done` steps is loaded.
+
+    `moved` are bytes by source rank, `kept` the bytes that an earlier transfer had brought, `lost` the reasons why
+    ranks were lost as sources, `unlike` the ranks whose state differs from that of the first."""
 
     done: int
     moved: Mapping[int, int]
@@ -80,10 +83,10 @@ def offer(
     patience: float,
     on_refusal: Callable[[str], None],
 ) -> None:
-    """Let the newcomers have the state after `done` steps; returns when all of them have it.
+    """Offer the state after `done` steps to the newcomers; returns when all of them have it.
 
-    State that cannot travel is refused to them; then `on_refusal` is called with the reason. Raises what ends the
-    epoch.
+    If the state cannot be sent, they are refused, and `on_refusal` is called with the reason. Raises the error that
+    ends the epoch.
     """
     with contextlib.ExitStack() as exposed:
         try:
@@ -117,10 +120,10 @@ def pull(
     before_chunk: Told,
     before_load: Told,
 ) -> Pulled:
-    """Take the state and load it into everything attached. Call `arrived` when that is noted.
+    """Read the state and load it into everything attached. Call `arrived` once that is recorded.
 
-    Raises `Mismatch` if other things are attached there; `CorruptData` for an offer that is none; `StateNotGiven` if
-    the state of its source cannot travel; what `Fetcher.fetch` raises. Nothing is loaded then.
+    Raises `Mismatch` if other things are attached at the source; `CorruptData` for an invalid offer; `StateNotGiven` if
+    the source's state cannot be sent; what `Fetcher.fetch` raises. Nothing is loaded then.
     """
     offers = [_decoded(raw) for raw in comm.all_gather_object(b"")]
     first = offers[verdict.source]
@@ -144,14 +147,14 @@ def pull(
     state = unpack(PackedState(first.description, first.pieces, chunks))
     check_names(state, attached)
     before_load()
-    fetcher.forget()  # from here on users may write into what arrived
+    fetcher.forget()  # users may write into the arrived tensors from here on
     load(state, attached)
     unlike = tuple(r for r, given in enumerate(offers) if given is not None and blocks and r not in agreeing)
     return Pulled(first.done, fetched.moved, fetched.kept, fetched.lost, unlike)
 
 
 def arrived(comm: Communicator, patience: float) -> None:
-    """Every newcomer has the state, and all may go on. Collective; `offer` ends with it."""
+    """Let all ranks continue: every newcomer has the state. Collective; `offer` ends with the same barrier."""
     comm.barrier(timeout=patience)
 
 

@@ -1,7 +1,7 @@
-"""Everything attached to a session: how it is kept while ranks come and go.
+"""Keeps all state that is attached to a session while ranks die and join.
 
-What every rank has whole goes to newcomers from those who have it. What is sharded is kept redundantly, and put
-together again in each epoch: from memory; if a part is lost with all its copies, from the newest checkpoint.
+Replicated state goes to newcomers from the ranks that have it. Sharded state is kept redundantly and restored in each
+epoch: from memory or, if a part is lost with all its copies, from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast.ft")
 
 _LOOK_STEPS = 1024
-"""Attached state is looked at after 1, 2, 4 ... steps, and then each time so many are done."""
+"""Attached state is checked after 1, 2, 4 ... steps, and then after every `_LOOK_STEPS` steps."""
 
 _LARGE = 256 << 20
-"""Bytes of a part from which on it is worth a garbage collection to have its memory back at once."""
+"""Bytes kept from which on a garbage collection, to free the old model's memory at once, is worth its time."""
 
 
 class StateReplicator:
-    """The state of one process. `over(epoch)` says why an epoch is over, `reach` is told of fault points."""
+    """The attached state of one process.
+
+    `over(epoch)` returns the error that ended an epoch (None: it is not over); `reach(name)` is called at fault points.
+    """
 
     def __init__(
         self,
@@ -70,47 +73,47 @@ class StateReplicator:
         self._unfit: dict[str, str] = {}
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Close the memory planes and drop all fetched and built state. Idempotent."""
         self._planes.close()
         self._fetcher.forget()
         self.drop()
 
     def drop(self) -> None:
-        """The epoch is over: what was built for it is of no use any more."""
+        """Drop what was built for an epoch that is over."""
         self._seen = []
         if self.sharded is not None:
             self.sharded.drop()
 
     @property
     def needs_group(self) -> bool:
-        """Whether torch's process group is needed for what is attached."""
+        """Whether the attached state needs torch's process group."""
         return self.sharded is not None or self.checkpoints is not None
 
     @property
     def _relies_on_replicas(self) -> bool:
-        """Whether what is sharded has neither copies nor checkpoints."""
+        """Whether the sharded state has neither copies nor checkpoints."""
         return self.sharded is not None and not self.sharded.copies and self.checkpoints is None
 
     @property
     def patience(self) -> float:
-        """Seconds that ranks wait for those that are still being given the state."""
+        """Seconds that ranks wait for newcomers that are still getting the state."""
         return self._timeouts.operation + self._timeouts.join
 
     def check(self) -> None:
-        """Raise ValueError for what is attached in a way that cannot work."""
+        """Raise ValueError if the death of any rank would end the job."""
         if self._relies_on_replicas and self.sharded is not None and not self.sharded.may_have_replicas:
             raise ValueError("copies=0 and no checkpoints(): the death of any rank would end the job")
 
-    # What every rank has whole --------------------------------------------------------------------------------
+    # Replicated state -----------------------------------------------------------------------------------------
 
     def bring_up_to_date(
         self, comm: Communicator, hosts: Sequence[str], verdict: Verdict, done: int, *, founding: bool
     ) -> int | None:
-        """Give the state after `done` steps to newcomers, or take it as one; collective. How many steps are done by the
-        state that was taken; None where it was not.
+        """Send the state after `done` steps to newcomers, or receive it as one; collective.
 
-        A newcomer to whom it cannot be given raises `StateNotGiven`; the others go on without it. If the job is still
-        `founding`, all raise it.
+        Returns the number of steps done in the received state, on a newcomer; None on the others. If the state cannot
+        be sent, a newcomer raises `StateNotGiven` and the others go on without it; while the job is `founding`, all
+        raise it.
         """
         plane = self._planes.agree(comm, hosts)
         taking = comm.rank in verdict.receivers
@@ -160,13 +163,13 @@ class StateReplicator:
         return pulled.done
 
     def everybody_has_it(self, comm: Communicator) -> None:
-        """A newcomer, having noted what it has, lets the others go on."""
+        """Let the other ranks continue: this newcomer has recorded its state. Collective."""
         pulling.arrived(comm, self.patience)
 
     def look(self, done: int) -> None:
-        """Warn of attached state that has become one that cannot be given to newcomers; looks ever more rarely.
+        """Warn of attached state that newcomers can no longer get; checks at ever longer intervals.
 
-        An optimizer has most of its state only after its first step, so `attach` has not seen it.
+        An optimizer has most of its state only after its first step, so the check in `attach` cannot see it.
         """
         if done == 0 or (done & (done - 1) and done % _LOOK_STEPS):
             return
@@ -186,7 +189,7 @@ class StateReplicator:
     def _over_the_communicator(
         self, comm: Communicator, verdict: Verdict, done: int, refused: Callable[[str], None]
     ) -> int | None:
-        """As `bring_up_to_date`, where no memory plane reaches all ranks: from one source, over the communicator."""
+        """As `bring_up_to_date` if no memory plane reaches all ranks: from one source, over the communicator."""
         if comm.rank != verdict.source and comm.rank not in verdict.receivers:
             return None
         pipe = transfer.Pipe(comm, verdict.source, verdict.receivers, self._timeouts.operation)
@@ -210,13 +213,13 @@ class StateReplicator:
     def _before_chunk(self) -> None:
         self._reach("sync.before_chunk")
 
-    # What is sharded ------------------------------------------------------------------------------------------
+    # Sharded state --------------------------------------------------------------------------------------------
 
     def enter(self, comm: Communicator, hosts: Sequence[str], done: int) -> int:
-        """Build what is sharded for the epoch of `comm`, with the state after `done` steps; collective. After how many
-        steps the job goes on: fewer only if all copies of a part are lost, and a checkpoint takes their place.
+        """Build the sharded state for the epoch of `comm`, as it was after `done` steps; collective.
 
-        Raises HoldfastError if there is neither.
+        Returns the number of steps done from which the job continues: fewer than `done` only if all copies of a part
+        are lost and a checkpoint replaces them. Raises HoldfastError if there is neither.
         """
         if self._epoch == comm.epoch or not self.needs_group:
             return done
@@ -298,7 +301,7 @@ class StateReplicator:
         return done, source, fetched
 
     def _check_replicas(self, comm: Communicator, done: int, first: bool) -> None:
-        """Whether the state that was built can outlive a rank: ValueError if not at `first`, later a warning."""
+        """Check that the built state can outlive any rank; if not, ValueError if `first`, else a warning."""
         if not self._relies_on_replicas:
             return
         own = next(part for part in self._on_shelf(comm.device).of(done) if part.layout.part == comm.rank)
@@ -357,20 +360,20 @@ class StateReplicator:
     # Around each step -----------------------------------------------------------------------------------------
 
     def stage(self, comm: Communicator, hosts: Sequence[str], version: int) -> None:
-        """Keep the state after `version` steps beside the current one, here and on neighbours; collective."""
+        """Keep the state after `version` steps beside the current state, here and on neighbours; collective."""
         if self.sharded is not None:
             with _library(comm):
                 self._copy(comm, hosts, version)
 
     def committed(self, done: int) -> None:
-        """The state after `done` steps is the current one."""
+        """Make the state after `done` steps the current one, and remove older versions."""
         if self.sharded is not None and self._shelf is not None:
             self._shelf.keep_only(done)
 
     def begin(self, comm: Communicator, done: int) -> None:
-        """An attempt is about to begin: write a checkpoint if one is due; collective.
+        """Before an attempt, write a checkpoint if one is due; collective.
 
-        Raises HoldfastError if what is sharded was changed since the last commit.
+        Raises HoldfastError if sharded state was changed since the last commit.
         """
         if any(tensor._version != version for tensor, version in self._seen):
             raise HoldfastError(
@@ -432,7 +435,7 @@ class StateReplicator:
 
 
 def _state_of(thing: transfer.Stateful) -> dict[str, Any]:
-    """The state of `thing`; of a module its parameters themselves, whose versions tell of changes."""
+    """The state of `thing`; of a module the parameters themselves, whose version counters show changes."""
     if isinstance(thing, torch.nn.Module):
         state: dict[str, Any] = thing.state_dict(keep_vars=True)
         return state
@@ -441,7 +444,7 @@ def _state_of(thing: transfer.Stateful) -> dict[str, Any]:
 
 @contextmanager
 def _library(comm: Communicator) -> Iterator[None]:
-    """Raise what ended `comm` where torch's libraries raise something of their own because of it."""
+    """Raise the error that ended `comm` in place of the error that torch's libraries raise because of it."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, *FAILURES):

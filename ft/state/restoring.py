@@ -1,7 +1,6 @@
-"""A sharded state put together from what the ranks of an epoch have kept of it, whoever died, into as many parts as
-there are ranks now, however they are laid out.
+"""Restores a sharded state from the parts that surviving ranks kept, for a new number and layout of ranks.
 
-All say what they have. If every part of the state is somewhere (or one that is alike: a replica), each rank works out
+All ranks exchange what they have. If every part of the state, or a replica of it, is somewhere, each rank computes
 which bytes its new part consists of, takes those that it has itself, and reads the others from ranks that have them.
 """
 
@@ -25,7 +24,7 @@ from holdfast.ft.state.shelf import Kept
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One part that a rank has, and where."""
+    """One part that a rank has: part `part` of `size`, its region, and the checksums of its blocks."""
 
     size: int
     part: int
@@ -34,7 +33,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class StateDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a state consists of and how its ranks were laid out, the same for all its parts."""
+    """The leaves of a state, the mesh of its ranks, and its description: the same for all its parts."""
 
     leaves: tuple[Leaf, ...]
     mesh: Mesh
@@ -48,8 +47,9 @@ _state = msgspec.msgpack.Decoder(StateDescription)
 
 @dataclass(frozen=True, slots=True)
 class RestoredPart:
-    """This rank's new part of the state: its `layout` and tensors; the old `parts` that it was made of. `fetched` says
-    what came from others."""
+    """This rank's new part of the state: its `layout` and `tensors`.
+
+    `parts` are the numbers of the old parts that it was made of; `fetched` says what came from other ranks."""
 
     description: bytes
     layout: PartLayout
@@ -60,16 +60,17 @@ class RestoredPart:
 
 @dataclass(frozen=True, slots=True)
 class BoxSource:
-    """Elements of one leaf: `box` of it, which old part `part` has."""
+    """A source of elements of one leaf: old part `part` has `box`."""
 
     part: int
     box: Box
 
 
 def complete_size(held: Sequence[Sequence[tuple[int, int, int]]], size: int) -> int | None:
-    """Into how many parts the state is cut that the ranks can put together of what they have (each rank's are given as
-    (of how many parts, which of those that differ, of how many that differ)); that of `size` if there are several; None
-    if a part is missing.
+    """The number of parts of a state that the ranks can restore completely; None if a part of each is missing.
+
+    `held` lists each rank's parts as (number of parts, number among those that differ, how many differ). If several
+    states are complete, the one of `size` parts is preferred, else the one with the most.
     """
     shares: defaultdict[int, set[int]] = defaultdict(set)
     needed: dict[int, int] = {}
@@ -94,10 +95,10 @@ def restore(
     over: Callable[[], HoldfastError | None],
     before_chunk: Callable[[], None],
 ) -> RestoredPart:
-    """This rank's part of the state that is cut into `size` parts, for ranks laid out as `mesh`; collective.
+    """This rank's part, for ranks laid out as `mesh`, of the state that was cut into `size` parts; collective.
 
-    `kept` is what this rank has of it. Raises `CorruptData` for what does not fit together, `Unsupported` if bytes of
-    others are needed and no `plane` reaches them; else what `Fetcher.fetch` raises.
+    `kept` are the parts that this rank has. Raises `CorruptData` for parts that do not fit together, `Unsupported` if
+    bytes of other ranks are needed and no `plane` reaches them; else what `Fetcher.fetch` raises.
     """
     mine = [part for part in kept if part.layout.size == size]
     with contextlib.ExitStack() as exposed:
@@ -130,10 +131,10 @@ def restore(
 
 
 def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collection[int]) -> list[list[BoxSource]]:
-    """For each leaf the pieces that the new part `layout` is put together of, from the parts that are `there` of ranks
-    that were laid out as `old`: those that this rank has, `mine`, where it can be, the first of them before the others.
+    """For each leaf, the sources of the boxes that make up the new part `layout`.
 
-    Raises `CorruptData` for a leaf of which a piece is nowhere.
+    Sources are the parts that are `there`, of ranks that were laid out as `old`; parts of this rank (`mine`) are
+    preferred, in their order. Raises `CorruptData` for a leaf of which a box is nowhere.
     """
     found = []
     for leaf, wanted in zip(layout.leaves, layout.boxes, strict=True):
@@ -151,7 +152,7 @@ def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collecti
 
 
 def needed(layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]]) -> dict[int, list[tuple[int, int]]]:
-    """Which bytes of which old parts these pieces of the leaves are: (begin, end) by part, ascending."""
+    """The byte ranges of old parts that these pieces of the leaves need: (begin, end) by part, ascending."""
     found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     olds = {piece.part: PartLayout(layout.leaves, old, piece.part) for leaf in pieces for piece in leaf}
     for index, leaf in enumerate(layout.leaves):
@@ -166,7 +167,7 @@ def needed(layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]])
 def assemble(
     layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]], buffers: dict[int, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors of the new part `layout`, of these pieces of each, from the bytes of the old parts."""
+    """The tensors of the new part `layout`, from their `pieces` in the bytes of the old parts (`buffers`)."""
     olds = {part: PartLayout(layout.leaves, old, part) for part in buffers}
     found = []
     for index, leaf in enumerate(layout.leaves):
@@ -179,7 +180,7 @@ def assemble(
 
 
 def _cut(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
-    """Of a tensor that is `box` of a leaf, the `part`."""
+    """The view of box `part` in a tensor that holds `box` of a leaf."""
     for dim, ((low, high), (begin, _)) in enumerate(zip(part, box, strict=True)):
         tensor = tensor.narrow(dim, low - begin, high - low)
     return tensor
@@ -194,8 +195,9 @@ def _expose(part: Kept, plane: MemoryPlane, exposed: contextlib.ExitStack) -> Ho
 def _blocks(
     part: int, buffer: torch.Tensor, ranges: Sequence[tuple[int, int]], offers: Sequence[Sequence[Holding]]
 ) -> list[Block]:
-    """What has to be read for these ranges of a part. Those who have it may differ in what they have (memory goes bad):
-    what most have is right, the first of them in doubt."""
+    """The blocks to read for these byte ranges of a part.
+
+    Ranks may differ in a block (memory goes bad): the checksum of most ranks is right, in a tie the first."""
     holders = [(rank, held) for rank, offer in enumerate(offers) for held in offer if held.part == part]
     fit = [(rank, held) for rank, held in holders if held.handle.nbytes == buffer.numel()]
     if not fit:

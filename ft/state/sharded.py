@@ -1,4 +1,4 @@
-"""What is sharded over the ranks of a job, and built anew for the ranks of each epoch."""
+"""State that is sharded over the ranks of a job and built anew for each epoch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Build = Callable[["DeviceMesh"], Mapping[str, Stateful]]
-"""Makes model, optimizer and the like over a mesh of all ranks. Called in each epoch; must make the same every time."""
+"""Returns model, optimizer and the like over a mesh of all ranks. Called in each epoch; must build the same things."""
 Shape = Callable[[int], Mapping[str, int]]
-"""How so many ranks are laid out: the mesh's dimensions by name, such as {"replicate": 2, "shard": 4} for 8 ranks.
-Called for each number of ranks that there may be; must give dimensions of the same names every time."""
+"""Returns the mesh's dimensions by name for a number of ranks, such as {"replicate": 2, "shard": 4} for 8.
+Called for each number of ranks that is possible; must return the same names every time."""
 
 MOST_COPIES = 64
 
 
 class Sharded(Mapping[str, Any]):
-    """What `build` made in this epoch, by name. Made by `Session.attach_sharded`.
+    """The things that `build` returned in this epoch, by name. Made by `Session.attach_sharded`.
 
-    It belongs to the transaction: change it inside of an attempt. If the attempt fails, it is put back as it was.
-    After each epoch ask for it again: what was built for the last one is of no use.
+    They belong to the transaction: change them inside an attempt; if it fails, their state is restored. Look them up
+    again in each epoch: things that were built for an earlier epoch cannot be used.
     """
 
     def __init__(self, build: Build, copies: int, shape: Shape | None) -> None:
@@ -60,20 +60,20 @@ class Sharded(Mapping[str, Any]):
 
     @property
     def things(self) -> dict[str, Stateful]:
-        """What was built, for those who save and load it."""
+        """The things built in this epoch, by name, to save and load their state."""
         return self._things
 
     def drop(self) -> None:
-        """Let go of what was built for an epoch that is over."""
+        """Drop the things that were built for an epoch that is over."""
         self._things = {}
 
     @property
     def may_have_replicas(self) -> bool:
-        """Whether ranks may have the same part: on a mesh of more than one dimension, that is seen when it is built."""
+        """Whether ranks may have equal parts; with a `mesh` function, known for sure only once built."""
         return self._shape is not None
 
     def mesh(self, size: int) -> Mesh:
-        """How `size` ranks are laid out. Raises ValueError, TypeError for what is no mesh of so many."""
+        """The mesh of `size` ranks. Raises ValueError, TypeError if the `mesh` function returns none of that size."""
         if self._shape is None:
             return all_ranks(size)
         asked = self._shape(size)
@@ -91,7 +91,7 @@ class Sharded(Mapping[str, Any]):
         return found
 
     def build(self, mesh: DeviceMesh) -> None:
-        """Build for a new epoch. Raises TypeError for what has no state."""
+        """Build for a new epoch. Raises TypeError if `build` returns no dict of things with a state."""
         made = self._build(mesh)
         if not isinstance(made, Mapping) or not made:
             raise TypeError(
@@ -106,8 +106,9 @@ class Sharded(Mapping[str, Any]):
 
 
 class Copied:
-    """What the copies have cost this process: how often they were made, and in sum how many bytes and seconds.
-    `nbytes` were sent to neighbours; `held` are in memory now, for this process and its neighbours.
+    """The cost of copies in this process: how many `times` copies were made, and `seconds` in sum.
+
+    `nbytes` were sent to neighbours in sum; `held` bytes are in memory now, for this process and its neighbours.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""State as bytes, and its way to newcomers over the communicator of the epoch, where no memory plane reaches them.
+"""Sends state to newcomers over the epoch's communicator, if no memory plane reaches them; packs state into bytes.
 
-From one rank that has it to those that have not: one header, then chunks, each with its checksum. Small tensors share
-chunks, so that a model of many small parameters costs few messages. If the source dies on the way the epoch fails, and
-the next one tries again from another rank: a receiver changes nothing before it has everything. A source whose state
-cannot travel says so, and goes on: it is the newcomer that ends.
+One rank that has the state sends a header, then chunks, each with its checksum. Small tensors share chunks, so that a
+model of many small parameters needs few messages. If the source dies on the way, the epoch fails and the next one tries
+again from another rank; a receiver changes nothing before it has everything. If the source's state cannot be sent, the
+newcomers get the reason and end; the source goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.ft.attempt import FAILURES
 from holdfast.ft.state.codec import put_together, take_apart
 
 CHUNK = 16 << 20
-"""Bytes of the largest chunk that small tensors share; a larger tensor is a chunk of its own."""
+"""The most bytes of a chunk that small tensors share; a larger tensor is a chunk of its own."""
 ALIGNMENT = 16
 MAX_HEADER = 1 << 30
 
@@ -40,7 +40,7 @@ class StateNotGiven(HoldfastError):
 
 
 class Stateful(Protocol):
-    """What can be attached to a session: a model, an optimizer, a scheduler, a data loader ..."""
+    """An object that can be attached to a session: a model, an optimizer, a scheduler, a data loader ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -48,7 +48,7 @@ class Stateful(Protocol):
 
 
 class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor in its chunk."""
+    """A tensor's place: its dtype and shape, and byte `offset` of chunk `chunk`."""
 
     dtype: str
     shape: list[int]
@@ -57,7 +57,7 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All but the bytes: `chunks` are (bytes, checksum). `refusal` says why there is no state; "" if there is."""
+    """The description of a transfer: `chunks` are (bytes, checksum); `refusal` says why no state comes, or is ""."""
 
     done: int
     description: bytes
@@ -71,14 +71,14 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank has after a transfer: how many steps are `done`, and how many bytes of state moved."""
+    """The result of a transfer: the number of steps `done` in the state, and the bytes moved."""
 
     done: int
     nbytes: int
 
 
 class Pipe:
-    """Moves tensors from rank `source` to `receivers`: to all at once if nobody else is there, else one by one."""
+    """Moves tensors from rank `source` to `receivers`: by broadcast if those are all other ranks, else one by one."""
 
     def __init__(self, comm: Communicator, source: int, receivers: Sequence[int], timeout: float) -> None:
         self._comm, self.source, self._receivers, self._timeout = comm, source, tuple(receivers), timeout
@@ -109,7 +109,7 @@ def give(
 ) -> Given:
     """Send the state of everything attached, after `done` committed steps.
 
-    State that cannot travel is refused to the receivers; then `on_refusal` is called with the reason.
+    If the state cannot be sent, the receivers are refused, and `on_refusal` is called with the reason.
     """
     packed, refusal = PackedState(b"", [], []), ""
     try:
@@ -131,7 +131,7 @@ def give(
 
 
 def reason_of(error: Exception) -> str:
-    """Why state cannot be given, in words."""
+    """The text of the error for which state cannot be sent."""
     return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
@@ -143,8 +143,8 @@ def take(
 ) -> Given:
     """Receive state and load it into everything attached.
 
-    Raises, having loaded nothing, `CorruptData` if a checksum is wrong; `Mismatch` if other things are attached there;
-    `StateNotGiven` if the source's state cannot travel.
+    Raises, before anything is loaded, `CorruptData` if a checksum is wrong; `Mismatch` if other things are attached at
+    the source; `StateNotGiven` if the source's state cannot be sent.
     """
     length = torch.zeros(1, dtype=torch.int64, device=pipe.device)
     pipe.take(length)
@@ -175,7 +175,7 @@ def take(
 
 @dataclass(frozen=True, slots=True)
 class PackedState:
-    """A state as bytes: what it consists of, where each tensor lies, and the chunks."""
+    """A state as bytes: its description, the place of each tensor, and the chunks."""
 
     description: bytes
     pieces: list[PackedTensor]
@@ -183,12 +183,12 @@ class PackedState:
 
 
 def unpack(packed: PackedState) -> Any:
-    """The state, each tensor in memory of its own. Raises `CorruptData` for one whose parts do not fit together."""
+    """The state, each tensor in memory of its own. Raises `CorruptData` if its parts do not fit together."""
     return put_together(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
 
 
 def check_names(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
-    """Raise `Mismatch` if `state` is of other things than those that are attached here."""
+    """Raise `Mismatch` if the names in `state` differ from those attached here."""
     if state.keys() != attached.keys():
         raise Mismatch(
             f"attached here: {', '.join(sorted(attached)) or 'nothing'}; where the state comes from: "
@@ -197,8 +197,10 @@ def check_names(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> N
 
 
 def load(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
-    """Load the state of each attached thing. Raises `Mismatch`, before any is loaded, if weights that are tied here
-    differ there: a module would keep the last one.
+    """Load the state of each attached thing.
+
+    Raises `Mismatch`, before anything is loaded, if weights that are tied here differ in `state`: a module would keep
+    the last one.
     """
     for name, thing in attached.items():
         if isinstance(thing, torch.nn.Module):
@@ -222,7 +224,7 @@ def _check_tied(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
 def pack(attached: Mapping[str, Stateful], device: torch.device) -> PackedState:
     """The state of everything attached, as bytes on `device`. A chunk may be the memory of a tensor itself.
 
-    Raises TypeError for state that cannot travel.
+    Raises TypeError for state that cannot be sent.
     """
     description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
     pieces: list[PackedTensor] = []
@@ -252,7 +254,7 @@ def _piece(tensor: torch.Tensor, chunk: int, offset: int) -> PackedTensor:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # what has no or one element counts as contiguous whatever its strides
+    if flat.stride(0) != 1:  # a tensor of at most one element counts as contiguous whatever its strides
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -271,7 +273,7 @@ def _unpack(piece: PackedTensor, chunks: Sequence[torch.Tensor]) -> torch.Tensor
     raw = whole[piece.offset : piece.offset + nbytes]
     if not nbytes:
         return torch.empty(piece.shape, dtype=dtype, device=raw.device)
-    if raw.numel() < whole.numel():  # some users take a tensor's storage for its own (torch.set_rng_state)
+    if raw.numel() < whole.numel():  # some callers read the whole storage of a tensor (torch.set_rng_state)
         raw = raw.clone()
     return raw.view(dtype).reshape(piece.shape)
 

@@ -1,1 +1,1 @@
-"""What a process reports of itself: events, metrics, flight recordings."""
+"""What a process reports about itself: events, metrics, flight recordings."""

@@ -1,7 +1,7 @@
-"""The events log: what happened to this process, as JSON lines for all processes of a job and as callbacks here.
+"""The event log of a process: JSON lines in a file, and callbacks in this process.
 
 Each line has `time` (`time.monotonic()`, shared by all processes of a host), `process`, `pid`, `kind` and the fields
-of its kind. A line is one write to a file opened for appending, so a process that is killed leaves whole lines.
+of its kind. A line is one write to a file opened for appending, so a killed process leaves whole lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 DIRECTORY = "HOLDFAST_LOG_DIR"
-"""The environment variable that says where the logs go; without it only callbacks hear of events."""
+"""The environment variable that names the directory of the logs; without it, events go to callbacks alone."""
 
 KEPT_BYTES = 1 << 20
 
@@ -30,10 +30,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventLog:
-    """The events of one process. Safe to use from several threads. The file is opened by the first event."""
+    """The events of one process. Safe to use from several threads. The first event opens the file."""
 
     def __init__(self, process: str, directory: str | os.PathLike[str] | None = None) -> None:
-        """Write to `<directory>/<process>.jsonl`, if there is a directory (default: from the environment)."""
+        """Write to `<directory>/<process>.jsonl`. `directory` defaults to HOLDFAST_LOG_DIR; "" writes no file."""
         self.process = process
         self._pid = os.getpid()
         self._listeners: tuple[Listener, ...] = ()
@@ -44,7 +44,7 @@ class EventLog:
         self._away, self._lost = False, 0
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Note that something happened, now. `fields` are what JSON can say."""
+        """Record an event with the current time. `fields` must be JSON values."""
         if not self._directory and not self._listeners:
             return
         event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
@@ -59,8 +59,10 @@ class EventLog:
                 _log.exception("a listener to events failed")
 
     def _write(self, line: bytes) -> None:
-        """Append a line. What cannot be written now (a full disk) is kept, `KEPT_BYTES` at most, and written before
-        the next line that can be; the job goes on. One warning says so, and how many lines were lost if any were.
+        """Append a line; if that fails (a full disk), keep it and write it before the next line that succeeds.
+
+        At most `KEPT_BYTES` are kept; older lines are lost. The job goes on. A warning reports the first failure, and
+        another the recovery with the number of lost lines.
         """
         if not self._directory:
             return
@@ -90,9 +92,9 @@ class EventLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for each event from now on, in the thread where it happens; it must be quick.
+        """Call `listener(event)` for each event from now on, in the thread that emits it; it must be quick.
 
-        Returns what ends the subscription.
+        Returns a function that ends the subscription.
         """
         self._listeners = (*self._listeners, listener)
 
@@ -102,7 +104,7 @@ class EventLog:
         return unsubscribe
 
     def close(self) -> None:
-        """Close the file: later events go to listeners alone. Idempotent."""
+        """Close the file; later events go to listeners alone. Idempotent."""
         with self._opening:
             self._directory = None
             fd, self._fd = self._fd, -1

@@ -1,6 +1,6 @@
 """Reads the event logs of a job: whole, strictly, or as they grow.
 
-A line that is not finished is left out: its process was killed while it wrote, or is writing it.
+An unfinished last line is skipped: its process was killed while it wrote, or is writing it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class EventTail:
-    """The events of all logs in a folder, as they come. `bad` is told of each file with another line in it, once."""
+    """The events of all logs in a folder, as they grow. `bad` is called once per file with a line that is no event."""
 
     def __init__(self, folder: Path, bad: Callable[[str], object] = lambda reason: None) -> None:
         self._folder, self._bad = folder, bad
@@ -65,22 +65,22 @@ class EventTail:
 
 
 def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: None) -> list[dict[str, Any]]:
-    """The events of all logs in `directory`, by their `time`; `bad` is told as by an `EventTail`."""
+    """The events of all logs in `directory`, by their `time`; `bad` as in `EventTail`."""
     return EventTail(directory, bad).new()
 
 
 def read_log(path: Path) -> list[Event]:
-    """The events of one process. Raises `CorruptData` for a line that is none."""
+    """The events of one process. Raises `CorruptData` for a line that is no event."""
     return [event_of(event) for event in EventTail(path.parent, _refuse).new_in(path)]
 
 
 def read_directory(directory: Path) -> list[Event]:
-    """The merged events of every `*.jsonl` in `directory`. Raises `CorruptData` for a line that is none."""
+    """The merged events of every `*.jsonl` in `directory`. Raises `CorruptData` for a line that is no event."""
     return merge(read_log(path) for path in sorted(directory.glob("*.jsonl")))
 
 
 def merge(logs: Iterable[Iterable[Event]]) -> list[Event]:
-    """All events in the order of time; those of one process stay in their order."""
+    """All events by time; events of one process keep their order."""
     return sorted((event for log in logs for event in log), key=lambda event: event.time)
 
 
@@ -89,7 +89,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """The event in a line; None for what is none."""
+    """The event in a line; None if it is no event."""
     try:
         event = _decode(line)
         event_of(event)

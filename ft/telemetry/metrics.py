@@ -1,9 +1,8 @@
 """Metrics of a process of a job for Prometheus: opt-in, by HTTP on loopback.
 
-Counters of what happened to the process come from its events. Latencies and bytes of ops come from a journal. Both add
-up in plain numbers of this process; prometheus_client sees them only when somebody asks, so that its own ways to share
-numbers between processes (PROMETHEUS_MULTIPROC_DIR, which another library may have set) do not apply. Without metrics
-nothing of this is loaded.
+Counters come from the process's events, latencies and bytes of ops from a journal. Both are plain numbers of this
+process. prometheus_client gets them only at a request, so that its own sharing between processes
+(PROMETHEUS_MULTIPROC_DIR, which another library may have set) does not apply. Without metrics none of this is loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from holdfast.comms.journal import About, Journal, Recorder
 from holdfast.ft.telemetry.metrics_server import MetricsServer
 
 PORT = "HOLDFAST_METRICS_PORT"
-"""The environment variable that turns metrics on: a port, "0" for any free one, or a range such as "9400-9463", of
-which each process of the host takes the first that is free."""
+"""The environment variable that turns metrics on: a port, "0" for any free one, or a range such as "9400-9463".
+Of a range, each process of the host takes the first free port."""
 
 OP_BUCKETS = tuple(1e-6 * 4**power for power in range(14))
 """Upper bounds, in seconds, of the histogram of op latencies: 1 us to 67 s."""
@@ -51,7 +50,7 @@ _TIMES = {
 
 
 def ports(asked: str) -> range:
-    """The ports that a value of HOLDFAST_METRICS_PORT names. Raises ValueError for what names none."""
+    """The ports that a value of HOLDFAST_METRICS_PORT names. Raises ValueError for any other text."""
     first, _, last = asked.partition("-")
     try:
         low, high = int(first), int(last or first)
@@ -63,7 +62,7 @@ def ports(asked: str) -> range:
 
 
 class _Sums:
-    """What one communicator's ops of one name add up to."""
+    """Sums over one communicator's ops of one name."""
 
     __slots__ = ("buckets", "failures", "nbytes", "seconds")
 
@@ -81,7 +80,7 @@ class _Sums:
 
 
 class _Times:
-    """How long something took, each time."""
+    """A histogram of durations in seconds, with buckets `EVENT_BUCKETS`."""
 
     __slots__ = ("buckets", "seconds")
 
@@ -98,7 +97,7 @@ class _Times:
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Counts by bucket as Prometheus has them: (upper bound, how many are not above it)."""
+    """Cumulative counts as Prometheus has them: (upper bound, how many values are not above it)."""
     reached, found = 0, []
     for bound, count in zip((*bounds, float("inf")), counts, strict=True):
         reached += count
@@ -107,7 +106,7 @@ def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[st
 
 
 class OpTally:
-    """A recorder that adds up ops, and hands them on to another, if there is one."""
+    """A recorder that sums up ops, and passes them on to the recorder `inner`, if any."""
 
     def __init__(self, inner: Recorder | None) -> None:
         self._inner = inner
@@ -121,7 +120,7 @@ class OpTally:
         return journal
 
     def sums(self) -> dict[str, _Sums]:
-        """By op, over all communicators so far."""
+        """The sums by op, over all communicators so far."""
         total: dict[str, _Sums] = {}
         for journal in list(self._journals):
             for op, sums in list(journal.sums.items()):
@@ -161,7 +160,7 @@ class _TallyJournal:
 
 
 class _Events(Protocol):
-    """What metrics need of an event log."""
+    """The part of an event log that metrics use."""
 
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]: ...
 
@@ -169,10 +168,10 @@ class _Events(Protocol):
 
 
 class Metrics:
-    """The metrics of one process, served until `close`. `url` is where.
+    """The metrics of one process, served at `url` until `close`.
 
-    Raises ValueError for a value that names no ports, `HoldfastError` if prometheus_client is not installed or no port
-    is free.
+    Raises ValueError if `asked` names no ports, `HoldfastError` if prometheus_client is not installed or no port is
+    free.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class Metrics:
         events.emit("metrics", url=self.url)
 
     def _hear(self, event: Mapping[str, Any]) -> None:
-        """One event of this process."""
+        """Count one event of this process."""
         with self._lock:
             self._count(event)
 
@@ -242,7 +241,7 @@ class Metrics:
                 numbers["register_away"] += 1
 
     def collect(self) -> Iterable[Any]:
-        """Everything, as prometheus_client asks for it."""
+        """Yield all metrics; prometheus_client calls it for each request."""
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,

@@ -1,4 +1,4 @@
-"""The HTTP server of metrics: one page, for few at a time, in one thread however many connect."""
+"""The HTTP server of metrics: one page, a bounded number of connections, one thread."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.loop import LoopThread
 
 MOST = 16
-"""Connections at a time; one more ends the oldest."""
+"""The most connections at a time; one more ends the oldest."""
 SECONDS = 5.0
-"""How long a connection may take to ask and to read the answer."""
+"""Seconds that a connection may take to send its request and to read the answer."""
 _REQUEST_BYTES = 16 << 10
 _START_SECONDS = 30.0
 
 
 class MetricsServer:
-    """Serves what `page()` returns (its type and bytes) at /metrics of one interface, from construction to `close`.
+    """Serves `page()` (its content type and bytes) at /metrics of one interface, from construction to `close`.
 
     Raises OSError if it cannot listen there.
     """

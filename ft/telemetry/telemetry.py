@@ -1,4 +1,4 @@
-"""What a session leaves behind for those who watch it: a flight recording, and metrics if they are asked for."""
+"""The flight recording of a session, and its metrics if they are turned on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
 
 
 def asked_for(metrics: str | int | None) -> str:
-    """The ports that metrics are to be served on ("": none), from an argument or the environment. Raises ValueError."""
+    """The ports for metrics ("": no metrics), from the argument or HOLDFAST_METRICS_PORT. Raises ValueError."""
     asked = os.environ.get(PORT, "") if metrics is None else str(metrics)
     if asked:
         ports(asked)
@@ -25,7 +25,7 @@ class Telemetry:
     def __init__(
         self, identity: str, job: str, events: EventLog, metrics: str, missed_heartbeats: Callable[[], int]
     ) -> None:
-        """`metrics` is what `asked_for` gave. Raises `HoldfastError` if they cannot be served."""
+        """`metrics` is the result of `asked_for`. Raises `HoldfastError` if metrics cannot be served."""
         self._flight: FlightRecorder | None = open_recorder(identity, job)
         self.recorder: Recorder | None = self._flight
         self._metrics: Metrics | None = None
@@ -34,12 +34,12 @@ class Telemetry:
             self._metrics = Metrics(metrics, job, events, tally, missed_heartbeats)
 
     def at_step(self, step: int) -> None:
-        """Ops belong to `step` from now on."""
+        """Record ops as ops of `step` from now on."""
         if self._flight is not None:
             self._flight.at_step(step)
 
     def close(self, error: BaseException | None) -> None:
-        """The process leaves the job, in order or by `error`."""
+        """Close the recording and the metrics: the process leaves the job, in order or by `error`."""
         if self._metrics is not None:
             self._metrics.close()
         if self._flight is not None:

@@ -1,4 +1,4 @@
-"""The flight recorder: the last ops of each process, in a file that outlives it, and the strict reader of that file."""
+"""The flight recorder: the last ops of a process in a file that outlives it, and a strict reader."""
 
 from holdfast.ft.telemetry.flight.reader import find, read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder

@@ -1,18 +1,18 @@
-"""The file of a flight recording: a ring of the last ops of one process, byte by byte.
+"""The file format of a flight recording: a ring of the last ops of one process.
 
-Written through a shared mapping by the process itself, read by anybody at any moment, also after a SIGKILL. Numbers
-are in the byte order of the machine (the version tells) and naturally aligned.
+The process writes it through a shared mapping. Readers may read it at any moment, also after a SIGKILL. Numbers are in
+the byte order of the machine (the version field shows it) and naturally aligned.
 
-    0        static    who writes, and how large the parts are; ends with its CRC-32
-    512      live      how it stands: open or closed, the step, how much of the texts is valid
+    0        static    the process, and the sizes of the parts; ends with its CRC-32
+    512      live      open or closed, the step, how much of the texts is valid
     2048     note      why it was closed
     4096     communicators: COMMUNICATORS slots, the last ones that were made, by number modulo COMMUNICATORS
-    ..       texts     what ops were called with, each text once: (length, CRC-32, msgpack), end to end
+    ..       texts     the signatures of ops, each text once: (length, CRC-32, msgpack), end to end
     ..       ring      `capacity` entries, op n (1, 2, ...) in slot (n - 1) % capacity
 
 An entry has three parts. The first is written when an op begins (number first and last), the second when it ends
-(number last), the third only when the op waits for long or fails (number first and last). A number that is not the
-same at both ends marks what was being written: it is left out, never half believed.
+(number last), the third only when the op waits for long or fails (number first and last). If the numbers at both ends
+differ, the part was being written, and readers skip it.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ MAGIC = b"HFFLIGHT"
 VERSION = 1
 
 STATIC = struct.Struct("@8sIIIIIIQdd128s64s128s")
-"""magic, version, bytes of an entry, capacity, bytes of texts, communicators, pid, started, monotonic time, wall time,
-host, identity, job"""
+"""The static part: magic, version, bytes of an entry, capacity, bytes of texts, communicators, pid, started,
+monotonic time, wall time, host, identity, job."""
 CRC = struct.Struct("@I")
 
 LIVE = struct.Struct("@qdIIdII")
-"""step, when it began, text bytes that are valid, state, when it was closed, length of the note, spare"""
+"""The live part: step, when it began, text bytes that are valid, state, when it was closed, length of the note, 0."""
 LIVE_AT = 512
 NOTE_AT, NOTE_BYTES = 2048, 1024
 HEADER_BYTES = 4096
 
 OPEN, CLOSED, FAILED = 1, 2, 3
-"""States: the process is recording; it has left in order; it has left by an error."""
+"""States: the process is recording; it left in order; it left by an error."""
 
 COMMUNICATORS = 256
 COMMUNICATOR = struct.Struct("@QIIIB3x80s16sQ")
-"""number, epoch, rank, size, length of the name, name, backend, number again"""
+"""A communicator: number, epoch, rank, size, length of the name, name, backend, number again."""
 COMMUNICATOR_BYTES = 128
 COMMUNICATORS_AT = HEADER_BYTES
 
 TEXTS_AT = COMMUNICATORS_AT + COMMUNICATORS * COMMUNICATOR_BYTES
 TEXT_HEAD = struct.Struct("@HHI")
-"""length, 0, CRC-32"""
+"""Before each text: length, 0, CRC-32."""
 MAX_TEXTS = 4096
 MAX_TEXT_BYTES = 2048
 
 ENTRY_BYTES = 160
 BEGUN = struct.Struct("@QdQQiHHQQ")
-"""number, when it began, seq, ordinal, step, text, communicator (modulo 65536), bytes, number again"""
+"""An op that began: number, time, seq, ordinal, step, text, communicator (modulo 65536), bytes, number again."""
 ENDED = struct.Struct("@dI4xQ")
-"""when it ended, status, number"""
+"""An op that ended: time, status, number."""
 ENDED_AT = 56
 DETAILS = struct.Struct("@QdIBBH16HQ")
-"""number, since when, rounds, how many takes, how many gives, kind, ranks, number again"""
+"""Details of an op: number, since when, rounds, how many takes, how many gives, kind, ranks, number again."""
 DETAILS_AT = 80
 MAX_RANKS = 16
 WAITS, FAILED_RANKS = 1, 2
-"""Kinds of details: the ranks that are waited for, or that the op's error names."""
+"""Kinds of details: the ranks that the op waits for; the ranks that its error names."""
 
 INSIDE, DONE, PEER_FAILED, REVOKED, TIMED_OUT, MISMATCH, ERROR = range(7)
 """Statuses of an op."""
@@ -78,5 +78,5 @@ def file_bytes(capacity: int, text_bytes: int) -> int:
 
 
 def ring_at(text_bytes: int) -> int:
-    """Where the ring begins."""
+    """The byte offset of the ring."""
     return TEXTS_AT + text_bytes

@@ -1,8 +1,8 @@
-"""Reads flight recordings: of the living, of the dead, and of nobody: what is not one is refused, never half believed.
+"""Reads flight recordings of running and dead processes, and refuses damaged files.
 
-A living process writes while we read. Three copies in a row settle what is whole: an entry counts if its last number
-is in the first copy, all of it in the second, and its first number in the third. That takes x86's order of stores; on
-other processors an entry that is being written may be shown wrongly, which no decision rests on.
+A running process writes during the read, so the file is copied three times. An entry counts if its last number is in
+the first copy, all of it in the second, and its first number in the third. That relies on x86's order of stores; on
+other processors an entry that is being written may be shown wrongly. No decision depends on such an entry.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def find(directory: Path) -> list[Path]:
 
 
 def read(path: Path, last: int | None = None) -> Recording:
-    """A recording as it is now; of its ops only the `last`, if that is given.
+    """The current content of a recording, with only the `last` ops if that is given.
 
-    Raises `BadRecording` for anything that is not whole and of this version.
+    Raises `BadRecording` for a file that is not a whole recording of this version.
     """
     return decode(*_copies(path), path=path, last=last)
 
@@ -155,7 +155,7 @@ class _Decoder:
         return found
 
     def _communicators(self) -> dict[int, CommunicatorRecord]:
-        """By number modulo 65536, as entries name them."""
+        """The communicators by number modulo 65536, as entries refer to them."""
         found = {}
         for slot in range(layout.COMMUNICATORS):
             at = layout.COMMUNICATORS_AT + slot * layout.COMMUNICATOR_BYTES
@@ -212,7 +212,7 @@ class _Decoder:
         return tuple(ops), torn
 
     def _slots(self, capacity: int, ring: int) -> Iterable[int]:
-        """The slots to look at: all, or those of the last ops."""
+        """The slots to decode: all, or those of the last ops."""
         if self._last is None:
             return range(capacity)
         numbers = memoryview(self._data)[ring:].cast("Q")[:: layout.ENTRY_BYTES // 8].tolist()
@@ -220,7 +220,7 @@ class _Decoder:
         return [slot for slot, number in enumerate(numbers) if newest - self._last < number]
 
     def _end(self, at: int, number: int) -> tuple[float | None, OpStatus, tuple[int, ...], OpWait | None]:
-        """How op `number` ended, and whom it waited for or blamed."""
+        """When and how op `number` ended, the ranks that its error names, and its wait."""
         left, status, mark = layout.ENDED.unpack_from(self._data, at + layout.ENDED_AT)
         *_, settled = layout.ENDED.unpack_from(self._first, at + layout.ENDED_AT)
         ended = mark == settled == number

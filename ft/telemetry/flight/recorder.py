@@ -1,7 +1,7 @@
-"""The flight recorder: notes each op of a process in a file that others can read when the process is gone.
+"""The flight recorder: writes each op of a process to a file that others can read after its death.
 
-The file is a shared mapping, so what was written is there after a SIGKILL. An op costs two `pack_into`, two looks at
-the clock and one in a dictionary. Nothing here waits, locks on the path of an op, or raises there.
+The file is a shared mapping, so its content survives a SIGKILL. An op costs two `pack_into`, two clock readings and a
+dictionary lookup. The path of an op takes no lock, does not wait and does not raise.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
 
 
 class FlightRecorder:
-    """One process's recording. Make journals from any thread; each journal hears of one op at a time.
+    """One process's recording. Any thread may make journals; each journal records one op at a time.
 
-    `step` is what ops are noted with. `now` is the clock, for tests that make recordings of their own.
+    Ops are recorded with the current `step`. `now` is the clock, which tests replace.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FlightRecorder:
         now: Callable[[], float] = time.monotonic,
         process: tuple[str, int, int] | None = None,
     ) -> None:
-        """Make the file, owner-only, and set its room aside. Raises OSError if it is there or there is no room."""
+        """Make the file, owner-only, and allocate its space. Raises OSError if it exists or the disk is full."""
         if capacity & (capacity - 1) or not 0 < capacity <= 1 << 20:
             raise ValueError(f"capacity={capacity} must be a power of 2, at most 2**20")
         self.path = path
@@ -74,7 +74,7 @@ class FlightRecorder:
         size = layout.file_bytes(capacity, text_bytes)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a hole that the disk has no room for would be a SIGBUS later
+            os.posix_fallocate(fd, 0, size)  # a hole would be a SIGBUS later, if the disk is full then
             self._memory = mmap.mmap(fd, size)
         except BaseException:
             path.unlink()
@@ -83,7 +83,7 @@ class FlightRecorder:
             os.close(fd)
         ring = range(layout.ring_at(text_bytes), size, layout.ENTRY_BYTES)
         self._next = zip(itertools.count(1), itertools.cycle(ring)).__next__
-        """The number of the next op and where its entry is; one call, so that threads cannot get between."""
+        """Returns the number of the next op and the offset of its entry; one call, so that it is atomic."""
         self._lock = threading.Lock()
         self._texts: dict[Hashable, int] = {}
         self._text_count = self._text_used = 0
@@ -130,13 +130,13 @@ class FlightRecorder:
         )
 
     def at_step(self, step: int) -> None:
-        """Ops belong to `step` from now on."""
+        """Record ops as ops of `step` from now on."""
         if step != self.step:
             self.step, self._step_began = step, self._now()
             self._say()
 
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> FlightJournal:
-        """The journal of a new communicator."""
+        """A journal for a new communicator."""
         number = next(self._communicators)
         at = layout.COMMUNICATORS_AT + (number - 1) % layout.COMMUNICATORS * layout.COMMUNICATOR_BYTES
         text = _clip(name, 80)
@@ -145,7 +145,7 @@ class FlightRecorder:
         return FlightJournal(self, number & 0xFFFF)
 
     def close(self, error: str | None = None) -> None:
-        """The process leaves: in order, or by `error`. The file stays, for those who read it. Idempotent."""
+        """Mark the recording closed, in order or by `error`. The file stays for readers. Idempotent."""
         if self._state != layout.OPEN:
             return
         note = (error or "").encode()[: layout.NOTE_BYTES]
@@ -156,7 +156,7 @@ class FlightRecorder:
     # What the journals use: the mapping lives as long as any of them -----------------------------------------------
 
     def describe(self, op: str, about: About, detail: Hashable, peer: int, key: Hashable) -> int:
-        """The number of the text that says what an op is called with, negative for point to point; made at need."""
+        """The number of the text with an op's signature, negative for point to point; writes a new text if needed."""
         with self._lock:
             if (known := self._texts.get(key)) is not None:
                 return known
@@ -176,7 +176,7 @@ class FlightRecorder:
             return signed
 
     def _add(self, signature: Signature) -> int:
-        """Write a text; its number, or 0 if there is no room."""
+        """Write a text; returns its number, or 0 if there is no room."""
         text = _encode(signature)
         end = self._text_used + layout.TEXT_HEAD.size + len(text)
         if len(text) > layout.MAX_TEXT_BYTES or end > self._text_bytes or self._text_count == layout.MAX_TEXTS:
@@ -191,10 +191,10 @@ class FlightRecorder:
 
 
 class FlightJournal:
-    """The ops of one communicator, on their way into the recording.
+    """Writes the ops of one communicator to the recording.
 
-    `enter` and `leave` (see `holdfast.comms.journal.Journal`) are closures: what they work with is found faster in
-    their cells than in attributes, and they are called twice an op.
+    `enter` and `leave` (see `holdfast.comms.journal.Journal`) are closures, because they run for every op and closure
+    cells are faster than attributes.
     """
 
     __slots__ = ("_memory", "_now", "_place", "_waiting", "enter", "leave")
@@ -211,7 +211,7 @@ class FlightJournal:
         Callable[[BaseException | None], None],
         Callable[[], tuple[int, int]],
     ]:
-        """`enter`, `leave`, and where and which the op is that was entered last."""
+        """`enter`, `leave`, and a function that returns the offset and number of the op entered last."""
         memory = recorder._memory
         now, following, texts, describe = recorder._now, recorder._next, recorder._texts, recorder.describe
         begin, end, fail = _begin, _end, self._fail
@@ -261,7 +261,7 @@ class FlightJournal:
         if isinstance(error, PeerFailed):
             ranks = error.ranks
         elif isinstance(error, OpTimeout) and self._waiting[:1] != (number,):
-            ranks = error.missing_ranks  # else it is known already, and more
+            ranks = error.missing_ranks  # if the op's wait is recorded, that says more
         if ranks:
             self._note(at, number, layout.FAILED_RANKS, ranks, (), 0)
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), layout.ERROR)
@@ -286,14 +286,14 @@ def _words(detail: Hashable) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _clip(text: str, limit: int) -> bytes:
-    """At most `limit` bytes of a text, and no half of a character."""
+    """A text in UTF-8, cut to at most `limit` bytes between characters."""
     return text.encode()[:limit].decode(errors="ignore").encode()
 
 
 def open_recorder(identity: str, job: str) -> FlightRecorder | None:
     """The recorder of a process of a job, beside its event log; None without HOLDFAST_LOG_DIR or if turned off.
 
-    A recording that cannot be made is said in a warning: the job runs without.
+    If the file cannot be made, logs a warning and returns None: the job runs without a recording.
     """
     directory = os.environ.get(DIRECTORY)
     if not directory or not flag(SWITCH, default=True):

@@ -1,4 +1,4 @@
-"""What a flight recording holds, decoded: plain frozen data."""
+"""The content of a flight recording, decoded: frozen data types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.ft.telemetry.flight import layout
 
 
 class BadRecording(CorruptData):
-    """A file that is not a flight recording, or not a whole one, or of another version."""
+    """A file that is no flight recording, is incomplete, or has another version."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         self.path, self.reason = path, reason
@@ -22,7 +22,7 @@ class BadRecording(CorruptData):
 
 
 class OpStatus(enum.IntEnum):
-    """How an op stands."""
+    """Whether an op is running, done or failed, and by which error."""
 
     INSIDE = layout.INSIDE
     DONE = layout.DONE
@@ -34,7 +34,7 @@ class OpStatus(enum.IntEnum):
 
 
 class RecordingState(enum.IntEnum):
-    """How a recording stands. One that is `OPEN` though its process is gone was not closed: the process was killed."""
+    """Whether a recording is open or closed. If it is `OPEN` and its process is gone, the process was killed."""
 
     OPEN = layout.OPEN
     CLOSED = layout.CLOSED
@@ -42,10 +42,10 @@ class RecordingState(enum.IntEnum):
 
 
 class Signature(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an op was called with, as far as all ranks must agree on it.
+    """The arguments of an op on which all ranks must agree.
 
-    `dtype` is "" and `shapes` empty where they need not. `detail` is a reduction or a tag, `peer` the root or the
-    other side (-1: none).
+    `dtype` is "" and `shapes` is empty where ranks need not agree. `detail` is a reduction or a tag, `peer` the root or
+    the other side (-1: none).
     """
 
     op: str
@@ -79,9 +79,9 @@ class CommunicatorRecord(msgspec.Struct, frozen=True):
 
 
 class OpWait(msgspec.Struct, frozen=True):
-    """Since when an op has waited for `takes` to send or to arrive, and for `gives` to take; `rounds`: of messages.
+    """The wait of an op since time `since`: for ranks `takes` to send or arrive, for ranks `gives` to receive.
 
-    With more than 16 ranks only the first are named.
+    `rounds` is the number of message rounds done. Of more than 16 ranks only the first are recorded.
     """
 
     since: float
@@ -91,10 +91,10 @@ class OpWait(msgspec.Struct, frozen=True):
 
 
 class OpRecord(msgspec.Struct, frozen=True):
-    """One op. Times are `time.monotonic()` seconds of its host; `left` is None while it is inside.
+    """One op. Times are `time.monotonic()` seconds of its host; `left` is None while the op runs.
 
-    `number` counts all ops of the process, `seq` those of its communicator. `ordinal` counts the collectives of the
-    communicator, or the sends to (receives from) that one peer: what pairs ops of different ranks.
+    `number` counts all ops of the process, `seq` the ops of its communicator. `ordinal` counts the collectives of the
+    communicator, or the sends to (receives from) that peer; it pairs ops of different ranks.
     """
 
     number: int
@@ -112,10 +112,10 @@ class OpRecord(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """All that is left of one process: its last ops, oldest first, and how it stands.
+    """The recording of one process: its last ops, oldest first, and its state.
 
     `opened` is when the recording began on the clock of the ops, `wall` the same in seconds since 1970. `torn` counts
-    the entries that were being written. `step` began at `step_began` (0: none has).
+    the entries that were being written. `step` began at `step_began` (0: no step has begun).
     """
 
     identity: str
