@@ -1,1 +1,1 @@
-"""What happened to a job: evidence from its recordings, and the rank to blame."""
+"""The state of a job and the ranks to blame for its stops, from its register, recordings and event logs."""

@@ -1,7 +1,8 @@
-"""All that blame finds, the surest first.
+"""Runs all analyses of `holdfast blame` over a job's evidence.
 
-In each communicator the first thing that went wrong explains the rest: ranks that call different ops end up waiting for
-each other, and what waits is not slow. So a mismatch is asked for first, then who stopped the others, then who is slow.
+In each communicator the first fault explains the rest: ranks that call different ops end up waiting for each other, and
+a rank that waits is not slow. So mismatches are searched first; without one, ranks that stopped the others, then slow
+ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from holdfast.ft.diagnosis.stops import find_stops
 
 
 def analyse(evidence: JobEvidence) -> list[Finding]:
-    """Every suspect, by score; between equals the newest epoch first. A process is suspected of a thing once."""
+    """All findings, by score, then newest epoch first; at most one of each kind for a process."""
     found = [finding for group in evidence.groups for finding in _in_group(evidence, group)]
     once: dict[tuple[object, ...], Finding] = {}
     for finding in sorted(found, key=lambda finding: (-finding.score, -finding.epoch, finding.rank)):

@@ -1,8 +1,8 @@
-"""How far apart the clocks of the hosts are, from the ops that they did together.
+"""Estimates the offsets between the clocks of hosts, from the ops that their ranks did together.
 
-Nobody leaves a meeting before everybody has entered it. So for each op that is a meeting, of ranks on hosts a and b:
-entered(a) <= left(b) + offset and entered(b) + offset <= left(a). Over many ops the two bounds close in on the offset
-to within half of the shortest op; the middle between them is taken (as NTP does with its round trips).
+No rank leaves a synchronising op (`MEETINGS`) before all ranks have entered it. So for each such op of ranks on hosts a
+and b: entered(a) <= left(b) + offset and entered(b) + offset <= left(a). Over many ops the two bounds narrow the offset
+to within half of the shortest op; the middle is taken (as NTP does with its round trips).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ MEETINGS = frozenset(
         "sum_contributions",
     ]
 )
-"""Ops that no rank can leave before all have entered."""
+"""Ops that no rank can leave before all ranks have entered."""
 
 
 def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:
-    """By host, what to add to its times to have those of the first host; hosts that never met it are left out."""
+    """By host, the seconds to add to its times to get those of the first host.
+
+    Hosts without a chain of common ops to the first host are left out."""
     bounds: dict[tuple[str, str], tuple[float, float]] = {}
     hosts: list[str] = []
     for group in groups:
@@ -54,7 +56,7 @@ def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:
 
 
 def _narrow(bounds: dict[tuple[str, str], tuple[float, float]], a: Track, b: Track) -> None:
-    """Narrow what the host of `b` must add to have the times of the host of `a`."""
+    """Narrow the bounds of the offset from the clock of `b`'s host to that of `a`'s, by their common ops."""
     key = (a.recording.process.host, b.recording.process.host)
     low, high = bounds.get(key, (-math.inf, math.inf))
     for ordinal in _met(a, b):

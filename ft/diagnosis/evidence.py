@@ -1,4 +1,4 @@
-"""What is known of a job: its recordings, sorted by communicator and rank, the processes behind them, the events."""
+"""The evidence about a job: recordings by communicator and rank, the state of their processes, events."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, Recordin
 
 
 class ProcessState(enum.Enum):
-    """What the kernel says of a process now."""
+    """The current state of a process, by the kernel."""
 
     RUNNING = "running"
     STOPPED = "stopped"
     GONE = "gone"
     UNKNOWN = "unknown"
-    """It was on another host, or before this boot."""
+    """The process is on another host, or is from before this boot."""
 
 
 def life(process: Peer) -> ProcessState:
-    """How a process is now."""
+    """The current state of a process."""
     if process.host != this_host():
         return ProcessState.UNKNOWN
     try:
@@ -40,7 +40,9 @@ def life(process: Peer) -> ProcessState:
 
 @dataclass(frozen=True)
 class Track:
-    """One rank's ops on one communicator, in order. `offset` is what to add to its times: those of the first host."""
+    """One rank's ops on one communicator, in order.
+
+    `offset` are the seconds to add to its times to get those of the first host."""
 
     rank: int
     recording: Recording
@@ -50,7 +52,7 @@ class Track:
 
     @cached_property
     def collectives(self) -> Mapping[int, OpRecord]:
-        """By ordinal."""
+        """The collectives by ordinal."""
         return {op.ordinal: op for op in self.ops if op.signature.collective}
 
     @property
@@ -59,7 +61,7 @@ class Track:
 
     @property
     def was_killed(self) -> bool:
-        """Its process is gone, without having left the job, and this was the last that it did."""
+        """Whether its process is gone without having left the job, and its last op was on this communicator."""
         return (
             self.life is ProcessState.GONE
             and self.recording.state is RecordingState.OPEN
@@ -70,13 +72,13 @@ class Track:
         return op.entered + self.offset
 
     def left(self, op: OpRecord) -> float:
-        """When it left; infinite while it is inside."""
+        """The time at which the rank left `op`; infinite while it is inside."""
         return float("inf") if op.left is None else op.left + self.offset
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one communicator in one epoch, as far as there are recordings of them."""
+    """The recorded ranks of one communicator in one epoch."""
 
     name: str
     epoch: int
@@ -90,7 +92,7 @@ class RankGroup:
 
     @cached_property
     def blocked(self) -> Mapping[int, OpRecord]:
-        """By rank, the op that it is inside of, or that failed, if it did nothing after it."""
+        """By rank, its last op, if it is inside it or the op failed."""
         return {r: t.last for r, t in self.tracks.items() if t.last.status is not OpStatus.DONE}
 
     @property
@@ -100,7 +102,9 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class JobEvidence:
-    """All of a job. `now` is this host's time on the clock of the first; `bad` says which files could not be read."""
+    """All evidence about a job. `lives` are the states of processes by identity; `bad` says which files are unreadable.
+
+    `now` is the current time of this host, on the clock of the first host."""
 
     recordings: tuple[Recording, ...]
     lives: Mapping[str, ProcessState]
@@ -108,18 +112,18 @@ class JobEvidence:
     now: float
     bad: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
-    """By host, what to add to its times."""
+    """By host, the seconds to add to its times to get those of the first host."""
 
     @cached_property
     def last_known(self) -> float:
-        """The time of the last thing that is known of the job, on the clock of the first host."""
+        """The time of the latest evidence, on the clock of the first host."""
         offset = {r.identity: self.offsets.get(r.process.host, 0.0) for r in self.recordings}
         moments = [(r.identity, moment) for r in self.recordings for moment in (r.ended, r.opened, *_moments(r))]
         moments += [(str(event["process"]), float(event["time"])) for event in self.events]
         return max((moment + offset.get(identity, 0.0) for identity, moment in moments), default=self.now)
 
     def left(self, track: Track, op: OpRecord) -> float:
-        """When a rank left an op; while it is inside, now, or if its process is gone the end of what is known."""
+        """The time at which a rank left an op. For one inside: now, or `last_known` if its process is not running."""
         if op.left is not None:
             return max(track.left(op), track.entered(op))
         lives = track.life in (ProcessState.RUNNING, ProcessState.STOPPED)
@@ -127,7 +131,7 @@ class JobEvidence:
 
     @cached_property
     def groups(self) -> tuple[RankGroup, ...]:
-        """Every communicator of every epoch, oldest epoch first."""
+        """The communicators of all epochs, oldest epoch first."""
         tracks: dict[tuple[str, int], dict[int, Track]] = {}
         sizes: dict[tuple[str, int], int] = {}
         for recording in self.recordings:

@@ -1,4 +1,4 @@
-"""What blame finds: one suspect each, with the evidence in a sentence."""
+"""A finding of `holdfast blame`: one suspect, with its evidence in a sentence."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MEANING = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A suspect. `rank` is that in the communicator and epoch named; `to` the other end of a link, if it is one.
+    """A suspect: `rank` in `communicator` and `epoch`; `to` is the other end if the suspect is a link.
 
-    `score` is how sure it is, from 0 to 1. `seconds` is what it has cost the others so far.
+    `score` is the certainty, from 0 to 1. `seconds` is the time that it has cost the other ranks so far.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Gathers the evidence of a job from the files in its log folder."""
+"""Gathers the evidence about a job from the files in its log folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.ft.telemetry.flight import BadRecording, Recording, find, read
 
 
 def gather(logs: Path, now: float) -> JobEvidence:
-    """What lies in a folder of recordings and event logs; `now` is this host's monotonic time."""
+    """The evidence in a folder of recordings and event logs; `now` is this host's monotonic time."""
     recordings, bad = [], []
     for path in find(logs):
         try:
@@ -33,7 +33,7 @@ def assemble(
     now: float,
     bad: Iterable[str] = (),
 ) -> JobEvidence:
-    """Evidence from its parts, with the clocks of the hosts brought together."""
+    """Evidence from its parts, with the hosts' clocks aligned."""
     found = JobEvidence(tuple(recordings), lives, events, now, tuple(bad))
     known = offsets(found.groups)
     here = now + known.get(this_host(), 0.0)

@@ -1,4 +1,4 @@
-"""How a job is: worked out from its register, flight recordings and event logs, which are only read."""
+"""The current state of a job, from its register, flight recordings and event logs; all of them only read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from holdfast.ft.telemetry.event_reader import EventTail
 from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 WINDOW = 5.0
-"""Seconds over which steps are counted."""
+"""Seconds over which steps per second are counted."""
 _LAST_OPS = 8
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
-    """One process. `rank` is None for one that has none; `op` what it is in, for `seconds`, or what it left last.
+    """One process. `rank` is None for a process without one. `op` is its current op, or its last if not `inside`.
 
-    `waits_for` are ranks of the op's communicator.
+    `seconds` have passed since it entered or left the op. `waits_for` are ranks of the op's communicator.
     """
 
     rank: int | None
@@ -39,7 +39,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
 
 class LastFault(msgspec.Struct, frozen=True):
-    """The last revocation: how long ago, why, and how many seconds it took to the next communicator and commit."""
+    """The last revocation: seconds `ago`, the reason, and the seconds to the next communicator and commit."""
 
     ago: float
     epoch: int
@@ -49,7 +49,7 @@ class LastFault(msgspec.Struct, frozen=True):
 
 
 class JobState(msgspec.Struct, frozen=True):
-    """A job at one moment. `faults` counts the epochs that were revoked; `needed` how many members it waits for."""
+    """A job at one moment. `faults` counts revoked epochs; `needed` is the number of members that it waits for."""
 
     name: str
     phase: str
@@ -65,7 +65,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Looks at one job, again and again."""
+    """Watches one job: each `look` returns its state at that moment."""
 
     def __init__(self, files: JobFiles) -> None:
         self._files = files
@@ -81,7 +81,7 @@ class Watcher:
         self._finished = False
 
     def look(self) -> JobState:
-        """The job as it is now."""
+        """The current state of the job."""
         for event in self._tail.new():
             self._hear(event)
         view = self._files.view()
@@ -147,7 +147,7 @@ class Watcher:
         return list((self._installed or {}).get("members", ()))
 
     def _faults(self, finished: bool) -> list[int]:
-        """The epochs that were revoked, but for the last of a job that is finished: that was its end."""
+        """The revoked epochs, without the last one of a finished job, which was its end."""
         last = max(self._rebuilt, default=0)
         return [epoch for epoch in self._revoked if epoch < last or not finished]
 
@@ -164,7 +164,7 @@ class Watcher:
         )
 
     def _rate(self, process: str, now: float, running: bool) -> float:
-        """Steps a second over the last seconds; of a process that has ended, over its last ones."""
+        """Steps a second over the last `WINDOW` seconds; for an ended process, over those before its end."""
         times = self._commits.get(process)
         if not times:
             return 0.0
@@ -189,7 +189,7 @@ class Watcher:
 
     @staticmethod
     def _is_left(recording: Recording) -> bool:
-        """Whether a process without a rank is still there, as a spare."""
+        """Whether a process without a rank is alive, as a spare."""
         return recording.state is RecordingState.OPEN and life(recording.process) in (
             ProcessState.RUNNING,
             ProcessState.STOPPED,
@@ -217,7 +217,7 @@ class Watcher:
 
 
 def _needed(view: View | None) -> int:
-    """For how many members a job waits: to begin, or to go on."""
+    """The number of members that a job still needs to begin or to go on."""
     if view is None or view.phase not in ("forming", "running"):
         return 0
     alive = sum(life(member.peer) is not ProcessState.GONE for member in view.members)
@@ -225,7 +225,7 @@ def _needed(view: View | None) -> int:
 
 
 def _waiting(row: ProcessRow, needed: int) -> ProcessRow:
-    """The row of a process of a job that waits for members."""
+    """`row` with the state of a process whose job waits for `needed` members."""
     if row.state not in ("running", "spare"):
         return row
     return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")
@@ -247,7 +247,7 @@ def _state(recording: Recording, alive: ProcessState, rank: int | None) -> str:
 
 
 def _since(op: OpRecord | None, recording: Recording, now: float | None) -> float:
-    """Seconds since the op was entered, or left."""
+    """Seconds since the op was entered or left; 0.0 without an op or a running process."""
     if op is None or now is None:
         return 0.0
     return max(0.0, now - (op.entered if op.left is None else op.left))

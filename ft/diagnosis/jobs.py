@@ -1,4 +1,4 @@
-"""Where a job's files are: by its name, or by the folder in which they lie."""
+"""Locates a job's files, by the job's name or by their folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdfast.ft.telemetry.flight import find
 
 REGISTER = "register.sqlite"
 _PLACES = ("holdfast-*", "job-*")
-"""Folders of running jobs: those of `holdfast run` in the folder for temporary files, and in them `LocalCluster`'s."""
+"""Name patterns of running jobs' folders: in the folder for temporary files, and inside those (`LocalCluster`'s)."""
 
 
 class NoSuchJob(HoldfastError):
-    """There is nothing to read of this job."""
+    """There are no files of this job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class JobFiles:
     register: str
 
     def view(self) -> View | None:
-        """The newest view in the register; None if there is none, or it cannot be read."""
+        """The newest view in the register; None if there is none or it is unreadable."""
         if not self.register:
             return None
         try:
@@ -50,7 +50,7 @@ def locate(job: str, register: str = "") -> JobFiles:
     for folder in _candidates():
         try:
             files = _in_folder(folder, register)
-        except (OSError, NoSuchJob):  # it has ended since
+        except (OSError, NoSuchJob):  # the job has ended meanwhile
             continue
         view = files.view()
         name = folder.name if view is None else view.job.name

@@ -1,7 +1,7 @@
-"""The rank that called something else: the first op on which the ranks' calls differ, and who is the odd one.
+"""Finds ranks whose call differs from the others: the first op with different calls, and its minority.
 
-The majority is right. Between halves the past decides: a job does the same in each step, so what came after the same
-three, two, one calls before is what was to be expected.
+The majority is right. In a tie the past decides: a job repeats its calls in each step, so the expected call is the one
+that earlier followed the same last three, two or one calls.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Signature
 
 
 def find_mismatch(group: RankGroup) -> Iterator[Finding]:
-    """At most one op's worth of odd ranks: what comes after the first difference is only its consequence."""
+    """The ranks that differ in the first op with different calls; later differences are only consequences."""
     for ordinal in sorted({o for track in group.tracks.values() for o in track.collectives}):
         calls = {r: t.collectives[ordinal] for r, t in group.tracks.items() if ordinal in t.collectives}
-        bare = any(op.signature == Signature(op.signature.op) for op in calls.values())  # for want of room
+        bare = any(op.signature == Signature(op.signature.op) for op in calls.values())  # no room for its arguments
         if len({op.signature.op if bare else op.signature for op in calls.values()}) > 1:
             yield from _findings(group, ordinal, calls)
             return
@@ -50,7 +50,7 @@ def _findings(group: RankGroup, ordinal: int, calls: Mapping[int, OpRecord]) -> 
 
 
 def _expected(group: RankGroup, ordinal: int, signature: Signature) -> int:
-    """How often `signature` came after what came before `ordinal`: longer memories count for more."""
+    """How often `signature` followed the calls that precede `ordinal`; a longer match counts ten times more."""
     merged: dict[int, Signature] = {}
     for track in group.tracks.values():
         merged.update({o: op.signature for o, op in track.collectives.items() if o < ordinal})
@@ -66,7 +66,7 @@ def _expected(group: RankGroup, ordinal: int, signature: Signature) -> int:
 
 
 def _messages(group: RankGroup) -> Iterator[Finding]:
-    """The first send and its receive that differ in size, dtype or tag."""
+    """The first send and its receive that differ in size, dtype or tag, if any."""
     for rank, track in group.tracks.items():
         for send in _of(track.ops, "send"):
             other = group.tracks.get(send.signature.peer)
@@ -89,7 +89,7 @@ def _fits(send: OpRecord, recv: OpRecord) -> bool:
 
 
 def _odd_message(group: RankGroup, sender: int, send: OpRecord, receiver: int, recv: OpRecord) -> Iterator[Finding]:
-    """The end that differs from what it did before is the odd one."""
+    """The end of a message that differs more from its earlier messages."""
 
     def change(rank: int, op: OpRecord) -> int:
         earlier = [

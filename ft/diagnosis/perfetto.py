@@ -1,7 +1,7 @@
-"""A trace of all ranks for https://ui.perfetto.dev or chrome://tracing: one track a rank, an arrow for each meeting.
+"""A trace of all ranks for https://ui.perfetto.dev or chrome://tracing: a track per rank, an arrow per collective.
 
-The format is Chrome's JSON trace format ("Trace Event Format", Google): times in microseconds, `X` for what has a
-duration, `s`, `t`, `f` for the steps of an arrow, which attach to the slice that encloses them, `i` for instants.
+The format is Chrome's JSON trace format ("Trace Event Format", Google): times in microseconds, `X` for slices with a
+duration, `s`, `t`, `f` for the steps of an arrow, which attach to the slice around them, `i` for instants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INSTANTS = ("detected", "suspected", "revoked", "installed", "rebuilt", "commit
 
 
 def trace(evidence: JobEvidence) -> dict[str, Any]:
-    """The trace as what `json.dump` writes. Times count from the first op or event."""
+    """The trace as an object for `json.dump`. Times count from the first op or event."""
     events = sorted(_events(evidence, _tracks(evidence)), key=lambda event: event["ph"] != "M")
     began = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
@@ -28,7 +28,7 @@ def trace(evidence: JobEvidence) -> dict[str, Any]:
 
 
 def _tracks(evidence: JobEvidence) -> Mapping[str, int]:
-    """By identity, the number of a process's track: its pid, or one of its own where others have that pid, too."""
+    """By identity, the number of a process's track: its pid, or a free number if another process has that pid."""
     pids = [recording.process.pid for recording in evidence.recordings]
     found: dict[str, int] = {}
     free = max(pids, default=0) + 1
@@ -41,7 +41,7 @@ def _tracks(evidence: JobEvidence) -> Mapping[str, int]:
 
 
 def _events(evidence: JobEvidence, numbers: Mapping[str, int]) -> Iterator[Event]:
-    """All events, with `ts` in seconds on the clock of the first host."""
+    """All trace events, with `ts` in seconds on the clock of the first host."""
     for recording in evidence.recordings:
         ranks = sorted({op.communicator.rank for op in recording.ops if "/" not in op.communicator.name})
         label = f"rank {', '.join(map(str, ranks))} ({recording.identity})" if ranks else recording.identity
@@ -107,7 +107,7 @@ def _arrows(number: int, group: RankGroup, numbers: Mapping[str, int]) -> Iterat
 
 
 def _instants(evidence: JobEvidence, numbers: Mapping[str, int]) -> Iterator[Event]:
-    """What the members' event logs say, on the tracks of those who said it."""
+    """The events of the members' logs, on the tracks of the members that logged them."""
     hosts: Mapping[str, tuple[int, float]] = {
         r.identity: (numbers[r.identity], evidence.offsets.get(r.process.host, 0.0)) for r in evidence.recordings
     }

@@ -1,9 +1,9 @@
-"""The straggler: who spends more time outside of ops than the others, who spend that time waiting inside.
+"""Finds the straggler: the rank that spends more time outside of ops than the others, which wait inside.
 
-Between two ops that all ranks have in their recordings each rank's time divides in two: inside of ops and outside. All
-take equally long in all, so whoever has more outside keeps the others waiting. That needs no common clock, and holds
-for ops in which only some ranks wait for some. A rank with clearly more than all others, and by a fair part of the
-time, is slow. Where all have the same, one may still be late where all must meet, by what happens inside of ops.
+Between two ops that all recordings have, each rank's time is either inside or outside of ops. The sum is equal on all
+ranks, so a rank with more time outside keeps the others waiting. That needs no common clock, and holds for ops in which
+only some ranks wait. A rank is slow if its excess is clearly above that of all others, and a fair part of the time. If
+no rank has an excess, one may still arrive late at collectives, because of time inside of other ops.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast.ft.diagnosis.evidence import RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding
 
 FRACTION = 0.05
-"""Of all time, what a rank must have cost."""
+"""The least share of the time that the straggler must have cost."""
 CLEARLY = 2.0
-"""How many times the excess of the next rank it must have."""
+"""The least ratio of the straggler's excess to that of the next rank."""
 FEWEST = 4
-"""Ops that all ranks must have in common."""
+"""The least number of ops that all recordings must have in common."""
 
 
 def find_slow(group: RankGroup) -> Iterator[Finding]:
-    """The straggler, if there is one."""
+    """The straggler, if there is one; only for communicators with recordings of all ranks."""
     if len(group.tracks) < 2 or len(group.tracks) < group.size:
         return
     met = sorted(set.intersection(*(set(track.collectives) for track in group.tracks.values())))
@@ -62,13 +62,13 @@ def find_slow(group: RankGroup) -> Iterator[Finding]:
 
 
 def _span(track: Track, first: int, last: int) -> float:
-    """From the end of collective `first` to the beginning of `last`."""
+    """Seconds from the end of collective `first` to the beginning of `last`."""
     left = track.collectives[first].left
     return 0.0 if left is None else track.collectives[last].entered - left
 
 
 def _outside(track: Track, first: int, last: int) -> float:
-    """How much of that the rank was in no op, of this communicator or another."""
+    """Seconds of `_span` in which the rank was in no op of any communicator."""
     began, ended = track.collectives[first].left or 0.0, track.collectives[last].entered
     outside, at = 0.0, began
     for op in track.recording.ops:
@@ -79,7 +79,7 @@ def _outside(track: Track, first: int, last: int) -> float:
 
 
 def _arrivals(group: RankGroup, rank: int, met: list[int]) -> tuple[int, int, float, str]:
-    """How often `rank` was the last in a meeting, of how many, by how much at the most, and in which."""
+    """How often `rank` arrived last at a collective, of how many, by how many seconds at most, and in which."""
     times = meetings = 0
     worst, where = 0.0, ""
     for ordinal in met[1:]:

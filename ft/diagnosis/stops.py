@@ -1,4 +1,4 @@
-"""Who stopped a communicator: the rank that died, hangs or was cut off, where ops failed or do not end."""
+"""Finds the ranks that stopped a communicator: they died, hang or were cut off."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from holdfast.ft.diagnosis.waits import End, Why, edges, ends
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
-"""Seconds that an op may take before one that has not ended counts as blocked, in a job that runs."""
+"""Seconds after which an op that has not ended counts as blocked, in a running job."""
 
 
 def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
-    """The suspects for a communicator in which some op failed, or has not ended for a while."""
+    """The suspects for a communicator in which an op failed or has not ended for `PATIENCE` seconds."""
     found = list(_dead(evidence, group))
     stopped = _stopped(evidence, group)
     if stopped:
@@ -39,13 +39,13 @@ def _stopped(evidence: JobEvidence, group: RankGroup) -> bool:
     )
 
 
-# By what the kernel and the members said -----------------------------------------------------------------------------
+# By the kernel and by the members' events -----------------------------------------------------------------------------
 
 
 def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     killed = [track for track in group.tracks.values() if track.was_killed]
     outlived = any(r.ops and r.ops[-1].communicator.epoch > group.epoch for r in evidence.recordings)
-    everybody = len(killed) * 2 > group.size and not outlived  # then it was the end of the job, and says nothing
+    everybody = len(killed) * 2 > group.size and not outlived  # most were killed at the end of the job: no evidence
     for track in group.tracks.values():
         fenced, said = _said(evidence.events, group, track)
         if fenced:
@@ -62,9 +62,9 @@ def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
 
 
 def _said(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -> tuple[bool, str]:
-    """Whether the members ended this one, and by what evidence they found it dead or stopped; "" if they did not.
+    """Whether the members fenced this rank, and their evidence that it was dead or stopped ("": they have none).
 
-    Only of the communicator in which it did its last op.
+    (False, "") unless the rank's last op was on this communicator.
     """
     me = track.recording.identity
     if track.recording.ops[-1].number != track.last.number:
@@ -78,7 +78,7 @@ def _said(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -
     return False, ""
 
 
-# By who waits for whom ------------------------------------------------------------------------------------------------
+# By the waits between ranks -------------------------------------------------------------------------------------------
 
 
 def _by_waiting(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
@@ -130,11 +130,11 @@ def _waited(evidence: JobEvidence, group: RankGroup, waiter: int) -> float:
     return evidence.left(track, op) - track.entered(op)
 
 
-# By who is left inside ------------------------------------------------------------------------------------------------
+# By the ranks that are left inside an op ------------------------------------------------------------------------------
 
 
 def _left_inside(group: RankGroup) -> Iterator[Finding]:
-    """Those few that never came out of an op that all others have left."""
+    """The minority of ranks still inside an op that all others have left."""
     inside = {r: op for r, op in group.blocked.items() if op.status is OpStatus.INSIDE}
     others = [track for r, track in group.tracks.items() if r not in inside]
     if not inside or len(inside) * 2 > len(group.tracks):

@@ -1,8 +1,8 @@
-"""Who waits for whom in a communicator that stopped, and where each chain of waiting ends.
+"""The waits-for graph of a communicator that stopped, and where each chain of waits ends.
 
-An edge leads from a rank to one that it waits for: what its transport told the recorder, and else those that have not
-arrived. A chain ends at a rank that waits for nobody: it died, was stopped, or computes. Or it ends at a message: the
-rank that is waited for has sent it, as is known because it has left the op or is further in it, and it did not arrive.
+An edge leads from a rank to a rank that it waits for: as its transport told the recorder, else every rank that has not
+arrived. A chain ends at a rank that waits for no other: it died, was stopped, or computes. Or it ends at a lost
+message: the awaited rank has sent it, since it has left the op or is further in it, and it did not arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 
 class Why(enum.Enum):
-    """How it is with a rank that is waited for."""
+    """The position of an awaited rank, relative to the op that waits for it."""
 
     ABSENT = "has not arrived"
     LOST = "has sent, and it did not arrive"
@@ -27,7 +27,7 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Rank `waiter` waits for `awaited` in `op`; `rounds` is how far it is in it."""
+    """Rank `waiter` waits for rank `awaited` in `op`, of which it has done `rounds` message rounds."""
 
     waiter: int
     awaited: int
@@ -37,7 +37,7 @@ class Edge:
 
 
 def edges(group: RankGroup) -> Iterator[Edge]:
-    """Every wait of the ranks that are blocked."""
+    """The waits of all blocked ranks."""
     for rank, op in group.blocked.items():
         rounds = op.waiting.rounds if op.waiting is not None else 0
         for awaited, gives in _awaited(group, rank, op):
@@ -46,7 +46,7 @@ def edges(group: RankGroup) -> Iterator[Edge]:
 
 
 def _awaited(group: RankGroup, rank: int, op: OpRecord) -> list[tuple[int, bool]]:
-    """Whom a rank waits for in an op; True for those that have yet to take what it sends."""
+    """The ranks that `rank` waits for in an op, each with True if it has yet to receive what `rank` sends."""
     if not op.signature.collective and op.signature.peer >= 0:
         return [(op.signature.peer, op.signature.op == "send")]
     if op.waiting is not None and (op.waiting.takes or op.waiting.gives):
@@ -85,7 +85,7 @@ def _why(group: RankGroup, waiter: int, awaited: int, op: OpRecord, gives: bool)
 
 
 def _why_message(group: RankGroup, waiter: int, awaited: int, op: OpRecord) -> Why:
-    """How it is with the other end of a message, or of some of a batch."""
+    """The position of the other end of a message, or of a batch of messages."""
     track = group.tracks[awaited]
     if op.signature.peer < 0:
         theirs = track.last
@@ -105,7 +105,7 @@ def _why_message(group: RankGroup, waiter: int, awaited: int, op: OpRecord) -> W
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where chains of waiting end: at a rank, or (`edge.why` is LOST) at what it sent. `waiters` wait directly."""
+    """The end of chains of waits: a rank, or a message from it if `lost`. `waiters` wait directly for `rank`."""
 
     rank: int
     edge: Edge
@@ -114,7 +114,7 @@ class End:
 
 
 def ends(found: list[Edge]) -> list[End]:
-    """The ends of all chains, those that hold up most ranks first."""
+    """The ends of all chains, first those with the most waiting ranks."""
     lost = [edge for edge in found if edge.why is Why.LOST]
     waits = {edge.waiter for edge in found}
     sinks: dict[int, list[Edge]] = {}
@@ -134,5 +134,5 @@ def ends(found: list[Edge]) -> list[End]:
 
 
 def _least_far(edge: Edge) -> tuple[int, int, int]:
-    """The first loss is the cause: of the op that is furthest back, and the round that is furthest back in it."""
+    """A sort key that puts the cause first: the loss in the earliest op, and in its earliest round."""
     return edge.op.ordinal, edge.rounds, edge.awaited

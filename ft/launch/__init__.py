@@ -1,1 +1,1 @@
-"""`holdfast run`: starts the processes of a job on this machine."""
+"""`holdfast run`: starts, guards and reports on the processes of a job on this machine."""

@@ -6,7 +6,7 @@ import signal
 
 
 def how_it_ended(code: int) -> str:
-    """What became of a process, in words; `code` is negative for a signal, as `subprocess` has it."""
+    """How a process ended, in words; `code` is negative for a signal, as in `subprocess`."""
     if code >= 0:
         return f"exited with status {code}"
     known = {each.value: each.name for each in signal.Signals}

@@ -1,4 +1,4 @@
-"""A process that leaves nothing behind: its guardian ends all that it has started when it or this process ends."""
+"""A child process whose guardian ends all its descendants when it or this process ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ END_SECONDS = 10.0
 
 
 class GuardedProcess:
-    """Runs `command` with the environment `environ`; what it writes comes out of `output`.
+    """Runs `command` with the environment `environ`; `output` reads its stdout and stderr.
 
-    `pidfd` becomes readable once it has ended and nothing of it is left; then call `reap`.
+    `pidfd` becomes readable once the command and all its descendants have ended; then call `reap`.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -42,20 +42,20 @@ class GuardedProcess:
         self.output: IO[bytes] = self._guardian.stdout
         self.pidfd = os.pidfd_open(self._guardian.pid)
         self.returncode: int | None = None
-        """As `subprocess` has it; None while it runs."""
+        """The return code as in `subprocess`; None while the command runs."""
 
     @cached_property
     def pid(self) -> int:
-        """Its process id; that of its guardian if that has died before it could say."""
+        """The command's process id; the guardian's if it died before it could report that."""
         return int(self._line() or self._guardian.pid)
 
     def signal(self, number: int) -> None:
-        """Send a signal (one of `guardian.FORWARDED`) to its process group."""
+        """Send a signal (one of `guardian.FORWARDED`) to the command's process group."""
         if self.returncode is None:
             self._guardian.send_signal(number)
 
     def reap(self) -> int:
-        """End it, if it has not ended, and all that it started; its return code. Idempotent."""
+        """End the command, if it runs, and all its descendants; returns its return code. Idempotent."""
         if self.returncode is None:
             pid = self.pid
             self._guardian.send_signal(guardian.END)
@@ -70,7 +70,7 @@ class GuardedProcess:
         return self.returncode
 
     def _line(self) -> str:
-        """The next line that the guardian says; "" if it says no more."""
+        """The next line that the guardian writes; "" at its end."""
         line = b""
         while not line.endswith(b"\n") and (more := os.read(self._status, 1)):
             line += more

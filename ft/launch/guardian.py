@@ -1,9 +1,9 @@
-"""A rank's parent: runs a command, and leaves nothing of it behind, however it or the launcher ends.
+"""The parent of a rank: runs a command, and kills all its descendants, however it or the launcher ends.
 
-`python -I -S guardian.py FD COMMAND...` writes to the pipe FD the command's pid, and once it has ended its wait status,
-a line each. It is the reaper of all that the command starts, new sessions and daemons included, and kills what is left
-of that when the command ends, when its own parent is gone, or at SIGUSR1. SIGTERM, SIGINT, SIGHUP and SIGCONT go on to
-the command's process group. It imports nothing of holdfast: it has to start fast, and may not fail.
+`python -I -S guardian.py FD COMMAND...` writes to the pipe FD the command's pid, and at its end its wait status, a line
+each. It is the subreaper of all that the command starts, new sessions and daemons included. It kills what is left of
+them when the command ends, when its own parent is gone, or at SIGUSR1. It forwards SIGTERM, SIGINT, SIGHUP and SIGCONT
+to the command's process group. It imports nothing of holdfast: it has to start fast, and may not fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KILL_SECONDS = 5.0
 
 
 def run(status: int, command: list[str]) -> None:
-    """The whole life of a guardian."""
+    """Run `command` until its end, then kill its descendants; write pid and wait status to descriptor `status`."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(status, False)
@@ -39,7 +39,7 @@ def run(status: int, command: list[str]) -> None:
     pid = os.fork()
     if pid == 0:
         _become(command, me, prctl)
-    with contextlib.suppress(PermissionError):  # it runs the command already, in the group
+    with contextlib.suppress(PermissionError):  # the child has already set its group and run the command
         os.setpgid(pid, pid)
     ended: list[int] = []
     for number in FORWARDED:
@@ -58,12 +58,12 @@ def run(status: int, command: list[str]) -> None:
 
 
 def _say(status: int, number: int) -> None:
-    """A line, written whole: a pipe takes what is this short at once or not at all."""
+    """Write a line. It is short enough for a pipe to take it whole or not at all."""
     os.write(status, f"{number}\n".encode())
 
 
 def _become(command: list[str], guardian: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
-    """Be the command: in a process group of its own, with default signals, and not longer than the guardian."""
+    """Execute the command in a new process group, with default signals; the guardian's death kills it."""
     try:
         os.setpgid(0, 0)
         prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -84,7 +84,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _reap_others(pid: int) -> None:
-    """Reap what the command has left to its guardian while it runs."""
+    """Reap orphaned descendants of the command while the command runs."""
     with contextlib.suppress(ChildProcessError):
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while (found := os.waitid(os.P_ALL, 0, options)) is not None and found.si_pid != pid:
@@ -92,7 +92,7 @@ def _reap_others(pid: int) -> None:
 
 
 def _kill_all(pid: int) -> int:
-    """Kill all descendants until none is left; the wait status of the command."""
+    """Kill all descendants until none is left; returns the command's wait status."""
     status, deadline = 0, time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -108,7 +108,7 @@ def _kill_all(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have, and so on."""
+    """The pids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():

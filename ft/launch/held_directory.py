@@ -1,8 +1,8 @@
-"""A folder of a running program: its owner holds it, and one whose owner was killed is removed by the next.
+"""Temporary directories that a running program holds; the next program removes those of killed owners.
 
-The hold is a lock on the folder (flock), which the kernel lets go of with its holder, however that ends. So nobody has
-to ask which process made a folder, nor whether its number is another process's by now. A marker file says that
-holdfast made the folder: one that only has a name of this kind is the user's, and stays.
+The hold is a lock on the directory (flock), which the kernel releases when its holder ends, however it ends. So there
+is no need to find the process that made a directory, or to guard against reused pids. A marker file shows that holdfast
+made the directory: one that only has such a name is the user's, and stays.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-"""Where folders for the shared memory of ranks lie: in one of ours, for mpirun may forget files of the killed."""
+"""The parent of directories for the shared memory of ranks, which is removed with them: mpirun may leave files."""
 
 MARKER = ".made-by-holdfast"
 
 
 class HeldDirectory:
-    """A new folder `path`, for its owner alone, in `where` (None: where temporary files go).
+    """A new owner-only directory `path` in `where` (None: the directory for temporary files).
 
-    Removes those of the same user with the same `prefix` that have the marker and are not held any more.
+    Also removes directories of the same user with the same `prefix` that have the marker and are no longer held.
     """
 
     def __init__(self, prefix: str, where: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class HeldDirectory:
                 os.close(self._hold)
 
     def close(self) -> None:
-        """Remove it and all that is in it. Idempotent."""
+        """Remove the directory and its content. Idempotent."""
         if self._hold >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._hold)
@@ -56,12 +56,12 @@ class HeldDirectory:
 
 
 def private_file(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
-    """Open a file for writing that, if it is new, its owner alone may read, whatever the umask."""
+    """Open a file for writing; a new file is readable by its owner alone, whatever the umask."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder that a holder of this user left behind. Not one that is held, of another user, or not ours."""
+    """Remove a directory that an ended holder of this user left; not if it is held, foreign, or without the marker."""
     with contextlib.suppress(OSError):
         hold = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -74,7 +74,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _lock(folder: Path, how: int) -> int:
-    """A descriptor that holds the lock. Raises OSError if there is no such folder, or the lock is another's."""
+    """A descriptor that holds the lock. Raises OSError if the directory is missing or locked by another process."""
     hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(hold, how)

@@ -1,4 +1,4 @@
-"""What a process needs to join a job: the environment contract, and the files behind it for a job on this machine."""
+"""The environment that a process needs to join a job on this machine, and the files behind it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.ft.telemetry.event_reader import read_events
 
 @dataclass(frozen=True, slots=True)
 class LocalContract:
-    """A job of this machine. Everything of it lies in `directory`: key, register, event logs."""
+    """A job on this machine. Its key, register and event logs lie in `directory`."""
 
     name: str
     directory: Path
@@ -38,8 +38,8 @@ class LocalContract:
     ) -> LocalContract:
         """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`.
 
-        `register` is the URL of the job's register if that is not to be a file in `directory`; `logs` an existing
-        folder for event logs and flight recordings, if they are to outlive `directory`.
+        `register` is the URL of the job's register (None: a file in `directory`); `logs` an existing folder for event
+        logs and flight recordings that must outlive `directory`.
         """
         contract = LocalContract(name, directory.absolute(), backend, size, register, min_size, shards)
         create_key(contract.key_file)
@@ -62,7 +62,7 @@ class LocalContract:
         return self.directory / "events"
 
     def environ(self) -> dict[str, str]:
-        """What to add to the environment of each process of the job."""
+        """The variables to add to the environment of each process of the job."""
         given = {"HOLDFAST_MIN_SIZE": self.min_size, "HOLDFAST_SHARDS": self.shards}
         return {
             "HOLDFAST_JOB": self.name,
@@ -75,9 +75,9 @@ class LocalContract:
         }
 
     def register(self) -> Register:
-        """The job's register; close it after use."""
+        """Open the job's register; close it after use."""
         return Register.open(self.register_url)
 
     def events(self) -> list[dict[str, Any]]:
-        """What all processes have written to their event logs so far, by time."""
+        """The events that all processes have logged so far, by time."""
         return read_events(self.events_directory)

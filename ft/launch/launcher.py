@@ -1,4 +1,4 @@
-"""The seam to programs that must start the ranks of a backend together (`Capabilities.launcher`)."""
+"""The interface to programs that must start the ranks of a backend together (`Capabilities.launcher`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class StartFailed(HoldfastError):
 
 
 class Launch(ABC):
-    """A running launcher. Others start the ranks, with what the launcher would have given them."""
+    """A running launcher. The caller starts the ranks, with the environment that the launcher would have set."""
 
     environ: dict[int, dict[str, str]]
-    """By rank, what to add to the environment of its process."""
+    """By rank, the variables to add to the environment of its process."""
 
     @abstractmethod
     def attach(self, rank: int, pidfd: int) -> None:
-        """Let the launcher know of the end of this process as of that of the rank that it started."""
+        """Tie the process `pidfd` to `rank`: the launcher sees its end as the end of the rank that it started."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the launcher and all that it started. Idempotent."""
+        """End the launcher and all processes that it started. Idempotent."""
 
 
 class NoLaunch(Launch):
-    """For backends whose ranks anybody may start."""
+    """For backends that need no launcher."""
 
     def __init__(self, size: int) -> None:
         self.environ = {rank: {} for rank in range(size)}

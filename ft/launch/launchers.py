@@ -1,4 +1,4 @@
-"""Runs the launcher that a backend needs (`Capabilities.launcher`)."""
+"""Starts the launcher that a backend needs (`Capabilities.launcher`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from holdfast.ft.launch.launcher import Launch, NoLaunch
 
 
 def launch(launcher: str, size: int) -> Launch:
-    """Run the launcher of this name for `size` ranks; raises `StartFailed`, or `Unsupported` for an unknown one."""
+    """Start the launcher of this name for `size` ranks. Raises `StartFailed`; `Unsupported` for an unknown name."""
     if not launcher:
         return NoLaunch(size)
     if launcher == "mpirun":

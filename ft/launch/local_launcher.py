@@ -1,8 +1,8 @@
-"""`holdfast run`: start a script in several processes of this machine that form one job by `ft.Session`.
+"""`holdfast run`: start a script in several processes of this machine, which form one job by `ft.Session`.
 
-The launcher starts processes, shows their output, and ends them when it ends. Who is alive, who has which rank and what
-is done about a death is settled by the sessions among themselves. The launcher ends the job only when it knows better
-than they: so few processes are left that the job can never go on.
+The launcher starts processes, shows their output, and ends them when it ends. The sessions themselves detect deaths,
+assign ranks and recover. The launcher ends the job only if the sessions cannot know that it is over: too few processes
+are left for it ever to go on.
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ from holdfast.ft.registers import RegisterAway
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 GRACE = 5.0
-"""Seconds from SIGTERM to SIGKILL, and from the end of the job, or of its last member, to that of who lingers."""
+"""Seconds from SIGTERM to SIGKILL, and from the end of the job, or of its last member, to that of other processes."""
 
 LOOK = 0.25
-"""Seconds between two looks at the register."""
+"""Seconds between two reads of the register."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What to start: `size` + `spares` processes of `command`. They may go on for `grace` seconds after the job.
+    """The processes to start: `size` + `spares` of `command`. They may run for `grace` seconds after the job.
 
-    `min_size` and `shards` are those of the sessions, if the script does not say them; `check` turns agreement checks
-    on.
+    `min_size` and `shards` are defaults for sessions whose script does not set them; `check` turns agreement checks on.
     """
 
     command: tuple[str, ...]
@@ -80,7 +79,7 @@ class LaunchPlan:
 
 
 class Launcher:
-    """The processes of one job, from start to end. `start` is what lets them be ranks of the plan's backend."""
+    """The processes of one job, from start to end. `start` is the launcher that the plan's backend needs."""
 
     def __init__(self, plan: LaunchPlan, contract: LocalContract, console: Console, start: Launch) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
@@ -91,7 +90,7 @@ class Launcher:
         self._began = time.monotonic()
 
     def run(self) -> int:
-        """Start all, show what they write until they are gone, and say whether the job ended well (0) or not (1)."""
+        """Start all processes and show their output until their end; returns 0 if the job ended well, else 1."""
         with TorchEnvironment(self._plan.size) as self._torch:
             try:
                 self._start()
@@ -120,7 +119,7 @@ class Launcher:
             self._launch.attach(number, process.pidfd)
 
     def _follow(self) -> None:
-        """Until all processes are gone, or the job is over and who still runs has had its time."""
+        """Show output until all processes are gone, or the job is over and the time of the others is up."""
         look, over = time.monotonic(), None
         began = busy = look
         while self._running():
@@ -145,7 +144,7 @@ class Launcher:
         return any(process.returncode is None for process in self._processes)
 
     def _turn(self, seconds: float) -> None:
-        """Wait for something to happen, but not longer than this, and see to it."""
+        """Wait up to `seconds` for output or the end of a process, and handle it."""
         for key, _ in self._selector.select(seconds):
             if isinstance(key.fileobj, int):
                 self._selector.unregister(key.fileobj)
@@ -165,7 +164,7 @@ class Launcher:
             self._say(number, line)
 
     def _reap(self, number: int) -> None:
-        """A process has ended, or is to end."""
+        """Reap a process, ending it if it still runs, and print a bad exit status."""
         process = self._processes[number]
         if code := process.reap():
             self._say(number, f"{how_it_ended(code)} (pid {process.pid})", "bold red")
@@ -180,14 +179,14 @@ class Launcher:
             return register.read()
 
     def _over(self) -> View | None:
-        """The last view of the job, once it is over."""
+        """The last view of the job if it is over; else None."""
         view = self._view()
         return view if view is not None and view.phase in ("finished", "failed") else None
 
     def _give_up(self) -> View | None:
-        """End the job if fewer processes are left than it needs: nobody else can come. Its last view, if it is over."""
+        """End the job if fewer processes are left than it needs, as no other can join; returns its last view if so."""
         left = sum(process.returncode is None for process in self._processes)
-        view = self._view()  # after the count: the last view of a job is there before its members end
+        view = self._view()  # after the count: a job's last view is in the register before its members end
         if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
             return None
         needed = counted(view.job.min_size, "member")
@@ -198,19 +197,19 @@ class Launcher:
         return None
 
     def _members_at_work(self, last: View) -> bool:
-        """Whether a member of a finished job goes on after the last step; one that is stopped does not."""
+        """Whether a member of a finished job still works after the last step; a stopped process does not."""
         return last.phase == "finished" and any(
             process.returncode is None and not is_stopped(process.pid) for process in self._members(last).values()
         )
 
     def _members(self, view: View) -> dict[int, GuardedProcess]:
-        """The processes of the members of a view, by rank."""
+        """The launched processes that are members of a view, by rank."""
         processes = {process.pid: process for process in self._processes}
         ranks = enumerate(member.peer.pid for member in view.members)
         return {rank: processes[pid] for rank, pid in ranks if pid in processes}
 
     def _end(self) -> None:
-        """End what still runs, groups and all."""
+        """End all processes that still run, with their process groups, and show their last output."""
         for sent in (signal.SIGTERM, signal.SIGCONT):
             for process in self._processes:
                 process.signal(sent)
@@ -241,7 +240,7 @@ class Launcher:
         return status
 
     def _failures(self) -> list[run_report.ProcessFailure]:
-        """What ended badly, and how."""
+        """The processes that ended with an error."""
         events = (event for event in self._contract.events() if event["time"] >= self._began)
         ranks = run_report.last_ranks(events)
         return [
@@ -277,9 +276,7 @@ class Launcher:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that they too take the way through `finally`; not if they are
-    ignored, as by nohup.
-    """
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that `finally` blocks run; not if ignored, as by nohup."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -294,10 +291,10 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def launch(plan: LaunchPlan, log_directory: Path | None = None) -> int:
-    """Run the job; the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
+    """Run the job; returns the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
 
-    Event logs and flight recordings are written to `log_directory` (made if it is not there). Raises
-    `BackendUnavailable`, ValueError, and OSError before anything is started if that folder cannot be made.
+    Event logs and flight recordings are written to `log_directory` (made if missing). Raises `BackendUnavailable`,
+    ValueError, and, before anything is started, OSError if that directory cannot be made.
     """
     launcher = _launcher(plan.backend)
     out = console()
@@ -322,9 +319,9 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None) -> int:
 
 
 def _launcher(preference: str) -> str:
-    """What must start the processes together, if the first that can run of these backends wants that; else nothing.
+    """The launcher that the first available backend of the preference list needs; "" if it needs none.
 
-    Raises `BackendUnavailable` if the only one cannot run, or one is unknown.
+    Raises `BackendUnavailable` if the only backend is unavailable, or one is unknown.
     """
     found = [registry().backend(name.strip()) for name in preference.split(",")]
     for backend in found:

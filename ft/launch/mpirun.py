@@ -1,8 +1,8 @@
-"""Ranks of an MPI job that are forked from the zygote all the same.
+"""Runs mpirun with a proxy in place of each rank, so that the ranks can be forked from the zygote.
 
-mpirun starts a proxy for each rank (`mpirun_proxy`). A proxy hands over the environment by which a process finds its
-place in the MPI job; the rank is forked with that environment, and the proxy dies with it. So ranks start in
-milliseconds, with this process's channel, and end with the zygote; and mpirun sees what it is used to.
+mpirun starts a proxy for each rank (`mpirun_proxy`). A proxy sends the environment by which a process finds its place
+in the MPI job; the rank is forked with that environment, and the proxy dies with it. So ranks start in milliseconds,
+with this process's channel, and end with the zygote, while mpirun sees ordinary ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _END_SECONDS = 5.0
 _RANK = "PMIX_RANK"
 _MOST = 1 << 20
 _OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
-"""What a rank has from this process and not from its proxy."""
+"""Variables that a rank takes from this process and not from its proxy."""
 
 
 def mpirun_path() -> str | None:
-    """Where Open MPI's `mpirun` is: beside this Python, else on the path."""
+    """The path of Open MPI's `mpirun`: beside this Python, else on PATH; None if there is none."""
     beside = Path(sysconfig.get_path("scripts")) / "mpirun"
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def memory_in(folder: Path) -> list[str]:
-    """The words for `mpirun` that put the ranks' shared memory there: the killed leave their files behind."""
+    """The `mpirun` options that put the ranks' shared memory in `folder`: killed ranks leave their files behind."""
     return ["--mca", "btl_sm_backing_directory", str(folder)]
 
 
 class MpiJob(Launch):
-    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not come up."""
+    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not start."""
 
     def __init__(self, size: int) -> None:
         program = mpirun_path()
@@ -103,11 +103,11 @@ class MpiJob(Launch):
             self.environ[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
 
     def attach(self, rank: int, pidfd: int) -> None:
-        """Tie a proxy's life to the process that is its rank now."""
+        """Let the proxy of `rank` end when the process `pidfd` ends."""
         socket.send_fds(self._proxies[rank], [b"!"], [pidfd])
 
     def close(self) -> None:
-        """End the proxies, and so mpirun, which removes what the ranks shared. Idempotent."""
+        """End the proxies, and with them mpirun, which removes the ranks' shared files. Idempotent."""
         for line in self._proxies.values():
             line.close()
         self._proxies.clear()

@@ -1,8 +1,8 @@
-"""What mpirun starts in place of a rank: it hands its environment over, and lives for as long as the rank does.
+"""The process that mpirun starts in place of a rank: it sends its environment, and ends with the rank.
 
-`python -I -S mpirun_proxy.py SOCKET`: standard library only, up in milliseconds. mpirun takes this process for the
-rank, so it must end when the rank ends, and in a way that says "failed": by SIGKILL. It ends too when whoever serves
-SOCKET is gone.
+`python -I -S mpirun_proxy.py SOCKET`: standard library only, starts in milliseconds. mpirun takes this process for the
+rank, so it must end when the rank ends, and by SIGKILL, which mpirun takes for a failure. It also ends when the server
+of SOCKET is gone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 
 
 def main(path: str) -> None:
-    """Send the environment, receive a descriptor of the rank's process, wait for the end of either side."""
+    """Send the environment, receive a descriptor of the rank's process, and wait for its end or the server's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         folder, _, name = path.rpartition("/")
-        os.chdir(folder)  # a path may be longer than an address
+        os.chdir(folder)  # the path may be longer than a socket address allows
         line.connect(name)
         data = json.dumps(dict(os.environ)).encode()
         line.sendall(len(data).to_bytes(8, "little") + data)

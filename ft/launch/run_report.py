@@ -1,4 +1,4 @@
-"""What `holdfast run` says at the end of a job that did not go well: which rank failed, and how."""
+"""The table that `holdfast run` prints at the end of a failed job: which ranks failed, and how."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MOST_TEXT = 200
 
 
 class LastWords:
-    """Finds the line that says why a process ended, in what it writes: that of its last traceback, or its last line."""
+    """Finds the line of a process's output that says why it ended: of its last traceback, or the last line."""
 
     def __init__(self) -> None:
         self._last = self._error = ""
         self._inside = False
 
     def hear(self, line: str) -> None:
-        """The process has written a line."""
+        """Take in a line that the process has written."""
         if line.strip():
             self._last = line
         if line.startswith(_TRACEBACK):
@@ -34,7 +34,7 @@ class LastWords:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """A process that ended badly. `rank` is the last one that it had; None for a spare."""
+    """A process that ended with an error. `rank` is its last rank; None for a spare."""
 
     rank: int | None
     pid: int
@@ -43,14 +43,14 @@ class ProcessFailure:
 
 
 def last_ranks(events: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """The last rank of each process that had one, by its pid."""
+    """The last rank of each process that had a rank, by pid."""
     return {
         event["pid"]: event["rank"] for event in events if event["kind"] == "installed" and event["rank"] is not None
     }
 
 
 def table(failures: Sequence[ProcessFailure]) -> list[str]:
-    """The failures as lines of a table; none if there are none."""
+    """The lines of the table of failures; no lines without failures."""
     if not failures:
         return []
     rows = [("rank", "pid", "exit", "last error line")]

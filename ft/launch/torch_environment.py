@@ -1,4 +1,4 @@
-"""What torch's `env://` needs to know, for each process of a job that is started on this machine."""
+"""The variables of torch's `env://` for each process of a job that is started on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HOST = "127.0.0.1"
 
 
 class TorchEnvironment:
-    """Keeps a port for rank 0 to listen at: nobody else gets it for as long as this context lasts."""
+    """Reserves a port for rank 0 to listen at, for as long as this context lasts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -18,7 +18,7 @@ class TorchEnvironment:
         self._port.bind((HOST, 0))
 
     def of(self, number: int) -> dict[str, str]:
-        """The variables of process `number`; spares, which no torch group counts, have none."""
+        """The variables of process `number`; none for spares, which are in no torch group."""
         if number >= self._size:
             return {}
         rank, size = str(number), str(self._size)
