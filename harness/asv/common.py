@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from holdfast.harness.bench.collectives.contestants import Arena, Party, missing
+from holdfast.harness.bench.collectives.contestants import ContestantLauncher, RunningContestant, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.wire import Measure
@@ -46,18 +46,18 @@ class Ranks:
     """The groups of ranks of this process, each started at its first use."""
 
     def __init__(self) -> None:
-        self._arena: Arena | None = None
-        self._groups: dict[tuple[str, int], Party] = {}
+        self._launcher: ContestantLauncher | None = None
+        self._groups: dict[tuple[str, int], RunningContestant] = {}
         self._seeds = itertools.count(0, 2)
 
-    def group(self, contestant: str, ranks: int) -> Party:
+    def group(self, contestant: str, ranks: int) -> RunningContestant:
         """The running group; starts it if needed. Raises NotImplementedError if it cannot run here."""
         need(contestant)
-        if self._arena is None:
-            self._arena = Arena()
+        if self._launcher is None:
+            self._launcher = ContestantLauncher()
             atexit.register(self.close)
         if (contestant, ranks) not in self._groups:
-            self._groups[contestant, ranks] = self._arena.start(contestant, ranks)
+            self._groups[contestant, ranks] = self._launcher.start(contestant, ranks)
         return self._groups[contestant, ranks]
 
     def seconds(self, contestant: str, op: str, ranks: int, nbytes: int, times: int) -> float:
@@ -77,9 +77,9 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks."""
-        if self._arena is not None:
-            self._arena.__exit__(None, None, None)
-            self._arena = None
+        if self._launcher is not None:
+            self._launcher.__exit__(None, None, None)
+            self._launcher = None
             self._groups = {}
 
 

@@ -32,7 +32,7 @@ from holdfast.harness.cluster.rank_group import ClusterSettings
 from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
-from holdfast.harness.cluster.view_cache import Following
+from holdfast.harness.cluster.view_cache import ViewCache
 from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
@@ -67,7 +67,7 @@ class Job:
             directory.name, directory, settings.backend, settings.size, options.get("register")
         )
         self._register = self._contract.register()
-        self._following = None if self._register.local else Following(self._register)
+        self._following = None if self._register.local else ViewCache(self._register)
         self._links = links
         self._cuts: tuple[int, ...] = ()
         self._ended: dict[int, Ended | None] = {}

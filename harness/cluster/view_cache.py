@@ -13,7 +13,7 @@ AGAIN_SECONDS = 0.05
 END_SECONDS = 10.0
 
 
-class Following:
+class ViewCache:
     """Follows `register` until that is closed. While it is away, the newest view is the last known one."""
 
     def __init__(self, register: Register) -> None:

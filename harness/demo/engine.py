@@ -119,7 +119,6 @@ class ZygoteEngine:
 def _be(body: Callable[..., None], args: tuple[Any, ...], channel: ProcessChannel) -> None:
     """The body of a worker. It does not need the channel to its parent any more."""
     channel.close()
-    threading.Thread(
-        target=threading.Event().wait, name="worker-idle", daemon=True
-    ).start()  # whose end is told at once
+    # the kernel reports the end of this second thread at once
+    threading.Thread(target=threading.Event().wait, name="worker-idle", daemon=True).start()
     body(*args)

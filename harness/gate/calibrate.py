@@ -13,8 +13,8 @@ import msgspec
 
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.gate.decide import DecisionRule
-from holdfast.harness.gate.gate import Comparison, Course, Progress, chosen, compare
-from holdfast.harness.gate.pairs import Nursery
+from holdfast.harness.gate.gate import Comparison, ComparisonState, Progress, chosen, compare
+from holdfast.harness.gate.pairs import PairLauncher
 from holdfast.harness.gate.sides import Side
 
 
@@ -64,21 +64,21 @@ class Calibration(msgspec.Struct, frozen=True):
         return self.power >= 0.95 and self.alarms <= 0.01 * self.trials
 
 
-def _rate(name: str, injected: float, courses: list[Course]) -> Rate:
-    slowdowns = [course.estimate.slowdown for course in courses]
+def _rate(name: str, injected: float, states: list[ComparisonState]) -> Rate:
+    slowdowns = [state.estimate.slowdown for state in states]
     mean = sum(slowdowns) / len(slowdowns)
-    verdicts = [course.verdict for course in courses]
+    verdicts = [state.verdict for state in states]
     return Rate(
         workload=name,
         injected=injected,
-        trials=len(courses),
+        trials=len(states),
         slower=verdicts.count("slower"),
         faster=verdicts.count("faster"),
         same=verdicts.count("same"),
         unsure=verdicts.count("unsure"),
         mean=mean,
         spread=(sum((each - mean) ** 2 for each in slowdowns) / max(1, len(slowdowns) - 1)) ** 0.5,
-        clusters=sum(course.estimate.clusters for course in courses) / len(courses),
+        clusters=sum(state.estimate.clusters for state in states) / len(states),
     )
 
 
@@ -99,22 +99,23 @@ def calibrate(
     if any(abs(workload.ops * injected - round(workload.ops * injected)) > 1e-6 for workload in workloads):
         raise ValueError(f"an effect of {injected:.4g} is not a whole number of ops: give a multiple of 0.05")
     began, noise = time.monotonic(), Noise()
-    done: dict[tuple[float, str], list[Course]] = {(a, w.name): [] for a in (0.0, injected) for w in workloads}
+    done: dict[tuple[float, str], list[ComparisonState]] = {(a, w.name): [] for a in (0.0, injected) for w in workloads}
     alarms = found = trial = 0
     try:
-        with Nursery() as nursery:
+        with PairLauncher() as launcher:
             for trial in range(1, trials + 1):
                 equal, slowed = (
-                    Comparison(tuple(Course(workload) for workload in workloads), amount) for amount in (0.0, injected)
+                    Comparison(tuple(ComparisonState(workload) for workload in workloads), amount)
+                    for amount in (0.0, injected)
                 )
-                compare(nursery, sides, rule, (equal, slowed))
+                compare(launcher, sides, rule, (equal, slowed))
                 for comparison in (equal, slowed):
-                    for course in comparison.courses:
-                        if course.why:
-                            raise ValueError(f"{course.workload.name} does not run: {course.why}")
-                        done[comparison.extra, course.workload.name].append(course)
-                alarms += any(course.verdict == "slower" for course in equal.courses)
-                found += sum(course.verdict == "slower" for course in slowed.courses)
+                    for state in comparison.states:
+                        if state.why:
+                            raise ValueError(f"{state.workload.name} does not run: {state.why}")
+                        done[comparison.extra, state.workload.name].append(state)
+                alarms += any(state.verdict == "slower" for state in equal.states)
+                found += sum(state.verdict == "slower" for state in slowed.states)
                 progress(f"trial {trial} of {trials}: {alarms} alarms, {found} of {trial * len(workloads)} found")
     except KeyboardInterrupt:
         trial -= 1

@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.gate.decide import DecisionRule, Estimate, Verdict, decide, paired_ratio
-from holdfast.harness.gate.pairs import CannotRun, GateTurn, Nursery, slices
+from holdfast.harness.gate.pairs import CannotRun, GateTurn, PairLauncher, slices
 from holdfast.harness.gate.sides import Side, differing_pins
 from holdfast.harness.gate.workloads import WORKLOADS, Workload
 
@@ -76,7 +76,7 @@ class GateReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Course:
+class ComparisonState:
     """The state of one comparison of one workload: the ratios of its clusters, and the decision so far."""
 
     workload: Workload
@@ -124,37 +124,37 @@ def chosen(names: Sequence[str]) -> tuple[Workload, ...]:
 class Comparison:
     """The comparison of all workloads, with `extra` work for the head: 0.05 makes it 5% slower."""
 
-    courses: tuple[Course, ...]
+    states: tuple[ComparisonState, ...]
     extra: float = 0.0
 
 
-def cluster(nursery: Nursery, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
+def cluster(launcher: PairLauncher, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
     """Run all undecided workloads on one fresh pair of processes.
 
     The side that is forked first, and the side with the first turn, change from cluster to cluster.
     """
     order = [0, 1] if number % 2 == 0 else [1, 0]
-    with nursery.pair([sides[index] for index in order]) as started:
+    with launcher.pair([sides[index] for index in order]) as started:
         base, head = (started[order.index(index)] for index in (0, 1))
         for comparison in comparisons:
             turns = {"base": GateTurn(base), "head": GateTurn(head, comparison.extra)}
             if order[0] == 1:
                 turns = dict(reversed(turns.items()))
-            for course in comparison.courses:
-                if not course.open:
+            for state in comparison.states:
+                if not state.open:
                     continue
                 try:
                     for process in (base, head):
-                        process.prepare(course.workload)
-                    taken = slices(turns, course.workload, GROUPS * course.workload.ranks)
+                        process.prepare(state.workload)
+                    taken = slices(turns, state.workload, GROUPS * state.workload.ranks)
                 except CannotRun as error:
-                    course.why, course.broken = str(error), error.process is head
+                    state.why, state.broken = str(error), error.process is head
                     continue
-                course.add(taken["base"], taken["head"])
+                state.add(taken["base"], taken["head"])
 
 
 def compare(
-    nursery: Nursery,
+    launcher: PairLauncher,
     sides: tuple[Side, Side],
     rule: DecisionRule,
     comparisons: Sequence[Comparison],
@@ -162,14 +162,14 @@ def compare(
 ) -> None:
     """Run clusters until every workload is decided, or there were `rule.most` of them."""
     for number in range(rule.most):
-        still = [(comparison, course) for comparison in comparisons for course in comparison.courses if course.open]
+        still = [(comparison, state) for comparison in comparisons for state in comparison.states if state.open]
         if not still:
             break
-        progress(f"pair {number + 1}: {', '.join(course.workload.name for _, course in still)}")
-        cluster(nursery, sides, number, comparisons)
-        for comparison, course in still:
-            if not course.why:
-                course.judge(rule, len(comparison.courses))
+        progress(f"pair {number + 1}: {', '.join(state.workload.name for _, state in still)}")
+        cluster(launcher, sides, number, comparisons)
+        for comparison, state in still:
+            if not state.why:
+                state.judge(rule, len(comparison.states))
 
 
 def run(
@@ -177,13 +177,13 @@ def run(
 ) -> GateReport:
     """Compare the two sides. Raises `SideFailed` if one does not run at all, ValueError for unknown names."""
     began, noise = time.monotonic(), Noise()
-    courses = tuple(Course(workload) for workload in chosen(names))
-    with Nursery() as nursery:
-        compare(nursery, sides, rule, [Comparison(courses)], progress)
+    states = tuple(ComparisonState(workload) for workload in chosen(names))
+    with PairLauncher() as launcher:
+        compare(launcher, sides, rule, [Comparison(states)], progress)
     return GateReport(
         base=sides[0].title,
         head=sides[1].title,
-        findings=tuple(course.finding() for course in courses),
+        findings=tuple(state.finding() for state in states),
         rule=rule,
         seconds=time.monotonic() - began,
         others=noise.cpus(),

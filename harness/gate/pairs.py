@@ -97,7 +97,7 @@ class GateTurn:
     extra: float = 0.0
 
 
-class Nursery:
+class PairLauncher:
     """Starts pairs by a program that has torch imported and forks all processes. A context manager."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Nursery:
         text = (self._directory / "errors").read_text(errors="replace").strip()
         return text.splitlines()[-1] if text else ""
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> PairLauncher:
         return self
 
     def __exit__(

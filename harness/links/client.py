@@ -46,7 +46,7 @@ class Links:
 
     def prepare(self) -> Callable[[], None]:
         """The call that leads a process's links through the proxy; the process makes it before it opens any socket."""
-        return Joiner(self._path, self._process.pid)
+        return JoinSupervisor(self._path, self._process.pid)
 
     def add(self, rules: Iterable[LinkRule]) -> tuple[int, ...]:
         """Add rules to those that hold; returns their numbers, for `remove`."""
@@ -99,7 +99,7 @@ class Links:
         return answer.traffic
 
 
-class Joiner:
+class JoinSupervisor:
     """A call that puts its process under the supervisor that listens at `path`."""
 
     def __init__(self, path: Path, supervisor: int) -> None:

@@ -73,7 +73,7 @@ def simulate(
             else:
                 write = None
             if bug is not None:
-                stack.enter_context(show.known_bug_called(bug).inject())
+                stack.enter_context(show.known_bug_named(bug).inject())
             if museum:
                 status = show.run_known_bugs(seeds if seeds > 1 else 3000, seed, json)
             elif figures is not None:

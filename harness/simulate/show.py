@@ -27,7 +27,7 @@ from holdfast.harness.simulate.search.run import SimulationResult, simulate
 from holdfast.harness.simulate.search.scenarios import SCENARIOS
 from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.search.shrink import shrink as make_smaller
-from holdfast.harness.simulate.story import Story
+from holdfast.harness.simulate.story import RunSummary
 
 SMALL = 64
 STEPS = 40
@@ -43,7 +43,7 @@ def _working(text: str) -> AbstractContextManager[Callable[[str], None]]:
     return working(console(stderr=True), text, every=LINE_SECONDS)
 
 
-def known_bug_called(name: str) -> KnownBug:
+def known_bug_named(name: str) -> KnownBug:
     """The known bug of that name. Raises ValueError that lists the names."""
     for bug in KNOWN_BUGS:
         if bug.name == name:
@@ -97,7 +97,7 @@ def _finish(
 
 
 def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[SimulationResult, str]:
-    story = Story()
+    story = RunSummary()
     outcome = simulate(schedule, trace, story.hear)
     return outcome, story.text(schedule, outcome.violation)
 

@@ -21,7 +21,7 @@ TOLD = (
 )
 
 
-class Story:
+class RunSummary:
     """Collects the important events of a run."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EnterNamespace:
     """A call that moves a fresh process to a host, before anything uses the network. Can be pickled."""
 
     path: str
@@ -87,9 +87,9 @@ class Network:
         while self._spaces:
             os.close(self._spaces.pop())
 
-    def entry(self, host: int) -> Entry:
+    def entry(self, host: int) -> EnterNamespace:
         """The call that moves a process to a host; valid while this network is open."""
-        return Entry(f"/proc/{os.getpid()}/fd/{self._spaces[host]}", f"netns-{os.getpid()}-{host}")
+        return EnterNamespace(f"/proc/{os.getpid()}/fd/{self._spaces[host]}", f"netns-{os.getpid()}-{host}")
 
     # Faults -------------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def _command(contestant: str, key: str, directory: Path, shared: Path, ranks: in
     return program, environment
 
 
-class Party(Protocol):
+class RunningContestant(Protocol):
     """The running ranks of a contestant."""
 
     contestant: str
@@ -204,7 +204,7 @@ class WorkerGroup:
         return text.splitlines()[-1] if text else "it said nothing"
 
 
-class Arena:
+class ContestantLauncher:
     """A private directory with the socket that workers dial, and the groups that were started there."""
 
     def __init__(self) -> None:
@@ -213,10 +213,10 @@ class Arena:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         bind_unix(self._listener, self._folder.path / "socket")
         self._listener.listen(64)
-        self._groups: list[Party] = []
+        self._groups: list[RunningContestant] = []
         self._started = 0
 
-    def start(self, contestant: str, ranks: int, timeout: float = 90.0) -> Party:
+    def start(self, contestant: str, ranks: int, timeout: float = 90.0) -> RunningContestant:
         """Start `ranks` ranks of `contestant`.
 
         Raises `ContestantFailed` with its last words if it does not come up.
@@ -251,7 +251,7 @@ class Arena:
             raise
         return group
 
-    def drop(self, group: Party) -> None:
+    def drop(self, group: RunningContestant) -> None:
         """Kill a group that failed, and forget it."""
         self._groups.remove(group)
         group.close(gently=False)
@@ -268,7 +268,7 @@ class Arena:
         while self._groups:
             self._groups.pop().close()
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> ContestantLauncher:
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.collectives.contestants import MEMCPY, Arena, Party, missing
+from holdfast.harness.bench.collectives.contestants import MEMCPY, ContestantLauncher, RunningContestant, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SIZELESS, SMALL, Operation
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.wire import Measure, Measurement
@@ -61,7 +61,7 @@ class BenchPlan:
 class TimedLibrary:
     """A library at one op and size: how it is timed there, and its timings."""
 
-    group: Party
+    group: RunningContestant
     singles: int = 1
     blocks: int = 0
     block: int = 1
@@ -140,7 +140,9 @@ class Contest:
         )
 
 
-def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[BenchRow], list[OpFailure]]:
+def _compete(
+    contest: Contest, groups: list[RunningContestant], launcher: ContestantLauncher
+) -> tuple[list[BenchRow], list[OpFailure]]:
     """All rounds of one op at one size.
 
     A library that fails is left out; one that is broken leaves `groups`.
@@ -158,7 +160,7 @@ def _compete(contest: Contest, groups: list[Party], arena: Arena) -> tuple[list[
             entries.remove(entry)
             if isinstance(error, ContestantFailed):
                 groups.remove(entry.group)
-                arena.drop(entry.group)
+                launcher.drop(entry.group)
 
     def timed(entry: TimedLibrary) -> None:
         singles, blocks = contest.turn(entry)
@@ -197,13 +199,15 @@ def machine(noise: Noise) -> Machine:
     )
 
 
-def _start(plan: BenchPlan, ranks: int, arena: Arena, skipped: dict[str, str]) -> list[Party]:
-    groups: list[Party] = []
+def _start(
+    plan: BenchPlan, ranks: int, launcher: ContestantLauncher, skipped: dict[str, str]
+) -> list[RunningContestant]:
+    groups: list[RunningContestant] = []
     for contestant in plan.contestants:
         if contestant in skipped:
             continue
         try:
-            groups.append(arena.start(contestant, ranks))
+            groups.append(launcher.start(contestant, ranks))
         except ContestantFailed as error:
             skipped[contestant] = str(error)
     return groups
@@ -225,19 +229,19 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
     taking_part: dict[str, str] = {}
     rows: list[BenchRow] = []
     failures: list[OpFailure] = []
-    with Arena() as arena:
+    with ContestantLauncher() as launcher:
         for ranks in plan.ranks:
             names = [name for name in plan.contestants if name not in skipped]
             progress(f"starting {counted(ranks, 'rank')} of {', '.join(names)}")
-            with arena.groups():
-                groups = _start(plan, ranks, arena, skipped)
+            with launcher.groups():
+                groups = _start(plan, ranks, launcher, skipped)
                 taking_part |= {f"{group.contestant}, {counted(ranks, 'rank')}": group.detail for group in groups}
                 for name in plan.operations:
                     operation = OPERATIONS[name]
                     for size in plan.sizes if operation.layout not in SIZELESS else (0,):
                         contest = Contest(plan, operation, size, ranks)
                         progress(f"{name}, {counted(ranks, 'rank')}, {contest.nbytes} bytes")
-                        done, failed = _compete(contest, groups, arena)
+                        done, failed = _compete(contest, groups, launcher)
                         rows += done
                         failures += failed
     return Bench(

@@ -31,7 +31,7 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredCase:
     """A case, and the first finding of blame."""
 
     name: str
@@ -50,13 +50,13 @@ class Judged:
         return self.first.kind in ("crash", "hang")
 
 
-def generated(kind: str, seed: int) -> Judged:
+def generated(kind: str, seed: int) -> ScoredCase:
     """Make a case, ask blame, and compare."""
     rng = random.Random(f"{kind}/{seed}")
     with tempfile.TemporaryDirectory(prefix="holdfast-score-") as folder:
         truth, evidence = _MAKE[kind](rng, Path(folder))
         found = analyse(evidence)
-    return Judged(f"{kind} {seed}", truth, found[0] if found else None)
+    return ScoredCase(f"{kind} {seed}", truth, found[0] if found else None)
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import JobEvidence
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import gather
-from holdfast.harness.blame.score.cases import Judged, Truth
+from holdfast.harness.blame.score.cases import ScoredCase, Truth
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 
@@ -89,7 +89,7 @@ FAULTS = {
 """The faults, and the kind that blame must report for each."""
 
 
-def injected(fault: str, seed: int) -> Judged:
+def injected(fault: str, seed: int) -> ScoredCase:
     """Run a job with the fault, ask blame, and compare."""
     rng = random.Random(f"{fault}/{seed}")
     size = rng.choice([2, 3] if fault == "cut" else [2, 3, 4])  # of 4, not every pair exchanges messages
@@ -105,7 +105,7 @@ def injected(fault: str, seed: int) -> Judged:
         cluster.start(train, fault, victim, other, rng.randint(3, 8), steps) as job,
     ):
         found = _await(job, kind)
-    return Judged(f"{fault} {seed}", truth, found[0] if found else None)
+    return ScoredCase(f"{fault} {seed}", truth, found[0] if found else None)
 
 
 def _await(job: Job, kind: str) -> list[Finding]:
@@ -125,7 +125,7 @@ def _look(job: Job) -> JobEvidence:
     return gather(job.directory / "events", time.monotonic())
 
 
-def all_injected(each: int, progress: Callable[[str], None]) -> list[Judged]:
+def all_injected(each: int, progress: Callable[[str], None]) -> list[ScoredCase]:
     """`each` cases of every fault."""
     judged = []
     for fault in FAULTS:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from holdfast.harness.blame.score.cases import KINDS, Judged, generated
+from holdfast.harness.blame.score.cases import KINDS, ScoredCase, generated
 from holdfast.harness.blame.score.injected import all_injected
 
 GOAL = 0.99
@@ -55,8 +55,8 @@ def run(each: int, injected_each: int, progress: Callable[[str], None]) -> Blame
     return BlameScore(tuple(kinds), cases, right, right / cases if cases else 0.0)
 
 
-def _kinds(where: str, judged: Iterable[Judged]) -> list[KindScore]:
-    by_kind: dict[str, list[Judged]] = defaultdict(list)
+def _kinds(where: str, judged: Iterable[ScoredCase]) -> list[KindScore]:
+    by_kind: dict[str, list[ScoredCase]] = defaultdict(list)
     for case in judged:
         by_kind[case.truth.kind].append(case)
     return [

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from holdfast.harness.chaos.faults.process import Aimed
 from holdfast.harness.chaos.scenario.fault_type import Undo
-from holdfast.harness.chaos.workloads.orders import Spoil
+from holdfast.harness.chaos.workloads.orders import FlipBit
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -26,5 +26,5 @@ class CorruptMemory(Aimed, frozen=True, kw_only=True):
         victims = context.find("keeper")
         context.note("corrupt-memory", victims)
         for victim in victims:
-            victim.process.channel.send(Spoil())
+            victim.process.channel.send(FlipBit())
         return None

@@ -18,7 +18,7 @@ from holdfast.harness.links.policy import LinkRule
 from holdfast.harness.processes.zygote_client import ForkedProcess
 
 
-class NobodyThere(HoldfastError):
+class NoTargetProcess(HoldfastError):
     """A fault found no process that it applies to."""
 
 
@@ -49,7 +49,7 @@ class ProcessSet(ABC):
 
     @abstractmethod
     def find(self, name: int | str) -> list[Victim]:
-        """The processes that hold a rank or a role now. Raises `NobodyThere`."""
+        """The processes that hold a rank or a role now. Raises `NoTargetProcess`."""
 
     @abstractmethod
     def everybody(self) -> list[Victim]:
@@ -96,13 +96,15 @@ class FaultContext:
     # -- processes
 
     def find(self, name: int | str) -> list[Victim]:
-        """The processes that hold a rank or a role now. Raises `NobodyThere`."""
+        """The processes that hold a rank or a role now. Raises `NoTargetProcess`."""
         return self._processes.find(name)
 
     def reacher(self) -> Victim:
-        """The process that reached the point of the fault. Raises `NobodyThere` for a fault without a point."""
+        """The process that reached the point of the fault. Raises `NoTargetProcess` for a fault without a point."""
         if self.reached is None:
-            raise NobodyThere("a fault without `who` strikes the process that reached its point, and this has no point")
+            raise NoTargetProcess(
+                "a fault without `who` strikes the process that reached its point, and this has no point"
+            )
         return self.reached
 
     def pids(self, ranks: Sequence[int]) -> frozenset[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.file_io import write_all
-from holdfast.harness.testbed.netns import Entry, Network
+from holdfast.harness.testbed.netns import EnterNamespace, Network
 
 INTERFACE = "eth0"
 
@@ -20,7 +20,7 @@ class Claim:
     """Called in a process: moves it to a free host, and records the host's number and the process in `folder`."""
 
     folder: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[EnterNamespace, ...]
     addresses: tuple[str, ...]
 
     def __call__(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Injects faults at points of the protocol: a process that reaches one waits there until the harness has acted.
 
-In the process a `PointAgent` is armed (`holdfast.ft.faultpoints`); it asks the harness's `Gate` over a Unix socket.
+In the process a `PointAgent` is armed (`holdfast.ft.faultpoints`); it asks the `PointGate` over a Unix socket.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WaitingProcess:
             return
 
 
-class Gate:
+class PointGate:
     """The harness's side: agents connect to its socket `path`. A context manager, for one thread."""
 
     def __init__(self, directory: Path) -> None:
@@ -134,7 +134,7 @@ class Gate:
         self._lines.clear()
         self._door.close()
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> PointGate:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness.chaos.run.fault_context import NobodyThere, ProcessSet, Victim
+from holdfast.harness.chaos.run.fault_context import NoTargetProcess, ProcessSet, Victim
 from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.points import PointAgent
 from holdfast.harness.chaos.scenario.planning import Trigger
@@ -34,7 +34,7 @@ END_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Begun:
+class StartedProcess:
     """A started process, with times on `time.monotonic()`. `ended` is 0 while it lives."""
 
     name: str
@@ -58,7 +58,7 @@ class DrivenProcessSet(ProcessSet):
     """A set of processes that the loop of a run drives."""
 
     def __init__(self) -> None:
-        self.begun: list[Begun] = []
+        self.begun: list[StartedProcess] = []
 
     @abstractmethod
     def over(self, timeout: float) -> bool:
@@ -83,10 +83,10 @@ class DrivenProcessSet(ProcessSet):
         found = ((each.name, tail(each.process.output, 2000)) for each in self.begun)
         return "\n".join(f"[{name}] {text}" for name, text in found if text)
 
-    def _victim(self, begun: Begun) -> Victim:
+    def _victim(self, begun: StartedProcess) -> Victim:
         return Victim(begun.name, begun.process)
 
-    def _note_ends(self) -> list[Begun]:
+    def _note_ends(self) -> list[StartedProcess]:
         """The processes that have ended since the last call."""
         new = [each for each in self.begun if not each.ended and not each.process.alive()]
         for each in new:
@@ -113,7 +113,7 @@ class Prelude:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class StopAtPoints:
     """Makes a process stop at the points of `triggers`."""
 
     gate: Path
@@ -126,7 +126,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class HostOfItsOwn:
+class SeparateHost:
     """Makes a process appear to be on a host of its own."""
 
     def __call__(self) -> None:
@@ -152,7 +152,7 @@ class SessionProcesses(DrivenProcessSet):
         spec = scenario.job
         steps: list[Step] = [*prelude] if hosts is None else [hosts.claim(), *prelude]
         if spec.hosts == "many":
-            steps.append(HostOfItsOwn())
+            steps.append(SeparateHost())
         timeouts = Timeouts(**{name: getattr(spec.timeouts, name) for name in spec.timeouts.__struct_fields__})
         options = {"min_size": spec.min_size, "shards": spec.shards or spec.ranks, "timeouts": timeouts}
         if register is not None:
@@ -198,7 +198,7 @@ class SessionProcesses(DrivenProcessSet):
         if isinstance(name, int) or name in ("coordinator", "last"):
             rank = {"coordinator": 0, "last": len(members) - 1}.get(name, name) if isinstance(name, str) else name
             if not 0 <= int(rank) < len(members):
-                raise NobodyThere(f"there is no rank {rank}: the job has {counted(len(members), 'member')} now")
+                raise NoTargetProcess(f"there is no rank {rank}: the job has {counted(len(members), 'member')} now")
             return [self._member(view, int(rank))]
         if name == "joiner":
             return [self._victim(self.begun[-1])]
@@ -206,9 +206,9 @@ class SessionProcesses(DrivenProcessSet):
             inside = {member.peer.pid for member in members}
             found = [each for each in self.begun if each.process.alive() and each.process.pid not in inside]
             if not found:
-                raise NobodyThere("no spare is left")
+                raise NoTargetProcess("no spare is left")
             return [self._victim(found[0])]
-        raise NobodyThere(f"nobody is called {name!r} in a job of sessions")
+        raise NoTargetProcess(f"nobody is called {name!r} in a job of sessions")
 
     def join(self) -> None:
         self.job.add()
@@ -241,17 +241,17 @@ class SessionProcesses(DrivenProcessSet):
     def _see_new(self) -> None:
         for number in range(len(self.begun), len(self.job.processes)):
             process = self.job.processes[number]
-            self.begun.append(Begun(process.name, "rank", process, time.monotonic()))
+            self.begun.append(StartedProcess(process.name, "rank", process, time.monotonic()))
 
     def _member(self, view: View | None, rank: int) -> Victim:
         assert view is not None
         member = view.members[rank]
         process = self.job.process_of(member.peer.pid)
         if process is None:
-            raise NobodyThere(f"rank {rank} is process {member.peer.pid}, which is not of this job")
+            raise NoTargetProcess(f"rank {rank} is process {member.peer.pid}, which is not of this job")
         return Victim(member.id, process, rank)
 
-    def _victim(self, begun: Begun) -> Victim:
+    def _victim(self, begun: StartedProcess) -> Victim:
         view = self.view()
         for rank, member in enumerate(() if view is None else view.members):
             if member.peer.pid == begun.process.pid:
@@ -289,7 +289,7 @@ class StoreProcesses(DrivenProcessSet):
         for each in self.begun:
             if each.role == name and each.process.alive() and each.name not in self._values:
                 return [self._victim(each)]
-        raise NobodyThere(f"no {name} is alive")
+        raise NoTargetProcess(f"no {name} is alive")
 
     def over(self, timeout: float) -> bool:
         time.sleep(timeout)
@@ -323,7 +323,7 @@ class StoreProcesses(DrivenProcessSet):
         for each in self.begun:
             if each.role == "holder" and each.process.pid in pids and each.process.alive():
                 return [self._victim(each)]
-        raise NobodyThere("no holder has the newest version")
+        raise NoTargetProcess("no holder has the newest version")
 
     def _start(self, role: str) -> None:
         from holdfast.harness.chaos.workloads.store import target_of
@@ -337,9 +337,9 @@ class StoreProcesses(DrivenProcessSet):
             output=self.directory / f"{name}.log",
             environ=self._contract.environ(),
         )
-        self.begun.append(Begun(name, role, process, time.monotonic()))
+        self.begun.append(StartedProcess(name, role, process, time.monotonic()))
 
-    def _take(self, each: Begun) -> None:
+    def _take(self, each: StartedProcess) -> None:
         """Take the message that a process sent before it ended."""
         try:
             value = each.process.channel.recv(1.0)

@@ -14,13 +14,13 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, Noted
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.points import Gate, WaitingProcess
+from holdfast.harness.chaos.run.points import PointGate, WaitingProcess
 from holdfast.harness.chaos.run.process_set import (
-    Arm,
     DrivenProcessSet,
     Results,
     SessionProcesses,
     Step,
+    StopAtPoints,
     StoreProcesses,
 )
 from holdfast.harness.chaos.run.registers import serve
@@ -123,7 +123,7 @@ class ScenarioRun:
         scenario, raw = self._scenario, self._raw
         zygote().preload(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
         with contextlib.ExitStack() as undo:
-            gate = undo.enter_context(Gate(self._directory))
+            gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
             hosts = undo.enter_context(self._hosts()) if scenario.job.hosts == "namespaces" else None
             server = serve(scenario.job, self._directory)
@@ -155,7 +155,7 @@ class ScenarioRun:
         return Hosts(self._scenario.job.ranks + self._scenario.job.spares, self._directory / "hosts")
 
     def _process_set(
-        self, gate: Gate, links: Links | None, hosts: Hosts | None, register: str | None
+        self, gate: PointGate, links: Links | None, hosts: Hosts | None, register: str | None
     ) -> DrivenProcessSet:
         scenario = self._scenario
         if isinstance(scenario.workload, StoreWorkload):
@@ -163,12 +163,12 @@ class ScenarioRun:
             return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
         triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
-        prelude: list[Step] = [Arm(gate.path, triggers)] if triggers else []
+        prelude: list[Step] = [StopAtPoints(gate.path, triggers)] if triggers else []
         if links is not None:
             prelude.append(links.prepare())
         return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register)
 
-    def _loop(self, processes: DrivenProcessSet, gate: Gate) -> None:
+    def _loop(self, processes: DrivenProcessSet, gate: PointGate) -> None:
         deadline = time.monotonic() + self._scenario.limit
         while not processes.over(0.0 if isinstance(processes, SessionProcesses) else LOOK_SECONDS):
             now = time.monotonic()

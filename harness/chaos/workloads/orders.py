@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Spoil:
+class FlipBit:
     """A holder flips a bit of the newest version in its memory."""
 
 

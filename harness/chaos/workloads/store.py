@@ -17,7 +17,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
-from holdfast.harness.chaos.workloads.orders import Spoil, Stop
+from holdfast.harness.chaos.workloads.orders import FlipBit, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
 from holdfast.harness.processes.channel import ProcessChannel
 from holdfast.harness.processes.framed_socket import ChannelClosed
@@ -70,7 +70,7 @@ def hold(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
     log = EventLog(name)
     with _opened(spec, log, hold=True) as store:
         log.emit("holding")
-        while isinstance(channel.recv(600.0), Spoil):
+        while isinstance(channel.recv(600.0), FlipBit):
             log.emit("spoilt", regions=_spoil(store))
     log.close()
     return {"role": "holder"}

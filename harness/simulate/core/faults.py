@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Clog,
-    Crash,
-    CrashHost,
-    CrashRack,
-    CrashShare,
     Cut,
+    Delay,
     Drift,
     Fault,
-    Isolate,
+    Join,
+    Kill,
+    KillHost,
+    KillRack,
+    KillShare,
+    Partition,
     Pause,
     RegisterAway,
-    Restart,
     Slow,
 )
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 def hosts_of(world: World, fault: Fault) -> list[int]:
     """The hosts with processes that a fault makes silent or deaf."""
     match fault:
-        case Crash(process=number) | Pause(process=number):
+        case Kill(process=number) | Pause(process=number):
             return [world.layout.host_of(number)]
-        case CrashHost(host=host):
+        case KillHost(host=host):
             return [host]
-        case CrashRack(rack=rack):
+        case KillRack(rack=rack):
             return [host for host in range(world.layout.hosts) if world.layout.rack_of(host) == rack]
-        case CrashShare(share=share):
+        case KillShare(share=share):
             return [int(index / share) for index in range(max(1, int(world.layout.hosts * share)))]
-        case Cut(source=source, target=target) | Clog(source=source, target=target):
+        case Cut(source=source, target=target) | Delay(source=source, target=target):
             return [source, target]
-        case Isolate(hosts=hosts):
+        case Partition(hosts=hosts):
             return list(hosts)
     return []
 
@@ -48,23 +48,23 @@ def inject(world: World, fault: Fault) -> None:
     """Start a fault, and schedule its end."""
     _say(world, fault)
     match fault:
-        case Crash(process=number):
+        case Kill(process=number):
             if number < len(world.processes):
                 world.kill(world.processes[number], "SIGKILL")
-        case CrashHost() | CrashRack() | CrashShare():
+        case KillHost() | KillRack() | KillShare():
             _kill_hosts(world, hosts_of(world, fault))
         case Pause(process=number, seconds=seconds):
             if number < len(world.processes):
                 pause(world, world.processes[number], seconds)
-        case Restart(host=host):
+        case Join(host=host):
             world.start_another(host)
         case Cut(source=source, target=target, seconds=seconds):
             world.paths.cut(source, target, 1)
             world.after(seconds, world.paths.cut, source, target, -1)
-        case Isolate(hosts=hosts, seconds=seconds, register=register):
+        case Partition(hosts=hosts, seconds=seconds, register=register):
             world.paths.isolate(frozenset(hosts), register, True)
             world.after(seconds, world.paths.isolate, frozenset(hosts), register, False)
-        case Clog(source=source, target=target, delay=delay, seconds=seconds):
+        case Delay(source=source, target=target, delay=delay, seconds=seconds):
             world.paths.clog(source, target, delay, True)
             world.after(seconds, world.paths.clog, source, target, delay, False)
         case Slow(process=number, delay=delay, seconds=seconds):
@@ -103,7 +103,7 @@ def _say(world: World, fault: Fault, target: str = "") -> None:
     if not target:
         names = ("process", "host", "rack", "share", "source", "hosts")
         target = next((f"{name} {getattr(fault, name)}" for name in names if hasattr(fault, name)), "register")
-    if isinstance(fault, Cut | Clog):
+    if isinstance(fault, Cut | Delay):
         target += f" to host {fault.target}"
     what = type(fault).__struct_config__.tag
     fields = {name: getattr(fault, name) for name in fault.__struct_fields__ if name != "at"}

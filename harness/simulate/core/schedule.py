@@ -86,30 +86,30 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fault", kw_only=True):
-    """`at`: when, in seconds."""
+    """A fault at `at` seconds. Classes have the names of the chaos fault types; tags are those of schedule files."""
 
     at: float
 
 
-class Crash(_Fault, frozen=True, tag="crash"):
+class Kill(_Fault, frozen=True, tag="crash"):
     """A process ends."""
 
     process: int
 
 
-class CrashHost(_Fault, frozen=True, tag="crash_host"):
+class KillHost(_Fault, frozen=True, tag="crash_host"):
     """Every process of a host ends at once."""
 
     host: int
 
 
-class CrashRack(_Fault, frozen=True, tag="crash_rack"):
+class KillRack(_Fault, frozen=True, tag="crash_rack"):
     """Every process of a rack ends at once."""
 
     rack: int
 
 
-class CrashShare(_Fault, frozen=True, tag="crash_share"):
+class KillShare(_Fault, frozen=True, tag="crash_share"):
     """A share of all hosts, evenly spread, ends at once."""
 
     share: float
@@ -134,7 +134,7 @@ class AtPoint(_Fault, frozen=True, tag="at_point"):
             raise ValueError(f"no fault point {self.point!r}; there are {', '.join(POINTS)}")
 
 
-class Restart(_Fault, frozen=True, tag="restart"):
+class Join(_Fault, frozen=True, tag="restart"):
     """A new process starts on a host and wants to take part."""
 
     host: int
@@ -148,7 +148,7 @@ class Cut(_Fault, frozen=True, tag="cut"):
     seconds: float
 
 
-class Isolate(_Fault, frozen=True, tag="isolate"):
+class Partition(_Fault, frozen=True, tag="isolate"):
     """These hosts and the others do not reach each other; these do not reach the register either, unless `register`."""
 
     hosts: tuple[int, ...]
@@ -156,7 +156,7 @@ class Isolate(_Fault, frozen=True, tag="isolate"):
     register: bool = False
 
 
-class Clog(_Fault, frozen=True, tag="clog"):
+class Delay(_Fault, frozen=True, tag="clog"):
     """Every message from one host to another takes longer by `delay`; order is kept."""
 
     source: int
@@ -188,16 +188,16 @@ class RegisterAway(_Fault, frozen=True, tag="register_away"):
 
 
 Fault = (
-    Crash
-    | CrashHost
-    | CrashRack
-    | CrashShare
+    Kill
+    | KillHost
+    | KillRack
+    | KillShare
     | Pause
     | AtPoint
-    | Restart
+    | Join
     | Cut
-    | Isolate
-    | Clog
+    | Partition
+    | Delay
     | Slow
     | Drift
     | RegisterAway
@@ -234,9 +234,9 @@ def _check(fault: Fault, layout: JobLayout) -> None:
         value = getattr(fault, name, 0)
         if not 0 <= value < limit:
             raise ValueError(f"{fault}: {name} {value} is out of range, 0 to {limit - 1}")
-    if isinstance(fault, Isolate) and not all(0 <= host < layout.hosts for host in fault.hosts):
+    if isinstance(fault, Partition) and not all(0 <= host < layout.hosts for host in fault.hosts):
         raise ValueError(f"{fault}: there are hosts 0 to {layout.hosts - 1}")
-    if isinstance(fault, CrashShare) and not 0 < fault.share < 1:
+    if isinstance(fault, KillShare) and not 0 < fault.share < 1:
         raise ValueError(f"{fault}: share must be above 0 and below 1")
 
 

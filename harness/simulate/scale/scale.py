@@ -15,7 +15,7 @@ from holdfast.harness.invariants import Bounds, Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.core.world import World
-from holdfast.harness.simulate.search.run import Judges
+from holdfast.harness.simulate.search.run import InvariantChecks
 
 SLICE = 0.05
 """Virtual seconds between two checks whether the run is done."""
@@ -62,8 +62,8 @@ class ScaleResult(msgspec.Struct, frozen=True):
 class _RecoveryTimes:
     """Records the first and last times of events after the fault."""
 
-    def __init__(self, judges: Judges) -> None:
-        self._judges = judges
+    def __init__(self, checks: InvariantChecks) -> None:
+        self._judges = checks
         self.struck: float | None = None
         self.detected: float | None = None
         self.installed = 0.0
@@ -99,8 +99,8 @@ def measure(
 
 def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[float, int], None]) -> ScaleResult:
     began, cpu_began = time.perf_counter(), time.process_time()
-    judges = Judges(Bounds(operation=1e6, progress=1e6))
-    clock = _RecoveryTimes(judges)
+    checks = InvariantChecks(Bounds(operation=1e6, progress=1e6))
+    clock = _RecoveryTimes(checks)
     world = World(schedule, clock.observe, trace, quiet=True)
     agreed: list[float] = []
     sweep = world.register.on_write
@@ -112,7 +112,7 @@ def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[
     world.register.on_write = written
     setup = time.process_time() - cpu_began
     horizon = schedule.ends() + schedule.bound
-    _run(world, judges, clock, horizon, progress)
+    _run(world, checks, clock, horizon, progress)
     survivors = [process for process in world.processes if process.alive and not process.core.ended]
     lost = len(world.processes) - len(survivors)
     messages = np.array([process.sent + process.received for process in survivors])
@@ -139,15 +139,15 @@ def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[
         wall=time.perf_counter() - began,
         memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2,
         trace=world.trace_hash(),
-        violation=judges.violation,
+        violation=checks.violation,
     )
 
 
 def _run(
-    world: World, judges: Judges, clock: _RecoveryTimes, horizon: float, progress: Callable[[float, int], None]
+    world: World, checks: InvariantChecks, clock: _RecoveryTimes, horizon: float, progress: Callable[[float, int], None]
 ) -> None:
     faults, last = len(world.schedule.faults), world.schedule.ends()
-    while world.now < horizon and judges.violation is None:
+    while world.now < horizon and checks.violation is None:
         world.run(min(horizon, world.now + SLICE))
         progress(world.now / horizon, world.events)
         dead = not faults or (world.register.epoch > 1 and clock.detected is not None)

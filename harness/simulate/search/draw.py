@@ -14,19 +14,19 @@ from msgspec.structs import replace
 from holdfast.ft.faultpoints import POINTS
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Clog,
-    Crash,
-    CrashHost,
-    CrashRack,
     Cut,
+    Delay,
     Drift,
     Fault,
-    Isolate,
     JobLayout,
+    Join,
+    Kill,
+    KillHost,
+    KillRack,
     NetworkModel,
+    Partition,
     Pause,
     RegisterAway,
-    Restart,
     Schedule,
     Slow,
 )
@@ -85,28 +85,28 @@ def _network(rng: random.Random) -> NetworkModel:
 
 def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
     makers: list[Callable[[float], Fault]] = [
-        lambda at: Crash(at=at, process=rng.randrange(layout.ranks + layout.spares)),
+        lambda at: Kill(at=at, process=rng.randrange(layout.ranks + layout.spares)),
         lambda at: Pause(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
         lambda at: AtPoint(
             at=at, point=rng.choice(POINTS_REACHED), nth=rng.randint(1, 12), seconds=rng.choice((0, 0, 0.9))
         ),
-        lambda at: Restart(at=at, host=rng.randrange(layout.hosts)),
+        lambda at: Join(at=at, host=rng.randrange(layout.hosts)),
         lambda at: RegisterAway(at=at, seconds=rng.choice((0.01, 0.2, 1.0)), writes=rng.random() < 0.5),
         lambda at: Slow(at=at, process=rng.randrange(layout.ranks), delay=rng.choice((0.01, 0.1)), seconds=1.0),
         lambda at: Drift(at=at, process=rng.randrange(layout.ranks), share=rng.choice((-0.05, 0.05))),
     ]
     if layout.hosts > 1:
         makers += [
-            lambda at: CrashHost(at=at, host=rng.randrange(layout.hosts)),
-            lambda at: CrashRack(at=at, rack=rng.randrange(layout.racks)),
-            lambda at: Isolate(
+            lambda at: KillHost(at=at, host=rng.randrange(layout.hosts)),
+            lambda at: KillRack(at=at, rack=rng.randrange(layout.racks)),
+            lambda at: Partition(
                 at=at,
                 hosts=(rng.randrange(layout.hosts),),
                 seconds=rng.choice((0.3, 1.0, 2.0)),
                 register=rng.random() < 0.5,
             ),
             lambda at: Cut(at=at, **_pair(rng, layout), seconds=rng.choice((0.3, 0.6, 0.8, 1.2))),
-            lambda at: Clog(
+            lambda at: Delay(
                 at=at, **_pair(rng, layout), delay=rng.choice((0.05, 0.3, 0.7)), seconds=rng.choice((0.2, 0.6))
             ),
         ]
@@ -122,7 +122,7 @@ def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
             continue
         broken |= risk
         faults.append(fault)
-        if rng.random() < 0.4 and isinstance(fault, Crash | AtPoint | Pause) and layout.hosts == 1:
+        if rng.random() < 0.4 and isinstance(fault, Kill | AtPoint | Pause) and layout.hosts == 1:
             faults.append(rng.choice(kinds)(round(at + rng.choice((0.0, 0.0005, 0.003)), 4)))
     return faults
 
@@ -145,11 +145,11 @@ def _pair(rng: random.Random, layout: JobLayout) -> dict[str, int]:
 def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
     """The hosts that the fault may silence. A fault at a point may be anywhere: it counts as a host of its own."""
     match fault:
-        case Crash(process=process) | Pause(process=process):
+        case Kill(process=process) | Pause(process=process):
             return {layout.host_of(process)}
-        case CrashHost(host=host) | CrashRack(rack=host):
+        case KillHost(host=host) | KillRack(rack=host):
             return {host}
-        case Isolate(hosts=hosts):
+        case Partition(hosts=hosts):
             return set(hosts)
         case AtPoint():
             return {-1 - number}

@@ -39,7 +39,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     invariants: int
 
 
-class Judges:
+class InvariantChecks:
     """Runs the checkers after every event, up to the first violation, and tracks the end of all processes."""
 
     def __init__(self, bounds: Bounds, also: Callable[[Event], None] | None = None) -> None:
@@ -85,20 +85,20 @@ def simulate(
     Stops at the first violation. `trace` gets every line, `also` every event that a process would log.
     """
     horizon = schedule.ends() + schedule.bound + schedule.layout.steps * schedule.layout.compute * 2
-    judges = Judges(Bounds(), also)
-    world = World(schedule, judges.observe, trace)
+    checks = InvariantChecks(Bounds(), also)
+    world = World(schedule, checks.observe, trace)
     struck = schedule.ends()
     most_pending = MOST_PENDING * (schedule.layout.ranks + schedule.layout.spares)
 
     def over() -> bool:
-        if judges.violation is not None or world.events > LIMIT_EVENTS or world.pending > most_pending:
+        if checks.violation is not None or world.events > LIMIT_EVENTS or world.pending > most_pending:
             return True
-        return world.now > struck and world.register.view is not None and judges.all_ended()
+        return world.now > struck and world.register.view is not None and checks.all_ended()
 
     world.run(horizon, over)
-    if judges.violation is None and not judges.all_ended():
+    if checks.violation is None and not checks.all_ended():
         world.say("harness", 0, "horizon", {"seconds": world.now - struck})
-    judges.finish()
+    checks.finish()
     return SimulationResult(
         seed=schedule.seed,
         trace=world.trace_hash(),
@@ -106,8 +106,8 @@ def simulate(
         messages=world.messages,
         seconds=world.now,
         epochs=world.register.epoch,
-        steps=judges.steps,
+        steps=checks.steps,
         faults=len(schedule.faults),
-        violation=judges.violation,
-        invariants=len(judges.checkers),
+        violation=checks.violation,
+        invariants=len(checks.checkers),
     )

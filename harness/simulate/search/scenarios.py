@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from holdfast.harness.simulate.core.schedule import (
-    Crash,
-    CrashHost,
-    CrashRack,
-    CrashShare,
     Fault,
-    Isolate,
     JobLayout,
+    Kill,
+    KillHost,
+    KillRack,
+    KillShare,
     NetworkModel,
+    Partition,
     RegisterAway,
     Schedule,
 )
@@ -29,28 +29,28 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
         "quiet": ("nothing happens", lambda layout: ()),
         "crash": (
             "one process ends; others of its host see it",
-            lambda layout: (Crash(at=AT, process=layout.ranks // 2),),
+            lambda layout: (Kill(at=AT, process=layout.ranks // 2),),
         ),
         "host-loss": (
             "all processes of one host end at once: only silence tells of it",
-            lambda layout: (CrashHost(at=AT, host=layout.hosts // 2),),
+            lambda layout: (KillHost(at=AT, host=layout.hosts // 2),),
         ),
         "rack-loss": (
             "all processes of one rack end at once",
-            lambda layout: (CrashRack(at=AT, rack=layout.racks // 2),),
+            lambda layout: (KillRack(at=AT, rack=layout.racks // 2),),
         ),
-        "tenth-loss": ("a tenth of all hosts end at once", lambda layout: (CrashShare(at=AT, share=0.1),)),
+        "tenth-loss": ("a tenth of all hosts end at once", lambda layout: (KillShare(at=AT, share=0.1),)),
         "first-host-loss": (
             "the host of the first ranks ends, who propose and are told of evidence",
-            lambda layout: (CrashHost(at=AT, host=0),),
+            lambda layout: (KillHost(at=AT, host=0),),
         ),
         "host-loss-register-away": (
             "a host ends while the register is away for two seconds",
-            lambda layout: (CrashHost(at=AT, host=layout.hosts // 2), RegisterAway(at=AT, seconds=2.0)),
+            lambda layout: (KillHost(at=AT, host=layout.hosts // 2), RegisterAway(at=AT, seconds=2.0)),
         ),
         "cut-off": (
             "one host is cut off from all others for three seconds",
-            lambda layout: (Isolate(at=AT, hosts=(layout.hosts // 2,), seconds=3.0),),
+            lambda layout: (Partition(at=AT, hosts=(layout.hosts // 2,), seconds=3.0),),
         ),
     }
 )

@@ -12,14 +12,14 @@ from msgspec.structs import asdict, replace
 
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Crash,
-    CrashHost,
-    CrashRack,
-    CrashShare,
     Fault,
-    Isolate,
     JobLayout,
+    Kill,
+    KillHost,
+    KillRack,
+    KillShare,
     NetworkModel,
+    Partition,
     Schedule,
 )
 
@@ -119,15 +119,15 @@ def _weaker(schedule: Schedule) -> Iterator[Schedule]:
 
 def _weaker_faults(fault: Fault, layout: JobLayout) -> Iterator[Fault]:
     match fault:
-        case CrashShare(at=at, share=share):
+        case KillShare(at=at, share=share):
             if share > 1 / layout.hosts:
-                yield CrashShare(at=at, share=share / 2)
-            yield CrashHost(at=at, host=0)
-        case CrashRack(at=at, rack=rack):
-            yield from (CrashHost(at=at, host=h) for h in range(layout.hosts) if layout.rack_of(h) == rack)
-        case CrashHost(at=at, host=host):
-            yield from (Crash(at=at, process=p) for p in range(layout.ranks) if layout.host_of(p) == host)
-        case Isolate(hosts=hosts) if len(hosts) > 1:
+                yield KillShare(at=at, share=share / 2)
+            yield KillHost(at=at, host=0)
+        case KillRack(at=at, rack=rack):
+            yield from (KillHost(at=at, host=h) for h in range(layout.hosts) if layout.rack_of(h) == rack)
+        case KillHost(at=at, host=host):
+            yield from (Kill(at=at, process=p) for p in range(layout.ranks) if layout.host_of(p) == host)
+        case Partition(hosts=hosts) if len(hosts) > 1:
             yield from (replace(fault, hosts=(host,)) for host in hosts)
         case AtPoint(nth=nth) if nth > 1:
             yield replace(fault, nth=nth // 2)

@@ -67,7 +67,7 @@ def soak(
 ) -> Soak:
     """Simulate `hours` node-hours. Every node has the same number of observers, each on a path of its own."""
     rng = np.random.default_rng(seed)
-    bench = _Bench(timeouts, seed)
+    bench = _SoakNode(timeouts, seed)
     seconds = hours * 3600 / NODES
     shortest = timeouts.suspect - 2 * timeouts.heartbeat
     paths = len(bench.jury)
@@ -120,7 +120,7 @@ def _overlapping(bursts: Bursts, slack: float) -> Iterator[list[Burst]]:
             yield group
 
 
-class _Bench:
+class _SoakNode:
     """One node of a large job, its observers with their detectors, and the proposer that gets their reports."""
 
     def __init__(self, timeouts: Timeouts, seed: int) -> None:

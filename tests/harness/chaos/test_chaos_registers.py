@@ -17,7 +17,7 @@ from holdfast.harness.chaos.judge.checks import RegisterAwayBreaksNothing
 from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse
-from holdfast.harness.cluster.view_cache import Following
+from holdfast.harness.cluster.view_cache import ViewCache
 from holdfast.harness.invariants import Bounds, Event
 
 AWAY = """
@@ -94,7 +94,7 @@ def test_a_leader_can_be_killed_where_there_are_three() -> None:
 def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
     with TcpServer(tmp_path) as server, Register.open(server.url) as register:
-        following = Following(Register.open(server.url))
+        following = ViewCache(Register.open(server.url))
         try:
             assert register.compare_and_set(0, view)
             within(lambda: following.newest() == view)

@@ -25,7 +25,7 @@ from holdfast.harness.processes.channel import ProcessChannel
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
-from holdfast.harness.testbed.netns import Entry, Network
+from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.tally import SHARDS, Tally
 
 pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
@@ -56,7 +56,7 @@ def tally_up(session: Session, gate: Path) -> list[float]:
     return tally.total.tolist()
 
 
-def live(entry: Entry, options: dict[str, Any], gate: Path) -> Callable[[ProcessChannel], None]:
+def live(entry: EnterNamespace, options: dict[str, Any], gate: Path) -> Callable[[ProcessChannel], None]:
     """A process on a host: it takes part, and begins anew whenever it is left out."""
 
     def target(channel: ProcessChannel) -> None:

@@ -22,7 +22,7 @@ from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
 from holdfast.harness.bench.collectives import rounds
-from holdfast.harness.bench.collectives.contestants import Arena, missing
+from holdfast.harness.bench.collectives.contestants import ContestantLauncher, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.collectives.definitions import (
     OPERATIONS,
@@ -306,8 +306,8 @@ def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
 
 
 def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
-    with Arena() as arena:
-        group = arena.start_group("memcpy", 2)
+    with ContestantLauncher() as launcher:
+        group = launcher.start_group("memcpy", 2)
         pids = [member.hello.pid for member in group._members]
         group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
 
@@ -318,7 +318,7 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
         before = spent()
         time.sleep(0.3)
         assert spent() - before <= 2, "clock ticks of 10 ms"
-        directory = arena._folder.path
+        directory = launcher._folder.path
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not directory.exists()
 
@@ -326,9 +326,9 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
 def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
-    with Arena() as arena:
-        group = arena.start_group("openmpi", 2)
-        segments = [path for path in arena._shared.path.iterdir() if path.name != MARKER]
+    with ContestantLauncher() as launcher:
+        group = launcher.start_group("openmpi", 2)
+        segments = [path for path in launcher._shared.path.iterdir() if path.name != MARKER]
         assert {path.name.split(".")[0] for path in segments} == {"sm_segment"}
         for member in group._members:
             with contextlib.suppress(ProcessLookupError):  # mpirun ends the other one when the first has died
@@ -337,13 +337,13 @@ def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
 
 
 def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:
-    with Arena() as arena:
-        group = arena.start_group("memcpy", 2)
+    with ContestantLauncher() as launcher:
+        group = launcher.start_group("memcpy", 2)
         pids = [member.hello.pid for member in group._members]
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(ContestantFailed, match="memcpy in copy"):
             group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
-        arena.drop(group)
+        launcher.drop(group)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

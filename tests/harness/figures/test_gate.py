@@ -23,8 +23,8 @@ from holdfast.comms import reproducible
 from holdfast.harness.cli.app import app
 from holdfast.harness.gate.calibrate import calibrate
 from holdfast.harness.gate.decide import DecisionRule, Verdict, decide, paired_ratio, t_cdf, t_quantile
-from holdfast.harness.gate.gate import Comparison, Course, GateReport, WorkloadResult, chosen, cluster
-from holdfast.harness.gate.pairs import CannotRun, Nursery, SideFailed, SideProcess
+from holdfast.harness.gate.gate import Comparison, ComparisonState, GateReport, WorkloadResult, chosen, cluster
+from holdfast.harness.gate.pairs import CannotRun, PairLauncher, SideFailed, SideProcess
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.gate.workloads import Workload
@@ -237,7 +237,7 @@ def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> No
     broken = tmp_path / "broken"
     (broken / "site").mkdir(parents=True)
     sides = [Side("broken", "broken", broken / "site", broken)]
-    with Nursery() as nursery, pytest.raises(SideFailed, match="is not its code"), nursery.pair(sides):
+    with PairLauncher() as launcher, pytest.raises(SideFailed, match="is not its code"), launcher.pair(sides):
         pass
 
 
@@ -290,7 +290,7 @@ class Unable(SideProcess):
 
 
 def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
-    class OnePair(Nursery):
+    class OnePair(PairLauncher):
         def __init__(self) -> None:
             pass
 
@@ -299,6 +299,6 @@ def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
             yield [Unable("store"), Unable("call")]
 
     side = Side("a", "a", Path(), Path())
-    courses = tuple(Course(workload) for workload in chosen(["call", "store"]))
-    cluster(OnePair(), (side, side), 0, [Comparison(courses)])
-    assert [course.finding().verdict for course in courses] == ["does not run", "not compared"]
+    states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
+    cluster(OnePair(), (side, side), 0, [Comparison(states)])
+    assert [state.finding().verdict for state in states] == ["does not run", "not compared"]
