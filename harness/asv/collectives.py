@@ -122,7 +122,7 @@ class ProcessorInstructions:
 
 
 class Memory:
-    """Peak memory of a process whose two threads reduce 16 MiB."""
+    """Peak memory of a process with two threads that reduce 16 MiB."""
 
     def peakmem_all_reduce(self) -> None:
         import torch

@@ -103,7 +103,7 @@ CLOCK = RankClock()
 
 
 class RankTimes:
-    """A base for benchmarks whose samples are taken by ranks: one op is timed by the slowest of them."""
+    """The base of benchmarks that ranks sample: the slowest rank times an op."""
 
     timer = CLOCK
     number = 1

@@ -1,4 +1,4 @@
-"""The errors that a parent raises for failed ranks, and the packing of a rank's exception on its way to it.
+"""The errors that a parent raises for failed ranks, and the packing of a rank's exception.
 
 A rank's exception is raised as a dynamic type that is both `RankFailed` and the original type, so that
 `except ValueError` and `pytest.raises(PeerFailed)` work, while the text names the rank and has the remote traceback.

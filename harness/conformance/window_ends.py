@@ -1,4 +1,6 @@
-"""Checks of windows with a silent, dead or closed target: each call ends in time, says why, and gives no stale bytes.
+"""Checks of windows with a silent, dead or closed target.
+
+Each call ends in time, says why, and gives no stale bytes.
 
 Fixtures: `windowed`, the name of the backend checked; `windowed_processes`, its name if its ranks are processes.
 """
@@ -101,7 +103,7 @@ def test_a_stopped_target_is_read_or_named_in_time(windowed_processes: str, tmp_
 
 
 def _window_whose_other_end_is_killed(comm: Communicator) -> Window:
-    """A window whose rank 1 is killed 0.1 s after rank 0 has it. Rank 1 does not return from this call."""
+    """A window; rank 1 is killed 0.1 s after rank 0 has it, and does not return from this call."""
     window = comm.window(torch.zeros(LARGE, dtype=INTS))
     pids = comm.all_gather_object(os.getpid())
     comm.barrier()

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: the code of a commit, or of a folder as it is, ready to be imported."""
+"""Makes the sides of a comparison importable: the code of a commit, or of a folder as it is."""
 
 from __future__ import annotations
 

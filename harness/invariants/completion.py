@@ -1,4 +1,4 @@
-"""A healed job ends: within a bound after the last fault each living process has finished, or knows why it cannot."""
+"""A healed job ends: within a bound each living process finishes, or knows why it cannot."""
 
 from __future__ import annotations
 

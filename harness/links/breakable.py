@@ -11,7 +11,7 @@ _TCP_ALONE = frozenset(["tcp", "self"])
 
 
 def unbreakable(backend: str, environ: Mapping[str, str], *, many_hosts: bool = False) -> str | None:
-    """Why faults of links would break the control channel alone; None if all bytes of a job go through the proxy.
+    """The reason why faults of links would break the control channel alone; None if all bytes pass the proxy.
 
     `backend` may list several in order of preference: any of them may be taken. `environ` is added to the environment
     of the ranks. `many_hosts`: each rank believes the others to be on other hosts. Raises `BackendUnavailable` for an

@@ -157,7 +157,7 @@ class Supervisor:
                 self._listening[_plain(sock.getsockname())] = process.pid
 
     def _connect(self, process: Supervised, call: seccomp.Syscall) -> int | None:
-        """The errno of the connection to the proxy, or 0; None if this is no link between two processes of the job."""
+        """Connect to the proxy; returns the errno or 0, and None for a link that is not within the job."""
         raw = _read(call, call.arguments[1], min(call.arguments[2], 128))
         address = _address_of(raw)
         if address is None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class MessageSocket(Generic[T]):
-    """One end of a connection whose messages `decoder` reads. A context manager; see `FramedSocket` for threads."""
+    """One end of a connection; `decoder` reads its messages. A context manager; see `FramedSocket` for threads."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._frames, self._decoder = FramedSocket(connection), decoder

@@ -1,4 +1,4 @@
-"""The picture of one recovery: what each process did, call by call, from just before the fault to just after it."""
+"""The picture of one recovery: the calls of each process from before the fault to after its last stage."""
 
 from __future__ import annotations
 

@@ -36,11 +36,6 @@ def polyline(points: Iterable[tuple[float, float]], cls: str) -> str:
     return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
 
 
-def ticks_path(xs: Iterable[float], top: float, height: float, cls: str) -> str:
-    """Short vertical strokes, as one element."""
-    return element("path", d="".join(f"M{x:.1f} {top:.1f}v{height:.1f}" for x in xs), cls=cls)
-
-
 def badge(x: float, y: float, number: int, words: str) -> str:
     """The numbered mark of a fault."""
     disc = element("circle", cx=x, cy=y, r=9)

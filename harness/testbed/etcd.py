@@ -1,4 +1,4 @@
-"""A real etcd on this machine, to be broken: one node or a cluster, each a process with its files in one folder.
+"""Runs a real etcd on this machine for tests: one node or a cluster, with all files in one folder.
 
 with EtcdCluster(3, folder) as etcd:
     cell = open_cell(etcd.url + "/job", "view")

@@ -227,7 +227,7 @@ class ContestantLauncher:
         return self.start_group(contestant, ranks, timeout)
 
     def start_group(self, contestant: str, ranks: int, timeout: float = 90.0) -> WorkerGroup:
-        """As `start`, for contestants whose ranks are our workers."""
+        """As `start`, for contestants with our workers as ranks."""
         self._started += 1
         key = f"{self._started}"
         (self._folder.path / f"{key}.line").write_bytes(bytes(StartLine.nbytes(ranks)))

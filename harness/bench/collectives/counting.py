@@ -96,7 +96,7 @@ def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None
 
 
 def count_traffic(op: str, ranks: int, nbytes: int) -> list[SentTraffic]:
-    """What each rank sends in one `op` whose size is `nbytes`, as the bench counts sizes. Raises the first error."""
+    """The traffic of each rank in one `op` of size `nbytes`, as the bench counts sizes. Raises the first error."""
     mail, store = Mail(), dist.HashStore()
 
     def counted(rank: int) -> SentTraffic:

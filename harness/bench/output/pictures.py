@@ -46,7 +46,7 @@ def _series(rows: list[BenchRow], colours: dict[str, int], over_ranks: bool, ban
 
 
 def bandwidths(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
-    """For each op and number of ranks a name, and a chart of bus bandwidth over size."""
+    """Yield a name and a chart of bus bandwidth over size for each op and number of ranks."""
     colours = _order(bench)
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes):
         rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks) and row.nbytes]
@@ -58,7 +58,7 @@ def bandwidths(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, st
 
 
 def times(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
-    """For each op and number of ranks a name, and a chart of the time of an op over size, without the roofline."""
+    """Yield a name and a chart of time over size, without the roofline, for each op and number of ranks."""
     colours = _order(bench)
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes):
         rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks) and row.contestant != MEMCPY]
@@ -71,7 +71,7 @@ def times(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
 
 
 def sweeps(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
-    """For each op and size that was measured with several numbers of ranks: the time of an op over ranks."""
+    """Yield a chart of time over ranks for each op and size measured with several numbers of ranks."""
     colours = _order(bench)
     for op, size in dict.fromkeys((row.op, _nominal(row.nbytes)) for row in bench.rows):
         rows = [row for row in bench.rows if (row.op, _nominal(row.nbytes)) == (op, size) and row.contestant != MEMCPY]
@@ -82,7 +82,7 @@ def sweeps(bench: Bench, standalone: bool = False) -> Iterator[tuple[str, str]]:
 
 
 def _nominal(nbytes: int) -> int:
-    """The size asked for, of which `nbytes` may fall a little short so that it divides by the ranks."""
+    """The requested size: `nbytes` may be a little less, so that the ranks divide it."""
     power = 1 << max(0, nbytes - 1).bit_length()
     return power if nbytes and power - nbytes < power // 8 else nbytes
 

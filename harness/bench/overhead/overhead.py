@@ -36,7 +36,7 @@ _QUIET = {"HOLDFAST_CHECK": "0"}
 
 
 class OpCost(msgspec.Struct, frozen=True):
-    """One op with one kind of observer: the median over rounds (us), and its ratio to the bare op of its round.
+    """One op with one kind of observer: the median over rounds (us), and its ratio to the bare op.
 
     `alone_us` is the CPU time of the op on a rank that is alone, `alone_extra_us` the part of it beyond the bare op.
     """
@@ -183,7 +183,7 @@ _STEPS_A_BLOCK = 10
 def _steps(
     session: Session, folder: str, blocks: int, seconds: float, clock: Callable[[], float]
 ) -> tuple[list[float], list[float], float]:
-    """Seconds of a step in each bare block and in each under the session, and the share of the session's threads."""
+    """Seconds of a step in each bare block and each session block, and the CPU share of the session's threads."""
     import torch
 
     gradients = torch.zeros(16_384)

@@ -1,4 +1,4 @@
-"""The lower bound of a recovery: the least work with the same means, on the same machine at the same hour.
+"""The lower bound of a recovery: the least work with the same means, on the same machine.
 
 The ranks are processes that only meet at flags in shared memory. They import no torch, so the kernel frees a dead one
 in a moment. Each has a thread that follows the others' pidfds; when one ends, the lowest survivor compares-and-sets the

@@ -122,7 +122,7 @@ class Lossy(_Directed, frozen=True, kw_only=True):
 
 
 class Corrupt(_Directed, frozen=True, kw_only=True):
-    """One bit flips in a `share` of the pieces of payload (4 KiB or more); with `headers` in small pieces, too."""
+    """Flips one bit in a `share` of the pieces of payload (4 KiB or more); with `headers` also in small ones."""
 
     summary: ClassVar[str] = "bits flipped on the link"
     share: Share = 0.1
@@ -142,7 +142,7 @@ class Reset(_Directed, frozen=True, kw_only=True):
 
 
 class Partition(_Linked, frozen=True, kw_only=True):
-    """Nothing passes between `groups` of ranks, nor between a rank that is in a group and one that is in none."""
+    """Nothing passes between `groups` of ranks; ranks in no group form one more."""
 
     summary: ClassVar[str] = "network partitioned"
     groups: tuple[tuple[int, ...], ...]

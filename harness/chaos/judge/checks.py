@@ -58,7 +58,10 @@ class EverySampleOnce(Checker):
 
 
 class OnlyFaultyMembersLeave(Checker):
-    """No process is evicted without a fault of its own: slowness, a bad network or an absent register is no death."""
+    """No process is evicted without a fault of its own.
+
+    Slowness, a bad network or an absent register is no death.
+    """
 
     name: ClassVar[str] = "only the struck leave"
     meaning: ClassVar[str] = "A process that is in one view and not in a later one was struck by a fault before."

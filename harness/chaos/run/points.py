@@ -36,7 +36,7 @@ class Arrival(msgspec.Struct, frozen=True):
     epoch: int
 
     def fits(self, when: Trigger) -> bool:
-        """Whether this is the point that a trigger waits for, or the last step that the job may take before it."""
+        """Whether a trigger waits for this point, or lets the job go no further before its moment."""
         if when.step is not None:
             late = self.point == _COMMIT and self.step == when.step + LATE_STEPS
             return late or self.point == _FINISH

@@ -161,7 +161,10 @@ def _shortened(scenario: Scenario) -> Scenario:
 
 
 def _fast(scenario: Scenario) -> Scenario:
-    """The same steps without pauses on one rank: the bits of the result do not depend on the number of ranks."""
+    """The same steps without pauses on one rank.
+
+    The bits of the result do not depend on the number of ranks.
+    """
     job = JobSpec(backend="shm", ranks=1, shards=scenario.job.shards or scenario.job.ranks)
     workload = scenario.workload
     if isinstance(workload, AllReduce):

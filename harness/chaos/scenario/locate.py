@@ -21,7 +21,7 @@ def path_of(text: str) -> Path:
 
 
 def line_of(document: str, path: Path) -> int | None:
-    """The line (from 1) of the value at `path`, or of the nearest table that holds it; None if there is none."""
+    """The line (from 1) of the value at `path`, or of the nearest table around it; None without one."""
     found: dict[Path, int] = {}
     counts: dict[str, int] = {}
     here: Path = ()

@@ -37,7 +37,7 @@ class Sighting(msgspec.Struct, frozen=True):
 
 
 def reproduce(bug: KnownBug, seeds: int, tries: int = 120, first: int = 0) -> Sighting:
-    """Look for a bug in the schedules of `seeds` seeds, and shrink the first that shows it in at most `tries` runs."""
+    """Find the first of `seeds` seeds with a schedule that shows a bug; shrink that in at most `tries` runs."""
     for tried, seed in enumerate(range(first, first + seeds), start=1):
         schedule = draw(seed)
         with bug.inject():

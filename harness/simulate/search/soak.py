@@ -31,10 +31,11 @@ LOOKS = 0.025
 
 
 class Soak(msgspec.Struct, frozen=True):
-    """The result for `hours` of node time at a share `loss` of lost heartbeats, in bursts of `burst` s on average.
+    """The result for `hours` of node time with a share `loss` of heartbeats lost.
 
-    `shared` is the share of loss that hits all paths of a node at once. `long_bursts` could have led to a suspicion,
-    `windows` were simulated, in which there were `suspicions`. `false_evictions` is the result that matters.
+    Losses come in bursts of `burst` seconds on average; `shared` is the share of loss that hits all paths of a node at
+    once. `long_bursts` could have led to a suspicion, `windows` were simulated, in which there were `suspicions`.
+    `false_evictions` is the result that matters.
     """
 
     hours: float
