@@ -44,7 +44,7 @@ def report_of(run: DemoRun) -> RunReport:
         ),
         lanes=_lanes(run),
         spans=tuple(Span(s.process, s.activity, s.start, s.end, f"{s.step}") for s in run.spans),
-        faults=tuple(_fault(blow) for blow in run.blows),
+        faults=tuple(_fault(fault) for fault in run.blows),
         findings=run.findings,
         configuration=_configuration(run),
         repeat=_repeat(run),
@@ -62,7 +62,7 @@ def _summary(run: DemoRun) -> str:
         learnt = "The run was too short to judge what was learnt."
     if not run.blows:
         return f"{learnt} Nothing was broken on the way."
-    victims = [f"a {blow.victim}" for blow in run.blows]
+    victims = [f"a {fault.victim}" for fault in run.blows]
     killed = " and ".join(filter(None, (", ".join(victims[:-1]), victims[-1])))
     verb = "was" if len(victims) == 1 else "were"
     lost = f"lost: {counted(outcome.steps_lost, 'step')} and {counted(outcome.versions_lost, 'version')} of the weights"
@@ -97,7 +97,7 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
             "good" if outcome.versions_lost == 0 else "bad",
         ),
     ]
-    rebuilds = [stage for blow in run.blows if blow.victim == "trainer" for stage in blow.stages]
+    rebuilds = [stage for fault in run.blows if fault.victim == "trainer" for stage in fault.stages]
     if rebuilds:
         figures.append(
             Figure("Trainer recovery", coarse_seconds(rebuilds[-1].seconds), f"SIGKILL to {rebuilds[-1].name}")
@@ -123,7 +123,7 @@ def _figures(run: DemoRun) -> tuple[Figure, ...]:
 
 
 def _lanes(run: DemoRun) -> tuple[ProcessRecord, ...]:
-    killed = {blow.process: blow.time for blow in run.blows}
+    killed = {fault.process: fault.time for fault in run.blows}
     known = sorted(
         run.lives, key=lambda life: (_ROLES.index(life.role) if life.role in _ROLES else len(_ROLES), life.started)
     )
@@ -143,16 +143,16 @@ def _lane(life: ProcessLife, killed: dict[str, float], seconds: float) -> Proces
     )
 
 
-def _fault(blow: DemoFault) -> ReportedFault:
+def _fault(fault: DemoFault) -> ReportedFault:
     return ReportedFault(
-        time=blow.time,
-        title=_TITLES[blow.victim],
-        target=blow.process,
-        steps=blow.step,
-        stages=blow.stages,
-        note=f"It was {blow.where}."
-        if not blow.where.startswith("rank")
-        else f"It was {blow.where}, in step {blow.step}.",
+        time=fault.time,
+        title=_TITLES[fault.victim],
+        target=fault.process,
+        steps=fault.step,
+        stages=fault.stages,
+        note=f"It was {fault.where}."
+        if not fault.where.startswith("rank")
+        else f"It was {fault.where}, in step {fault.step}.",
     )
 
 

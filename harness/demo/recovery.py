@@ -35,9 +35,9 @@ def injected_faults(began: float, happenings: Sequence[Happening], events: Seque
     )
 
 
-def complete(blow: DemoFault) -> bool:
-    """Whether the recovery from `blow` reached its last stage."""
-    return tuple(stage.name for stage in blow.stages) == RECOVERED[blow.victim]
+def complete(fault: DemoFault) -> bool:
+    """Whether the recovery from `fault` reached its last stage."""
+    return tuple(stage.name for stage in fault.stages) == RECOVERED[fault.victim]
 
 
 def _stages(killed: WorkerKilled, happenings: Sequence[Happening], events: Sequence[Event]) -> Iterable[RecoveryStage]:

@@ -38,14 +38,14 @@ def as_object(run: DemoRun) -> dict[str, Any]:
         "looked": {finding.invariant: finding.looked for finding in run.findings},
         "faults": [
             {
-                "victim": blow.victim,
-                "process": blow.process,
-                "where": blow.where,
-                "step": blow.step,
-                "time": blow.time,
-                "recovery": {stage.name: stage.seconds for stage in blow.stages},
+                "victim": fault.victim,
+                "process": fault.process,
+                "where": fault.where,
+                "step": fault.step,
+                "time": fault.time,
+                "recovery": {stage.name: stage.seconds for stage in fault.stages},
             }
-            for blow in run.blows
+            for fault in run.blows
         ],
         "digest": outcome.digest,
         "verified": outcome.verified,
@@ -95,15 +95,15 @@ def _figures(run: DemoRun) -> Table:
 
 def _recoveries(run: DemoRun) -> Table:
     table = FoldingTable("fault", "where", "detected", "rebuilt or replaced", "made good")
-    for blow in run.blows:
-        table.add_row(f"{TITLES[blow.victim]} ({blow.process})", f"step {blow.step}, {blow.where}", *_stages(blow))
+    for fault in run.blows:
+        table.add_row(f"{TITLES[fault.victim]} ({fault.process})", f"step {fault.step}, {fault.where}", *_stages(fault))
     return table
 
 
-def _stages(blow: DemoFault) -> list[str]:
-    cells = [f"{stage.seconds * 1e3:.1f} ms" for stage in blow.stages]
+def _stages(fault: DemoFault) -> list[str]:
+    cells = [f"{stage.seconds * 1e3:.1f} ms" for stage in fault.stages]
     if len(cells) == 3:
-        cells[2] += f" ({blow.stages[2].name})"
+        cells[2] += f" ({fault.stages[2].name})"
     return cells + ["never"] * (3 - len(cells))
 
 

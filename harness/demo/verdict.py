@@ -66,7 +66,7 @@ def judge(
         failures.append(f"lost: {counted(versions, 'version')} of the weights")
     failures += [f"the {victim} was not struck" for victim in sorted(pending)]
     failures += [
-        f"the recovery from the death of {blow.process} is not complete" for blow in faults if not complete(blow)
+        f"the recovery from the death of {fault.process} is not complete" for fault in faults if not complete(fault)
     ]
     failures += [
         f"{violation.invariant}: {violation.process}: {violation.message}"

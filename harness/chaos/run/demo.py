@@ -79,7 +79,7 @@ def judged(
     quiet: DemoRun | None,
 ) -> ChaosRun:
     """A demo run as a chaos run; `quiet` is the same run without faults."""
-    faults = tuple(_injected(number, blow, planned) for number, blow in enumerate(run.blows, start=1))
+    faults = tuple(_injected(number, fault, planned) for number, fault in enumerate(run.blows, start=1))
     reference = "" if quiet is None else quiet.outcome.digest
     weights = same_weights({"trainers": run.outcome.digest}, reference)
     failures = [*run.outcome.failures]
@@ -117,24 +117,24 @@ def judged(
     )
 
 
-def _injected(number: int, blow: DemoFault, planned: Sequence[Planned]) -> InjectedFault:
-    stages = tuple(RecoveryStage(STAGES.get(stage.name, stage.name), stage.seconds) for stage in blow.stages)
-    when = next((each.when.words() for each in planned if blow.victim in getattr(each.what, "names", ())), "")
+def _injected(number: int, fault: DemoFault, planned: Sequence[Planned]) -> InjectedFault:
+    stages = tuple(RecoveryStage(STAGES.get(stage.name, stage.name), stage.seconds) for stage in fault.stages)
+    when = next((each.when.words() for each in planned if fault.victim in getattr(each.what, "names", ())), "")
     return InjectedFault(
         number=number,
         type="kill",
-        words=f"SIGKILL: the {blow.victim} ({blow.where})",
+        words=f"SIGKILL: the {fault.victim} ({fault.where})",
         when=when,
-        time=blow.time,
+        time=fault.time,
         healed=None,
-        victims=(blow.process,),
-        step=blow.step,
+        victims=(fault.process,),
+        step=fault.step,
         stages=stages,
     )
 
 
 def _lives(run: DemoRun) -> tuple[ProcessRecord, ...]:
-    killed = {blow.process: blow.time for blow in run.blows}
+    killed = {fault.process: fault.time for fault in run.blows}
     return tuple(
         ProcessRecord(
             name=life.name,
