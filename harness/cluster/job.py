@@ -27,8 +27,8 @@ from holdfast.ft.launch.launchers import launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.telemetry.event import event_of
 from holdfast.harness.cluster import pickling
+from holdfast.harness.cluster.cluster_ranks import ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
-from holdfast.harness.cluster.rank_group import ClusterSettings
 from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by

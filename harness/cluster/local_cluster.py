@@ -22,8 +22,8 @@ from holdfast.comms.quantities import integer, integer_in, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldDirectory
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.job import Job
-from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
 from holdfast.harness.cluster.rank_processes import RankProcesses
 from holdfast.harness.cluster.rank_threads import RankThreads
 from holdfast.harness.cluster.results import RankResult, values
@@ -103,7 +103,7 @@ class LocalCluster:
         self._prepare, self._with_links = prepare, links
         self._links: Links | None = None
         self._directory: HeldDirectory | None = None
-        self._ranks: RankGroup | None = None
+        self._ranks: ClusterRanks | None = None
         self._jobs: list[Job] = []
 
     def __repr__(self) -> str:
@@ -211,7 +211,7 @@ class LocalCluster:
 
         return both
 
-    def _the_ranks(self) -> RankGroup:
+    def _the_ranks(self) -> ClusterRanks:
         if self._ranks is None:
             if self._one_process:
                 self._ranks = RankThreads(self._settings)

@@ -16,15 +16,15 @@ from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.harness.cluster import pickling
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
-from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 from holdfast.harness.cluster.results import RankResult
 from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 
-class RankProcesses(RankGroup):
+class RankProcesses(ClusterRanks):
     """`size` processes that call functions together. Not safe to use from several threads."""
 
     def __init__(self, settings: ClusterSettings, directory: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.errors import RunTimeout, pack_error, rank_failure
-from holdfast.harness.cluster.rank_group import ClusterSettings, RankGroup
 from holdfast.harness.cluster.rank_worker import ConnectArguments, Running, call_connected
 from holdfast.harness.cluster.results import RankResult
 
 
-class RankThreads(RankGroup):
+class RankThreads(ClusterRanks):
     """Ranks that are `size` new threads in each call."""
 
     def __init__(self, settings: ClusterSettings) -> None:

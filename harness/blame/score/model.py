@@ -32,7 +32,7 @@ class ModelCall:
 
 
 @dataclass(slots=True)
-class OpRecord:
+class ModelOp:
     """One rank's part in one op: `left` is NEVER while it is inside, waiting for `takes` in round `rounds`."""
 
     call: ModelCall
@@ -56,7 +56,7 @@ class ModelWorld:
     """By rank: the op (counted from 0) and the round after which the rank stops for ever; -1: before the op."""
 
     times: list[float] = field(default_factory=list)
-    lived: list[list[OpRecord]] = field(default_factory=list)
+    lived: list[list[ModelOp]] = field(default_factory=list)
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class ModelWorld:
         for rank, (when, rounds) in self.dead_after.items():
             if (when, rounds) == (number, -1):
                 entered[rank] = NEVER
-        lives = [OpRecord(call, step, at) for call, at in zip(calls, entered, strict=True)]
+        lives = [ModelOp(call, step, at) for call, at in zip(calls, entered, strict=True)]
         if op in ("broadcast", "reduce"):
             done = self._tree(lives, calls[0].peer, number, reverse=op == "reduce")
         else:
@@ -97,7 +97,7 @@ class ModelWorld:
     def _stops(self, rank: int, number: int, rounds: int) -> bool:
         return self.dead_after.get(rank) == (number, rounds)
 
-    def _rounds(self, lives: list[OpRecord], number: int) -> list[float]:
+    def _rounds(self, lives: list[ModelOp], number: int) -> list[float]:
         """Ring or dissemination: in each round every rank sends to one and takes from another."""
         size = self.size
         ring = self.rng.random() < 0.5
@@ -119,7 +119,7 @@ class ModelWorld:
                     at[rank] = max(before[rank], arrives)
         return at
 
-    def _tree(self, lives: list[OpRecord], root: int, number: int, reverse: bool) -> list[float]:
+    def _tree(self, lives: list[ModelOp], root: int, number: int, reverse: bool) -> list[float]:
         """A binomial tree, from the root or to it."""
         size = self.size
         at = [life.entered for life in lives]
@@ -133,7 +133,7 @@ class ModelWorld:
             self._take(lives, at, rank, parents[rank], number)
         return at
 
-    def _take(self, lives: list[OpRecord], at: list[float], source: int, target: int, number: int) -> None:
+    def _take(self, lives: list[ModelOp], at: list[float], source: int, target: int, number: int) -> None:
         if self._stops(source, number, 0):
             at[source] = NEVER
         if self._stops(target, number, 0):

@@ -26,7 +26,7 @@ class ClusterSettings:
     """The program that must start the processes of this backend together; see `Capabilities.launcher`."""
 
 
-class RankGroup(ABC):
+class ClusterRanks(ABC):
     """Ranks that call functions together. Not safe to use from several threads."""
 
     @abstractmethod
