@@ -29,7 +29,7 @@ from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag
 from holdfast.comms.system.keys import job_key
-from holdfast.comms.system.local_causes import told_as_local
+from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.liveness import this_process
 
@@ -57,7 +57,7 @@ def checks_are_on() -> bool:
     return flag("HOLDFAST_CHECK") or dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
-@told_as_local("connecting")
+@reraise_local_cause("connecting")
 def connect(
     backend: str = "auto",
     *,
@@ -146,7 +146,7 @@ def connect(
         raise
 
 
-@told_as_local("connecting")
+@reraise_local_cause("connecting")
 def connect_part(
     whole: Communicator,
     members: tuple[int, ...],
@@ -166,11 +166,11 @@ def connect_part(
     within = f"{whole.name}/{'-'.join(map(str, members))}"
     place = places.MeetingPlace(rank, len(members), context.store, within, f"the rendezvous of {whole.name!r}")
 
-    def look() -> None:
+    def check_abort() -> None:
         if (error := whole.over) is not None:
             raise again(error)
 
-    gathering = Gathering(place, within, count, deadline=deadline, timeout=timeout, look=look)
+    gathering = Gathering(place, within, count, deadline=deadline, timeout=timeout, check_abort=check_abort)
     with gathering.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
         return connect_members(
             whole.backend,
@@ -188,7 +188,7 @@ def connect_part(
         )
 
 
-@told_as_local("connecting")
+@reraise_local_cause("connecting")
 def connect_members(
     backend: str,
     *,

@@ -22,7 +22,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
-from holdfast.comms.system.local_causes import told_as_local
+from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.ft import departure, error_history, faultpoints, settings
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.commit import voting
@@ -191,7 +191,7 @@ class Session(Attachments):
         self._commit_state.total = total
         return self._steps(self._runtime)
 
-    @told_as_local("joining a job")
+    @reraise_local_cause("joining a job")
     def __enter__(self) -> Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")

@@ -118,7 +118,7 @@ def _check_devices(tls: str) -> None:
 
 
 @contextlib.contextmanager
-def _told_as_local() -> Iterator[None]:
+def _reraise_local_cause() -> Iterator[None]:
     """Raise UCX's failures in this block as lack of a resource in this process, where they are."""
     try:
         yield
@@ -177,12 +177,12 @@ class UcxWorker:
         self._kept: list[object] = []
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
         options = {"TLS": over.tls, **over.options, **resolve, **_memory(features, over)}
-        with _told_as_local():
+        with _reraise_local_cause():
             self._context = self._make_context(features | libucp.FEATURE_WAKEUP, options)
         self.handle: Any = self._ffi.NULL
         _count(+1)
         try:
-            with _told_as_local():
+            with _reraise_local_cause():
                 self.handle = self._make_worker()
             self.address = self._own_address()
             fd = self._ffi.new("int *")

@@ -88,8 +88,6 @@ class Capabilities:
     passive_target: str = ""
     abortable: bool = True
     finds_failures: bool = True
-    native_shrink: bool = False
-    native_grow: bool = False
     launcher: str = ""
     tcp: str = ""
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from holdfast.comms.rendezvous.fetching import fetch, fetch_as
-from holdfast.comms.rendezvous.place import MeetingPlace, meet
+from holdfast.comms.rendezvous.meeting_place import MeetingPlace, meet
 
 __all__ = ["MeetingPlace", "fetch", "fetch_as", "meet"]

@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.rendezvous.fetching import LOOK_SECONDS
+from holdfast.comms.rendezvous.meeting_place import MeetingPlace
+from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreLost, StoreSilent
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
-from holdfast.comms.rendezvous.place import MeetingPlace
 from holdfast.comms.rendezvous.seal import Seal
-from holdfast.comms.rendezvous.store import MeetingStore, StoreLost, StoreSilent
 from holdfast.comms.transport.liveness import is_gone, this_process
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ connected: set[str] = set()
 """The nonces of the offers by which this process is connected, or connects, now."""
 
 
-class _Over(Exception):
+class _MeetingOver(Exception):
     """Another rank has given up this meeting."""
 
 
@@ -67,10 +67,11 @@ class MeetingCount:
 
 
 class Gathering:
-    """One rank's way through the meetings of a `name` at a `place`, until `deadline`.
+    """Takes one rank through the meetings of a `name` at a `place`, until `deadline`.
 
-    `count` numbers them. `key` is the job's, if it has one. `look` is called while this waits, and may raise. `renew`
-    finds the place again if the store is lost with the process that served it: that may have been an earlier one's.
+    `count` numbers the meetings. `key` is the job's key, if the job has one. `check_abort` is called during waits, and
+    may raise. `renew` finds the place again after the store was lost with the process that served it: that process may
+    have been one of an earlier run.
     """
 
     def __init__(
@@ -82,14 +83,20 @@ class Gathering:
         deadline: float,
         timeout: float,
         key: bytes | None = None,
-        look: Callable[[], None] = lambda: None,
+        check_abort: Callable[[], None] = lambda: None,
         renew: Callable[[], MeetingPlace] | None = None,
     ) -> None:
         self.place = place
         self._name, self._count = name, count
         self._absent = set(range(place.size)) - {place.rank}
-        self._here = False
-        self._deadline, self._timeout, self._key, self._look, self._renew = deadline, timeout, key, look, renew
+        self._has_joined = False
+        self._deadline, self._timeout, self._key, self._check_abort, self._renew = (
+            deadline,
+            timeout,
+            key,
+            check_abort,
+            renew,
+        )
 
     @contextlib.contextmanager
     def meeting(self, offer: Offer, decide: Callable[[Sequence[Offer]], T]) -> Iterator[Meeting[T]]:
@@ -105,7 +112,7 @@ class Gathering:
             try:
                 meeting = self._meet(store, number, prefix, offer, decide)
                 break
-            except _Over:
+            except _MeetingOver:
                 self._count.number = number + 1
             except StoreLost:
                 self._count.number = number
@@ -131,16 +138,16 @@ class Gathering:
             deadline=self._deadline,
             seal=seal,
             serving_rank=0 if self.place.by_rank_0 and not self.place.served else None,
-            look=self._look,
+            check_abort=self._check_abort,
         )
 
     def _meet(
         self, store: MeetingStore, number: int, prefix: str, offer: Offer, decide: Callable[[Sequence[Offer]], T]
     ) -> Meeting[T]:
         place = self.place
-        self._here = False
+        self._has_joined = False
         self._take_rank(store, offer)
-        self._here = True
+        self._has_joined = True
         self._count.number = number + 1
         offers: list[Offer] = []
         for rank in range(place.size):
@@ -150,7 +157,7 @@ class Gathering:
         decision = decide(offers)
         self._check_alive(offers)
         if store.check([_LEFT]):
-            raise _Over
+            raise _MeetingOver
         seal = None
         if self._key is not None:
             seal = Seal(self._key, prefix.encode()).within(b"".join(each.encode() for each in offers))
@@ -166,7 +173,7 @@ class Gathering:
             if found == mine:
                 return
             if store.check([_LEFT]):
-                raise _Over
+                raise _MeetingOver
             try:
                 holder = decode_offer(key, store.opened(key, found))
             except CorruptData:
@@ -175,7 +182,7 @@ class Gathering:
                 expected = found
             else:
                 if holder.peer == this_process() and holder.nonce not in connected:
-                    raise _Over  # this process came here before, through another store object
+                    raise _MeetingOver  # this process came here before, through another store object
                 raise Mismatch(self._taken_by(holder))
         raise CorruptData(f"strangers keep writing to {key!r} at {self.place.where}; meet where they cannot")
 
@@ -212,7 +219,7 @@ class Gathering:
                 pass
             if store.check([_LEFT]) and not store.check([key]):
                 self._note_absent(store)
-                raise _Over
+                raise _MeetingOver
             self._check_alive(known)
             if time.monotonic() >= self._deadline:
                 self._note_absent(store)
@@ -244,16 +251,16 @@ class Gathering:
 
     def _give_up(self, store: MeetingStore, error: BaseException) -> None:
         """Say that this meeting is over. The rank that serves the store lets the others read that."""
-        if store.lost or isinstance(error, StoreLost) or not self._here:
+        if store.lost or isinstance(error, StoreLost) or not self._has_joined:
             return
         try:
-            self._look()
+            self._check_abort()
         except HoldfastError:  # what the ranks were to be part of is over itself
             return
         now = time.monotonic()
         left = max(0.0, self._deadline - now)
         store.deadline = now + max(min(left, _LINGER_SECONDS), _LATE_SECONDS)
-        store.stop_looking()
+        store.stop_checking()
         with contextlib.suppress(HoldfastError, RuntimeError):
             gone = store.add(_LEFT, 1)
             while isinstance(error, HoldfastError) and self.place.served and gone < self.place.size:

@@ -102,7 +102,7 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
         finally:
             ended.set()
 
-    def look() -> None:
+    def check_abort() -> None:
         if time.monotonic() >= deadline:
             raise NoAnswer(f"what listens there did not answer as a TCPStore does within {patience:.3g} s")
 
@@ -110,7 +110,7 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
     mine: dict[int, socket.socket] = {}
     try:
         try:
-            store = run_interruptible(connect, look, every=0.02, delays_exit=False)
+            store = run_interruptible(connect, check_abort, every=0.02, delays_exit=False)
         except dist.DistError as error:
             raise NoAnswer(first_line(error)) from error
         except BaseException:

@@ -14,12 +14,12 @@ _LOOK_SECONDS = 0.002
 
 def run_interruptible(
     call: Callable[[], Result],
-    look: Callable[[], None],
+    check_abort: Callable[[], None],
     *,
     every: float = _LOOK_SECONDS,
     delays_exit: bool = True,
 ) -> Result:
-    """Run `call()` in a thread of its own; abandon it when `look()`, called every few ms, raises, or on Ctrl-C.
+    """Run `call()` in a thread of its own; abandon it when `check_abort()`, called every few ms, raises, or on Ctrl-C.
 
     An abandoned call goes on until it ends by itself, and its result is dropped. The process does not exit before
     that, unless `delays_exit` is false.
@@ -34,5 +34,5 @@ def run_interruptible(
 
     threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start()
     while not wait([future], every).done:
-        look()
+        check_abort()
     return future.result()

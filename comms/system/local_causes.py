@@ -43,7 +43,7 @@ def local_cause(error: BaseException, doing: str) -> HoldfastError | None:
 
 
 @contextlib.contextmanager
-def told_as_local(doing: str) -> Iterator[None]:
+def reraise_local_cause(doing: str) -> Iterator[None]:
     """Raise the `local_cause` of an error instead of it, if it has one. Also a decorator."""
     try:
         yield

@@ -83,8 +83,7 @@ FLAGS = {
     "windows": "windows",
     "atomics": "atomics",
     "abortable": "abortable",
-    "native_shrink": "native shrink",
-    "native_grow": "native grow",
+    "finds_failures": "finds failures",
 }
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from holdfast import comms
 from holdfast.comms.connect import connect_members
-from holdfast.comms.rendezvous import place as places
+from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
 from holdfast.comms.rendezvous.seal import Seal

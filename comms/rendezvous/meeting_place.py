@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
-from holdfast.comms.rendezvous.store import StoreSilent
+from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system import forks
 from holdfast.comms.system.paths import path_of
 

@@ -44,7 +44,7 @@ class MeetingStore(dist.Store):
 
     torch's stores wait for an answer for as long as it takes. Here a call ends with `StoreSilent` at `deadline`, or
     after `timeout` seconds if that is earlier or `deadline` is None. Values are sealed if there is a `seal`.
-    `look` is called while a call waits, and may raise. `serving_rank` is told as failed if the store goes away.
+    `check_abort` is called while a call waits, and may raise. `serving_rank` is told as failed if the store goes away.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class MeetingStore(dist.Store):
         deadline: float | None = None,
         seal: Seal | None = None,
         serving_rank: int | None = None,
-        look: Callable[[], None] = lambda: None,
+        check_abort: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._store, self._prefix, self._where, self._seal = store, prefix, where, seal
         self._suspects = () if serving_rank is None else (serving_rank,)
-        self._seconds, self._look = timeout, look
+        self._seconds, self._check_abort = timeout, check_abort
         self.deadline = deadline
         self.lost = False
         """Whether a call did not come back, or the store is gone: no other call would be answered."""
@@ -156,9 +156,9 @@ class MeetingStore(dist.Store):
         data, name = bytes(data), self._name(key)
         return check_unsealed(name, data) if self._seal is None else self._seal.open(name, data)
 
-    def stop_looking(self) -> None:
-        """Do not call `look` any more."""
-        self._look = lambda: None
+    def stop_checking(self) -> None:
+        """Do not call `check_abort` any more."""
+        self._check_abort = lambda: None
 
     def _until(self, seconds: float) -> float:
         until = time.monotonic() + seconds
@@ -168,14 +168,14 @@ class MeetingStore(dist.Store):
         began = time.monotonic()
         until = max(self._until(self._seconds), began + _LEAST_SECONDS)
 
-        def look() -> None:
-            self._look()
+        def check_abort() -> None:
+            self._check_abort()
             if time.monotonic() >= until:
                 self.lost = True
                 raise StoreSilent(self._where, time.monotonic() - began, self._suspects)
 
         try:
-            return run_interruptible(call, look, every=0.05, delays_exit=False)
+            return run_interruptible(call, check_abort, every=0.05, delays_exit=False)
         except dist.DistNetworkError as error:
             self.lost = True
             raise StoreLost(self._suspects, f"the store at {self._where} is gone: {first_line(error)}") from error
