@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
+from holdfast.comms.op_description import OpDescription
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.overlap import apart, check_outputs
@@ -23,9 +24,9 @@ Tensor = torch.Tensor
 
 
 class Collectives:
-    """Collectives and point-to-point ops of one rank. See `holdfast.comms.communicator.Communicator`."""
+    """The ops of a `Communicator`, its only subclass: delegation would repeat 14 signatures, one file 740 lines."""
 
-    def __init__(self, transport: Transport, check: Arguments, executor: Executor) -> None:
+    def __init__(self, transport: Transport, check: ArgumentChecks, executor: Executor) -> None:
         self.rank: int = transport.rank
         self.size: int = transport.size
         self._transport = transport
@@ -70,14 +71,16 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "all_reduce",
-            tensor.nbytes,
+            OpDescription(
+                "all_reduce",
+                tensor.nbytes,
+                lambda: _alike(tensor, op.name, "reproducible" * reproducible),
+                tensor,
+                "reproducible " + op.name if reproducible else op.name,
+            ),
             prepare,
             async_op,
             timeout,
-            lambda: _alike(tensor, op.name, "reproducible" * reproducible),
-            tensor,
-            "reproducible " + op.name if reproducible else op.name,
         )
 
     def reduce(
@@ -105,7 +108,10 @@ class Collectives:
 
         words = op.name, f"to {dst}"
         return self._executor.issue(
-            "reduce", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor, *words), tensor, words, dst
+            OpDescription("reduce", tensor.nbytes, lambda: _alike(tensor, *words), tensor, words, dst),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def reduce_scatter(
@@ -134,14 +140,12 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "reduce_scatter",
-            output.nbytes,
+            OpDescription(
+                "reduce_scatter", output.nbytes, lambda: _alike_list(inputs, op.name), tuple(inputs), op.name
+            ),
             prepare,
             async_op,
             timeout,
-            lambda: _alike_list(inputs, op.name),
-            tuple(inputs),
-            op.name,
         )
 
     def reduce_scatter_single(
@@ -173,14 +177,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "reduce_scatter_single",
-            output.nbytes,
+            OpDescription("reduce_scatter_single", output.nbytes, lambda: _alike(output, op.name), output, op.name),
             prepare,
             async_op,
             timeout,
-            lambda: _alike(output, op.name),
-            output,
-            op.name,
         )
 
     # -- moves
@@ -206,7 +206,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "broadcast", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor, words), tensor, words, src
+            OpDescription("broadcast", tensor.nbytes, lambda: _alike(tensor, words), tensor, words, src),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def all_gather(
@@ -216,8 +219,7 @@ class Collectives:
         outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.one_for_each(outputs, "outputs", tensor.dtype)
-        own = outputs[self.rank]
-        self._check.same_count(own, tensor.numel(), f"outputs[{self.rank}]", "as many as tensor")
+        self._check.same_count(outputs[self.rank], tensor.numel(), f"outputs[{self.rank}]", "as many as tensor")
 
         def prepare() -> Body:
             flats = [packed(t) for t in outputs]
@@ -230,7 +232,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "all_gather", tensor.nbytes, prepare, async_op, timeout, lambda: _alike_list(outputs), tuple(outputs)
+            OpDescription("all_gather", tensor.nbytes, lambda: _alike_list(outputs), tuple(outputs)),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def all_gather_single(
@@ -256,7 +261,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "all_gather_single", tensor.nbytes, prepare, async_op, timeout, lambda: _alike(tensor), tensor
+            OpDescription("all_gather_single", tensor.nbytes, lambda: _alike(tensor), tensor),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def all_to_all(
@@ -288,7 +296,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "all_to_all", sum(t.nbytes for t in inputs), prepare, async_op, timeout, lambda: str(dtype), None, dtype
+            OpDescription("all_to_all", sum(t.nbytes for t in inputs), lambda: str(dtype), None, dtype),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def all_to_all_single(
@@ -335,14 +346,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "all_to_all_single",
-            tensor.nbytes,
+            OpDescription("all_to_all_single", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
             prepare,
             async_op,
             timeout,
-            lambda: str(tensor.dtype),
-            None,
-            tensor.dtype,
         )
 
     def gather(
@@ -371,15 +378,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "gather",
-            tensor.nbytes,
+            OpDescription("gather", tensor.nbytes, lambda: f"{tensor.dtype} to {dst}", None, tensor.dtype, dst),
             prepare,
             async_op,
             timeout,
-            lambda: f"{tensor.dtype} to {dst}",
-            None,
-            tensor.dtype,
-            dst,
         )
 
     def scatter(
@@ -408,15 +410,10 @@ class Collectives:
             return body
 
         return self._executor.issue(
-            "scatter",
-            tensor.nbytes,
+            OpDescription("scatter", tensor.nbytes, lambda: f"{tensor.dtype} from {src}", None, tensor.dtype, src),
             prepare,
             async_op,
             timeout,
-            lambda: f"{tensor.dtype} from {src}",
-            None,
-            tensor.dtype,
-            src,
         )
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work:
@@ -424,7 +421,9 @@ class Collectives:
         fast = self._fast
         if fast and not async_op and timeout is None and fast.barrier():
             return DONE
-        return self._executor.issue("barrier", 0, lambda: self._transport.barrier, async_op, timeout, lambda: "")
+        return self._executor.issue(
+            OpDescription("barrier", 0, lambda: ""), lambda: self._transport.barrier, async_op, timeout
+        )
 
     # -- point to point
 
@@ -439,7 +438,9 @@ class Collectives:
             flat = packed(tensor)
             return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
-        return self._executor.issue("send", tensor.nbytes, prepare, async_op, timeout, None, tensor, tag, dst)
+        return self._executor.issue(
+            OpDescription("send", tensor.nbytes, None, tensor, tag, dst), prepare, async_op, timeout
+        )
 
     def recv(
         self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
@@ -457,7 +458,9 @@ class Collectives:
 
             return body
 
-        return self._executor.issue("recv", tensor.nbytes, prepare, async_op, timeout, None, tensor, tag, src)
+        return self._executor.issue(
+            OpDescription("recv", tensor.nbytes, None, tensor, tag, src), prepare, async_op, timeout
+        )
 
     def batch_send_recv(
         self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
@@ -485,7 +488,7 @@ class Collectives:
             return body
 
         nbytes = sum(send.tensor.nbytes for send in sends)
-        return self._executor.issue("batch_send_recv", nbytes, prepare, async_op, timeout, None)
+        return self._executor.issue(OpDescription("batch_send_recv", nbytes, None), prepare, async_op, timeout)
 
 
 def _alike(tensor: Tensor, *details: str) -> str:
@@ -494,5 +497,4 @@ def _alike(tensor: Tensor, *details: str) -> str:
 
 
 def _alike_list(tensors: Sequence[Tensor], *details: str) -> str:
-    counts = [tensor.numel() for tensor in tensors]
-    return ", ".join([str(tensors[0].dtype), f"{counts} elements", *details])
+    return ", ".join([str(tensors[0].dtype), f"{[tensor.numel() for tensor in tensors]} elements", *details])

@@ -16,9 +16,10 @@ import torch
 from holdfast.comms import objects
 from holdfast.comms.collectives import Collectives
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
-from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.journal import Recorder
+from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.gathering import MeetingCount
@@ -57,7 +58,7 @@ class Communicator(Collectives):
         self.device: torch.device = transport.device or context.device
         super().__init__(
             transport,
-            Arguments(context.rank, context.size, self.device, info),
+            ArgumentChecks(context.rank, context.size, self.device, info),
             Executor(transport, context, timeout, check, on_close, context.journal),
         )
         self.name: str = context.name
@@ -148,7 +149,7 @@ class Communicator(Collectives):
             recorder=self._recorder,
         )
         self._members[part.name] = members
-        self._executor.carry(part._executor)
+        self._executor.abort_part_on_end(part._executor)
         return part
 
     def in_its_ranks(self, failure: HoldfastError) -> HoldfastError:
@@ -173,18 +174,14 @@ class Communicator(Collectives):
         if not self._windowed:
             raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
         check_exposable(tensor)
-        made: list[WindowMemory] = []
+        memories: list[WindowMemory] = []
         self._executor.issue(
-            "window",
-            tensor.nbytes,
-            lambda: lambda deadline: made.append(self._transport.window(tensor, deadline)),
+            OpDescription("window", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
+            lambda: lambda deadline: memories.append(self._transport.window(tensor, deadline)),
             False,
             timeout,
-            lambda: str(tensor.dtype),
-            None,
-            tensor.dtype,
         )
-        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
+        window = Window(memories[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
         self._windows = [*(other for other in self._windows if not other.closed), window]
         self._memories[:] = [each.memory for each in self._windows]
         return window
@@ -195,7 +192,7 @@ class Communicator(Collectives):
         self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
     ) -> Work:
         """Run an op of one's own, in order with the others: `body(deadline)` works on the transport alone."""
-        return self._executor.issue(name, nbytes, lambda: body, False, timeout, agreed)
+        return self._executor.issue(OpDescription(name, nbytes, agreed), lambda: body, False, timeout)
 
     # -- the end
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-import torch
-
-About = torch.Tensor | tuple[torch.Tensor, ...] | None
-"""The tensors whose dtype and shape all ranks must agree on."""
+from holdfast.comms.op_description import OpTensors
 
 POINT_TO_POINT = frozenset(["send", "recv", "batch_send_recv"])
 """Ops that are not issued alike by all ranks."""
@@ -21,7 +18,7 @@ POINT_TO_POINT = frozenset(["send", "recv", "batch_send_recv"])
 class Journal(Protocol):
     """Hears of the ops of one communicator: they are entered and left one at a time."""
 
-    def enter(self, op: str, seq: int, nbytes: int, about: About, detail: Hashable, peer: int) -> None:
+    def enter(self, op: str, seq: int, nbytes: int, tensors: OpTensors, detail: Hashable, peer: int, /) -> None:
         """Op number `seq` begins. `detail` is what else must agree (a reduction, a tag); `peer` the root or the other
         side, -1 if there is none. Must not raise."""
 

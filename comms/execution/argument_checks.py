@@ -22,7 +22,7 @@ TAGS = 1 << 30
 """Tags of users are below. Above are those of collectives over messages, for which mpi has just enough room."""
 
 
-class Arguments:
+class ArgumentChecks:
     """The checks of one communicator: its rank, size, device, and what its backend can do."""
 
     def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:

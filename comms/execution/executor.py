@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -31,8 +31,9 @@ from holdfast.comms.errors import (
     describe,
 )
 from holdfast.comms.execution.agreement import Agreement
-from holdfast.comms.execution.argument_checks import Arguments
-from holdfast.comms.journal import About, Journal
+from holdfast.comms.execution.argument_checks import ArgumentChecks
+from holdfast.comms.journal import Journal
+from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
@@ -98,7 +99,7 @@ class Executor:
             while (item := self._queue.get_nowait()) is not None:
                 item[0].abandon(error)
 
-    def fast_path(self, check: Arguments) -> FastPath | None:
+    def fast_path(self, check: ArgumentChecks) -> FastPath | None:
         """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
         if self._agreement is not None:
             return None
@@ -134,48 +135,38 @@ class Executor:
 
     def issue(
         self,
-        name: str,
-        nbytes: int,
+        description: OpDescription,
         prepare: Prepare,
         async_op: bool,
         timeout: float | None,
-        agreed: Callable[[], str] | None,
-        about: About = None,
-        detail: Hashable = None,
-        peer: int = -1,
     ) -> Work:
-        """Put an op in order and run it: here, or behind those that are still running.
-
-        `agreed()` says in words what all ranks must agree on; None for point-to-point ops. `about`, `detail` and
-        `peer` say the same to a journal.
-        """
+        """Put an op in order and run it in this thread, or on the worker thread behind earlier asynchronous ops."""
         order = self._order
         if not order.enter():
             if self._over is not None:
-                self._refuse()
+                self._raise_revoked()
             raise Mismatch(
-                f"{name} was called while another thread is inside an op of communicator {self._name!r}: their "
-                "order could differ from rank to rank; use one thread, a lock, or a communicator each (split)"
+                f"{description.name} was called while another thread is inside an op of communicator {self._name!r}: "
+                "their order could differ from rank to rank; use one thread, a lock, or a communicator each (split)"
             )
         try:
             if self._over is not None:
                 if order.begun and self._journal is not None:
                     self._journal.leave(self._over)
-                self._refuse()
+                self._raise_revoked()
             deadline = time.monotonic() + (self.timeout if timeout is None else seconds(timeout))
             order.seq += 1
             joint = 0
-            if agreed is not None:
+            if description.collective:
                 joint = order.joint = order.joint + 1
-            op = _Op(name, order.seq, joint, prepare, order.begun)
-            if self._agreement is not None and agreed is not None:
-                op.check = partial(self._agreement.check, f"{name}({agreed()}) as op {joint}")
+            op = _IssuedOp(description, order.seq, joint, prepare, order.begun)
+            if self._agreement is not None and description.agreed is not None:
+                op.check = partial(self._agreement.check, f"{description.name}({description.agreed()}) as op {joint}")
             body: Body = op.run
             if self._registry.observed:
-                body = self._observed(body, name, op.seq, nbytes)
+                body = self._observed(body, op)
             if self._journal is not None:
-                said = None if order.begun else (name, op.seq, nbytes, about, detail, peer)
-                body = partial(_recorded, self._journal, said, body)
+                body = partial(_recorded, self._journal, op, body)
             if not async_op:
                 if order.queued:
                     if self._last.done():
@@ -185,7 +176,7 @@ class Executor:
                 self._run(op, body, deadline)
                 return DONE
             if self._transport.streams:
-                return self._transport.launch(name, lambda: self._run(op, body, deadline))
+                return self._transport.launch(description.name, lambda: self._run(op, body, deadline))
             return self._enqueue(op, body, deadline)
         finally:
             order.leave()
@@ -198,19 +189,19 @@ class Executor:
         if not earlier.done():
             raise OpTimeout("an earlier op", 0, time.monotonic() - began)  # 0: this one was not begun
         if self._over is not None:
-            self._refuse()
+            self._raise_revoked()
         body(deadline)
 
-    def _run(self, op: _Op, body: Body, deadline: float) -> None:
+    def _run(self, op: _IssuedOp, body: Body, deadline: float) -> None:
         try:
             body(deadline)
         except BaseException as error:
             if op.refused and threading.current_thread() is not self._worker:
-                self._take_back(op.seq, op.joint)
+                self._reuse_number(op.seq, op.joint)
                 raise
-            self._failed(op.name, op.seq, op.joint, error)
+            self._failed(op.description.name, op.seq, op.joint, error)
 
-    def _take_back(self, seq: int, joint: int) -> None:
+    def _reuse_number(self, seq: int, joint: int) -> None:
         """No byte of an op has moved: the next has its number, as on ranks where it was not refused.
 
         Not on the worker: ops are issued meanwhile, and what it refuses all ranks refuse.
@@ -226,15 +217,15 @@ class Executor:
         """
         try:
             if isinstance(error, Unsupported):
-                self._take_back(seq, joint)
+                self._reuse_number(seq, joint)
                 raise error
             if isinstance(error, OpTimeout):
                 error = self._named(error, name, seq, joint)
             elif isinstance(error, PeerFailed):
                 error.communicator = self._name
-            elif (mine := _own(error, name)) is not None:
-                mine.__cause__ = error
-                error = mine
+            elif (local := _local_failure(error, name)) is not None:
+                local.__cause__ = error
+                error = local
             self._end(Revoked(self._epoch, f"an earlier op failed: {describe(error)}", type(error)))
             raise error
         finally:
@@ -248,11 +239,11 @@ class Executor:
         named.__suppress_context__ = True
         return named
 
-    def _refuse(self) -> None:
+    def _raise_revoked(self) -> None:
         over = self._over
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
-    def _enqueue(self, op: _Op, body: Body, deadline: float) -> Work:
+    def _enqueue(self, op: _IssuedOp, body: Body, deadline: float) -> Work:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
             self._worker.start()
@@ -261,12 +252,12 @@ class Executor:
 
         def task() -> None:
             if self._over is not None:
-                self._refuse()
+                self._raise_revoked()
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):  # as in the caller's thread
                 self._run(op, body, deadline)
 
         self._order.queued = True
-        self._last = work = Work(op.name)
+        self._last = work = Work(op.description.name)
         self._queue.put((work, task))
         return work
 
@@ -276,9 +267,9 @@ class Executor:
             self._running.run(task)
             del item, task  # or this thread would keep the communicator that they are of
 
-    def _observed(self, body: Body, name: str, seq: int, nbytes: int) -> Body:
+    def _observed(self, body: Body, op: _IssuedOp) -> Body:
         def observed(deadline: float) -> None:
-            event = OpEvent(self._name, self._epoch, self._rank, seq, name, nbytes)
+            event = OpEvent(self._name, self._epoch, self._rank, op.seq, op.description.name, op.description.nbytes)
             self._registry.before_op(event)
             began = time.perf_counter()
             error: BaseException | None = None
@@ -297,7 +288,7 @@ class Executor:
         """End the op that is running, and all later ones. The first reason stays."""
         self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
 
-    def carry(self, part: Executor) -> None:
+    def abort_part_on_end(self, part: Executor) -> None:
         """End `part` when this ends, unless that is by being closed."""
         with self._ending:
             if self._over is None:
@@ -367,13 +358,13 @@ class Executor:
             self._on_close()
 
 
-class _Op:
-    """One op from its issue to its end."""
+class _IssuedOp:
+    """One op from its issue to its end. `begun`: a fast path has begun it, and has told the journal."""
 
-    __slots__ = ("begun", "check", "joint", "name", "prepare", "refused", "seq")
+    __slots__ = ("begun", "check", "description", "joint", "prepare", "refused", "seq")
 
-    def __init__(self, name: str, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
-        self.name, self.seq, self.joint, self.prepare, self.begun = name, seq, joint, prepare, begun
+    def __init__(self, description: OpDescription, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
+        self.description, self.seq, self.joint, self.prepare, self.begun = description, seq, joint, prepare, begun
         self.check: Body | None = None
         self.refused = False
         """Whether it has failed before any byte moved."""
@@ -389,7 +380,7 @@ class _Op:
         body(deadline)
 
 
-def _own(error: BaseException, op: str) -> HoldfastError | None:
+def _local_failure(error: BaseException, op: str) -> HoldfastError | None:
     """What a failure of this process's own libraries or resources is told as; None if it tells all by itself."""
     if isinstance(error, OSError | RuntimeError | MemoryError) and not isinstance(error, HoldfastError):
         if (cause := local_cause(error, op)) is not None:
@@ -399,12 +390,11 @@ def _own(error: BaseException, op: str) -> HoldfastError | None:
     return None
 
 
-def _recorded(
-    journal: Journal, said: tuple[str, int, int, About, Hashable, int] | None, body: Body, deadline: float
-) -> None:
-    """Run an op between two words to a journal, of which the first may be `said` already (None)."""
-    if said is not None:
-        journal.enter(*said)
+def _recorded(journal: Journal, op: _IssuedOp, body: Body, deadline: float) -> None:
+    """Run the body of an op between the journal's `enter` and `leave`."""
+    if not op.begun:
+        call = op.description
+        journal.enter(call.name, op.seq, call.nbytes, call.tensors, call.detail, call.peer)
     try:
         body(deadline)
     except BaseException as error:
@@ -415,7 +405,7 @@ def _recorded(
 
 def _plan(
     transport: Transport,
-    check: Arguments,
+    check: ArgumentChecks,
     timeout: float,
     op: str,
     tensor: torch.Tensor | None,

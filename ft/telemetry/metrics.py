@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.journal import About, Journal, Recorder
+from holdfast.comms.journal import Journal, Recorder
+from holdfast.comms.op_description import OpTensors
 from holdfast.ft.telemetry.metrics_server import MetricsServer
 
 PORT = "HOLDFAST_METRICS_PORT"
@@ -136,7 +137,7 @@ class _TallyJournal:
         self.sums: dict[str, _Sums] = {}
         self._op, self._nbytes, self._began = "", 0, 0.0
 
-    def enter(self, op: str, seq: int, nbytes: int, about: About, detail: Hashable, peer: int) -> None:
+    def enter(self, op: str, seq: int, nbytes: int, about: OpTensors, detail: Hashable, peer: int) -> None:
         if self._inner is not None:
             self._inner.enter(op, seq, nbytes, about, detail, peer)
         self._op, self._nbytes, self._began = op, nbytes, time.perf_counter()

@@ -25,7 +25,7 @@ from holdfast.backends.nccl import settings as nccl_settings
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.grouped_calls import _this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
-from holdfast.comms.execution.argument_checks import Arguments
+from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
@@ -402,7 +402,7 @@ class Elsewhere(torch.Tensor):
 
 
 def test_a_tensor_of_another_gpu_is_refused_before_anything_moves() -> None:
-    checks = Arguments(0, 2, torch.device("cuda", 0), registry().backend("nccl").info)
+    checks = ArgumentChecks(0, 2, torch.device("cuda", 0), registry().backend("nccl").info)
     with pytest.raises(ValueError, match=r"cuda:1, which a communicator on cuda:0 cannot use"):
         checks.operand(torch.ones(2).as_subclass(Elsewhere))
 

@@ -12,7 +12,7 @@ from support.source_tree import NAMESPACE, ROOT, module_name, modules, runtime_i
 
 LAYERS = {
     "comms": """
-        errors ops journal arithmetic quantities object_codec
+        errors op_description ops journal arithmetic quantities object_codec
         system
         work
         tensors

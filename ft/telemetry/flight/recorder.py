@@ -21,7 +21,8 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.journal import POINT_TO_POINT, About
+from holdfast.comms.journal import POINT_TO_POINT
+from holdfast.comms.op_description import OpTensors
 from holdfast.comms.system.environment import flag
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.telemetry.event_log import DIRECTORY
@@ -155,7 +156,7 @@ class FlightRecorder:
 
     # What the journals use: the mapping lives as long as any of them -----------------------------------------------
 
-    def describe(self, op: str, about: About, detail: Hashable, peer: int, key: Hashable) -> int:
+    def describe(self, op: str, about: OpTensors, detail: Hashable, peer: int, key: Hashable) -> int:
         """The number of the text with an op's signature, negative for point to point; writes a new text if needed."""
         with self._lock:
             if (known := self._texts.get(key)) is not None:
@@ -207,7 +208,7 @@ class FlightJournal:
     def _closures(
         self, recorder: FlightRecorder, communicator: int
     ) -> tuple[
-        Callable[[str, int, int, About, Hashable, int], None],
+        Callable[[str, int, int, OpTensors, Hashable, int], None],
         Callable[[BaseException | None], None],
         Callable[[], tuple[int, int]],
     ]:
@@ -218,7 +219,7 @@ class FlightJournal:
         others: dict[tuple[str, int], int] = {}
         at = number = collectives = 0
 
-        def enter(op: str, seq: int, nbytes: int, about: About, detail: Hashable, peer: int) -> None:
+        def enter(op: str, seq: int, nbytes: int, about: OpTensors, detail: Hashable, peer: int) -> None:
             nonlocal at, number, collectives
             key: Hashable
             if about is None:

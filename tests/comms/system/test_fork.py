@@ -17,6 +17,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
+from holdfast.comms.op_description import OpDescription
 from holdfast.comms.system import forks
 from holdfast.ft import Session
 from holdfast.ft.control.rpc import RpcClient, RpcServer
@@ -145,7 +146,9 @@ def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -
             begun.set()
             go.wait(20.0)
 
-        works: list[Work] = [comm._executor.issue("slow", 0, lambda: slow, True, None, None) for _ in range(3)]
+        works: list[Work] = [
+            comm._executor.issue(OpDescription("slow", 0, None), lambda: slow, True, None) for _ in range(3)
+        ]
         assert begun.wait(20.0)
         try:
             assert in_child(lambda: [bool(refusal(work.wait)) for work in works] + [bool(refusal(done.wait))]) == [

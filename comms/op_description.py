@@ -1,0 +1,31 @@
+"""`OpDescription`: what an op is called with, for the executor, agreement checks, journals and observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import msgspec
+import torch
+
+OpTensors = torch.Tensor | tuple[torch.Tensor, ...] | None
+"""The tensors whose dtype and shape must agree on all ranks."""
+
+
+class OpDescription(msgspec.Struct, frozen=True):
+    """One op of one rank, described once. `nbytes` is the size of this rank's input.
+
+    `agreed()` is the text that must be equal on all ranks; None for point-to-point ops. `detail` is what else must
+    agree, for journals (a reduction, a tag). `peer` is the root or the other side, -1 if there is none.
+    """
+
+    name: str
+    nbytes: int
+    agreed: Callable[[], str] | None
+    tensors: OpTensors = None
+    detail: Hashable = None
+    peer: int = -1
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks issue this op alike."""
+        return self.agreed is not None
