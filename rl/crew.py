@@ -1,4 +1,4 @@
-"""Who takes part in a run, and what a worker is told when it is started."""
+"""The numbers of processes of a run by role, and the addresses that a worker gets at its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 Role = Literal["trainer", "generator", "holder"]
 Fault = tuple[str, int]
-"""A point of the program, and the step in which a fault is planned there."""
+"""A point of the program, and the step in which a fault is planned at that point."""
 
 INSIDE_REDUCTION = "inside the reduction"
 """A trainer has entered the reduction of the gradients."""
@@ -18,8 +18,9 @@ INSIDE_GENERATION = "inside a generation"
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """How many processes of each role. `spares` are trainers that wait for another to die; each version of the weights
-    is kept by `replicas` of the holders.
+    """The number of processes of each role.
+
+    `spares` are trainers that wait for another to die; `replicas` of the holders keep each version of the weights.
     """
 
     trainers: int = 2
@@ -37,7 +38,7 @@ class Crew(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run takes place: the driver's control address, the job's name and key, and its register's URL.
+    """The addresses of a run: the driver's control address, the job's name and key, and its register's URL.
 
     `replicas` holders keep a copy of each of the newest `keep` versions; `faults` may break workers.
     """

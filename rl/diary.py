@@ -1,4 +1,4 @@
-"""What a worker writes into the job's event logs about its work, so that a run can be read afterwards."""
+"""The events of a worker's own work in the job's event logs, to analyse a run afterwards."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Diary:
 
     @contextmanager
     def doing(self, activity: Activity, step: int) -> Iterator[None]:
-        """Note, once it is done, how long the `with` block took: an event `did(activity, step, seconds)`.
+        """Emit an event `did(activity, step, seconds)` at the end of the `with` block, with its duration.
 
-        `step` is the step that it is for, or the version of the weights. What ends with an error is not noted.
+        `step` is the step of the activity, or the version of the weights. A block that raises emits no event.
         """
         began = time.monotonic()
         yield
         self._log.emit("did", activity=activity, step=step, seconds=time.monotonic() - began)
 
     def note(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Note that something happened, now. Also what a weight store takes for an observer."""
+        """Emit an event with the current time. Also usable as the `observe` of a weight store."""
         self._log.emit(kind, **fields)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the event log. Idempotent."""
         self._log.close()
 
     def __enter__(self) -> Diary:

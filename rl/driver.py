@@ -1,7 +1,7 @@
-"""The driver: starts the workers of a run, replaces those that die, and says when the run is done.
+"""The driver: starts the workers of a run, replaces dead ones, and decides when the run is done.
 
-It does no arithmetic and holds no weights. Trainers recover by themselves (`ft`), so all it does for them is to start
-another spare; what a dead generator had in hand goes back to the queue, and a new generator or holder takes over.
+It does no arithmetic and holds no weights. Trainers recover by themselves (`ft`); for a dead one the driver only starts
+another spare. The units of a dead generator go back to the queue, and a new generator or holder takes over.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from holdfast.rl.roles.service import Audience, Service
 from holdfast.rl.roles.trainer import train
 
 LEASE_SECONDS = 30.0
-"""A generator that has had a unit for so long is taken for stuck, and ended."""
+"""Seconds with one unit after which a generator is taken for stuck, and ended."""
 
 _STOP_SECONDS = 10.0
 _RESTARTS = 10
-"""More workers lost than this are not bad luck: the run fails, and says how the last one ended."""
+"""The most workers that a run may lose; one more fails the run, with the reason of the last end."""
 
 
 class RunFailed(HoldfastError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Place:
 
 
 class TrainingDriver:
-    """One run of `recipe` by `crew`. `site` says where; its `address` is filled in.
+    """One run of `recipe` by `crew` at `site`, whose `address` is filled in.
 
-    `audience` hears of everything that happens; `pause` may hold up or break workers at points where faults are
+    `audience` is called with every event of the run; `pause` may delay or break workers at points where faults are
     planned (see `Service`).
     """
 
@@ -89,9 +89,9 @@ class TrainingDriver:
         return tuple(name for name, place in self._places.items() if place.role == role)
 
     async def run(self, timeout: float) -> str:
-        """Do the whole run; the digest of the final weights.
+        """Do the whole run; returns the digest of the final weights.
 
-        Raises `RunFailed`, also after `timeout` seconds, and whatever the service met. No worker is left behind.
+        Raises `RunFailed`, also after `timeout` seconds, and the errors of the service. All workers are ended.
         """
         server = AsyncRpcServer(key=self.site.key, job=self.site.job, identity="driver", handlers=self.service.handlers)
         watch = None
@@ -175,7 +175,7 @@ class TrainingDriver:
                     worker.kill()
 
     async def _stop(self) -> None:
-        """Let all workers return by themselves."""
+        """Wait for all workers to return by themselves."""
         self._ending = True
         self.service.end()
         try:

@@ -1,4 +1,4 @@
-"""What the driver tells its audience while a run goes on: one frozen type a kind of happening.
+"""The events of a run, which the driver sends to its observer: one frozen type for each kind.
 
 `time` is `time.monotonic()` seconds, which all processes of a host share.
 """
@@ -11,13 +11,13 @@ from holdfast.rl.units import Unit
 
 
 class Happening(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
-    """Something that happened at `time`."""
+    """An event at time `time`."""
 
     time: float
 
 
 class WorkerStarted(Happening, frozen=True, tag="worker_started"):
-    """A process was started; `role` is trainer, generator or holder. `replaces` names the dead one in whose place."""
+    """A process was started; `role` is trainer, generator or holder. `replaces` names the dead process it replaces."""
 
     name: str
     role: str
@@ -43,13 +43,13 @@ class WarmedUp(Happening, frozen=True, tag="warmed_up"):
 
 
 class Published(Happening, frozen=True, tag="published"):
-    """The weights after `version` committed steps can be had from the store."""
+    """The weights after `version` committed steps are in the store."""
 
     version: int
 
 
 class StepCommitted(Happening, frozen=True, tag="step_committed"):
-    """A step is known to be committed. `reward` is the mean over its samples, `tokens` how many were generated."""
+    """A step is known to be committed. `reward` is the mean over its samples, `tokens` the number generated."""
 
     step: int
     reward: float
@@ -66,7 +66,7 @@ class UnitDone(Happening, frozen=True, tag="unit_done"):
 
 
 class Evaluated(Happening, frozen=True, tag="evaluated"):
-    """The held-out exact match of a version, and the digest of its weights as the store gave them."""
+    """The held-out exact match of a version, and the digest of its weights as read from the store."""
 
     version: int
     exact_match: float
@@ -74,7 +74,7 @@ class Evaluated(Happening, frozen=True, tag="evaluated"):
 
 
 class PointReached(Happening, frozen=True, tag="point_reached"):
-    """A worker is where a fault is planned."""
+    """A worker is at a point where a fault is planned."""
 
     worker: str
     point: str

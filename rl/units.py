@@ -1,8 +1,8 @@
-"""The unit ledger: which units of work there are, who has them, and which are done. Pure: no clock, no I/O.
+"""The units of work of a run: which are open, leased or done. Pure: no clock, no I/O.
 
-A unit that was leased to a worker that died goes back to the queue, and that worker is leased nothing any more, though
-a call of it may still wait for a unit. As a unit is a pure function of its name and of
-the weights of its version, it does not matter who does it, nor if it is done twice: the first result counts.
+The units of a dead worker go back to the queue, and that worker gets no other unit, though a call of it may still wait
+for one. A unit is a pure function of its name and of the weights of its version, so any worker may do it, even twice:
+the first result counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["generate", "evaluate"]
 
 
 class Unit(msgspec.Struct, frozen=True, order=True):
-    """One piece of work with the weights of `version`; units sort in the order in which they should be done.
+    """A unit of work with the weights of `version`; units sort in the order in which they should be done.
 
     `generate`: unit `number` of `step`. `evaluate`: greedy answers to the held-out prompts; `step` is `version`.
     """
@@ -30,7 +30,7 @@ class Unit(msgspec.Struct, frozen=True, order=True):
 
 
 class UnitLease(msgspec.Struct, frozen=True):
-    """A unit in the hands of a worker since `since` (seconds on the caller's clock)."""
+    """A unit that a worker has since `since` (seconds on the caller's clock)."""
 
     unit: Unit
     worker: str
@@ -60,11 +60,11 @@ class Ledger:
 
     @property
     def leases(self) -> tuple[UnitLease, ...]:
-        """What workers have in their hands."""
+        """The leases of all workers."""
         return tuple(self._leases.values())
 
     def publish(self, version: int) -> tuple[Unit, ...]:
-        """`version` and all before it are published: open the units that need them. Returns the new units."""
+        """Open and return the units that need versions up to `version`, which are published now."""
         recipe, new = self._recipe, range(self._published + 1, version + 1)
         opened = [
             Unit(needed, step, number, "generate")
@@ -80,7 +80,7 @@ class Ledger:
         return tuple(sorted(opened))
 
     def lease(self, worker: str, now: float) -> Unit | None:
-        """Lease the next free unit to `worker`; None if there is none at present, or the worker is gone."""
+        """Lease the next free unit to `worker`; None if there is none now, or the worker is gone."""
         if worker in self._gone:
             return None
         while self._queue:
@@ -91,7 +91,7 @@ class Ledger:
         return None
 
     def complete(self, unit: Unit) -> bool:
-        """The unit is done, whoever did it. False if it was done before, or never opened."""
+        """Mark a unit done, by any worker. False if it was done before, or never opened."""
         if unit not in self._open:
             return False
         self._open.remove(unit)
@@ -99,7 +99,7 @@ class Ledger:
         return True
 
     def release(self, worker: str) -> tuple[Unit, ...]:
-        """The worker is gone for good: its units go back to the queue. Returns them."""
+        """Put the units of a worker that is gone back in the queue; returns them."""
         self._gone.add(worker)
         units = tuple(sorted(lease.unit for lease in self._leases.values() if lease.worker == worker))
         for unit in units:

@@ -1,4 +1,4 @@
-"""The catalogue in its register cell: read, changed by compare-and-set, waited for."""
+"""The catalogue in its register cell: reads, compare-and-set changes, waits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from holdfast.store.catalog import Catalog
 
 CELL = "store"
 CHANGE_SECONDS = 30.0
-"""How long a change is tried against others who change the catalogue at the same time; a try takes
-microseconds.
-"""
+"""Seconds for which a change is retried against concurrent changes; one try takes microseconds."""
 
 
 class Book:
     """The catalogue at a register URL. Safe to use from several threads.
 
-    Every method raises `RegisterAway` while the register cannot be reached, and `CorruptData` if its cell
-    holds no catalogue. A change after which `RegisterAway` is raised may have been made: transitions may be
-    applied again. `changed` is told of each change that is known to have been made: what was before, and after.
+    Every method raises `RegisterAway` while the register cannot be reached, and `CorruptData` if its cell holds no
+    catalogue. A change that raises `RegisterAway` may have been made; transitions may be applied again.
+    `changed(before, after)` is called for each change that is known to have been made.
     """
 
     def __init__(self, url: str, changed: Callable[[Catalog, Catalog], None]) -> None:
@@ -38,12 +36,12 @@ class Book:
         return self._note(*self._cell.read())
 
     def newest(self) -> tuple[int, Catalog]:
-        """The newest catalogue seen so far, without a look at the register."""
+        """The newest catalogue seen so far, without a read of the register."""
         with self._lock:
             return self._newest
 
     def change(self, transition: Callable[[Catalog], Catalog]) -> tuple[int, Catalog]:
-        """Apply a transition; returns what the catalogue is then. What the transition raises changes
+        """Apply a transition; returns the version and the catalogue after it. An error of the transition changes
         nothing.
         """
         deadline = time.monotonic() + CHANGE_SECONDS
@@ -63,13 +61,13 @@ class Book:
         return self._note(*found) if found else None
 
     def bury_dead(self) -> tuple[int, Catalog]:
-        """Look at every process of this host that the catalogue mentions, and bury the dead ones."""
+        """Remove the dead processes of this host from the catalogue."""
         version, catalog = self.read()
         dead = gone(catalog.peers())
         return self.change(lambda now: transitions.bury(now, dead)) if dead else (version, catalog)
 
     def close(self) -> None:
-        """Let go of the register. Idempotent."""
+        """Close the register. Idempotent."""
         self._cell.close()
 
     def _note(self, version: int, value: bytes) -> tuple[int, Catalog]:
@@ -84,5 +82,5 @@ class Book:
 
 
 def gone(peers: Iterable[Peer]) -> frozenset[Peer]:
-    """Those of the processes that are on this host and have ended."""
+    """The processes of `peers` that are on this host and have ended."""
     return frozenset(peer for peer in peers if peer.host == this_host() and is_gone(peer))

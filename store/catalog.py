@@ -1,6 +1,6 @@
-"""The catalogue: what versions there are, and who holds which part of them. Plain data;
-`holdfast.store.transitions` has every change that may be made to it, `holdfast.store.book` keeps it
-where all processes see it.
+"""The catalogue of versions and of the processes that hold their parts: plain data.
+
+`holdfast.store.transitions` has all changes to it, `holdfast.store.book` keeps it in a register.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.errors import NoSuchVersion
 
 KEPT = ""
-"""The publisher of a part that stays whoever dies, as long as it has a replica: its publisher closed after publishing.
-"""
+"""The publisher of a part whose publisher closed after publishing: the part stays as long as it has a replica."""
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """An open store that keeps replicas. One that is `leaving` still serves readers, but no longer counts."""
+    """An open store that keeps replicas. A `leaving` holder still serves readers, but its replicas do not count."""
 
     id: str
     peer: Peer
@@ -30,19 +29,18 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Replica(msgspec.Struct, frozen=True, array_like=True):
-    """A part in the memory of a holder (its id)."""
+    """A part in the memory of the store with id `holder`."""
 
     holder: str
     handle: Handle
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a version. `digest` stands for its bytes; the manifest starts at byte `manifest_at` of the
-    region.
+    """A part of a version. `digest` identifies its bytes; the manifest starts at byte `manifest_at` of the region.
 
-    `publisher` is the id of the store that brought it, `also` are those that brought the same bytes after it; `KEPT` in
-    place of a publisher that has closed. `accepted` from the moment that enough processes keep it: its publish may
-    have returned.
+    `publisher` is the id of the store that published it, `also` are stores that published the same bytes later; `KEPT`
+    replaces a publisher that has closed. `accepted` is True once enough processes keep the part: its `publish` may have
+    returned.
     """
 
     part: int
@@ -59,9 +57,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):
-    """A version, visible once each of its `parts` is there in `replicas` processes. It does not change
-    then.
-    """
+    """A version. It is visible once `replicas` processes hold each of its `parts`, and does not change then."""
 
     number: int
     parts: int
@@ -75,9 +71,7 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """A lease: the version stays until the pin is released, the store `holder` (its id) closes, or its process `peer`
-    ends.
-    """
+    """A lease on a version: until it is released, the store with id `holder` closes, or its process `peer` ends."""
 
     id: str
     version: int
@@ -93,8 +87,9 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Catalog(msgspec.Struct, frozen=True, array_like=True):
-    """Everything. `fence` is the newest that a publisher showed, `latest` what readers of "latest" get,
-    `keep` how many versions stay, `lost` the newest versions whose last replica died with its holder.
+    """The whole catalogue. `fence` is the newest fence of any publisher, `latest` the version that "latest" names.
+
+    `keep` is the number of versions that stay, `lost` the newest versions whose last replica died with its holder.
     """
 
     layout: int = 1
@@ -112,7 +107,7 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> Catalog:
-        """Raises `CorruptData` for anything that `encode` of this release cannot have written."""
+        """The catalogue in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
         try:
             catalog = _catalogs.decode(data)
         except msgspec.DecodeError as error:
@@ -133,7 +128,7 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
         return tuple(version.number for version in self.versions if version.visible)
 
     def need(self, wanted: int | str) -> Version:
-        """A visible version, by number or as "latest". Raises `NoSuchVersion`, saying why."""
+        """A visible version, by number or as "latest". Raises `NoSuchVersion` with the reason."""
         number = self.latest if wanted == "latest" else wanted
         version = next((each for each in self.versions if each.number == number), None)
         if version is not None and version.visible:
@@ -154,11 +149,11 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
         return next((holder for holder in self.holders if holder.id == holder_id), None)
 
     def safe(self, version: Version, shard: Shard) -> bool:
-        """Whether a part has the replicas that it is to have."""
+        """Whether a part has at least the version's number of replicas."""
         return len(self.keeping(shard)) >= version.replicas
 
     def keeping(self, shard: Shard) -> frozenset[Peer]:
-        """The processes whose replicas of a part count."""
+        """The processes that hold a replica of a part and are not leaving."""
         staying: dict[str, Peer] = {holder.id: holder.peer for holder in self.holders if not holder.leaving}
         return frozenset(staying[each.holder] for each in shard.replicas if each.holder in staying)
 

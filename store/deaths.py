@@ -1,4 +1,4 @@
-"""A thread that waits for processes of this host to end, whatever else they do, and says which."""
+"""A thread that waits for processes of this host to end, and reports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("holdfast.store")
 class Deaths:
     """Calls `report` with processes that have ended, again until it does not raise a `HoldfastError`.
 
-    The thread sleeps in the kernel until a process ends or `watch` is told of others.
+    The thread sleeps in the kernel until a process ends or `watch` is called.
     """
 
     def __init__(self, report: Callable[[frozenset[Peer]], None]) -> None:
@@ -34,9 +34,7 @@ class Deaths:
         self._thread.start()
 
     def watch(self, peers: Iterable[Peer]) -> None:
-        """From now on watch these processes, as far as they are others of this host, and no longer any
-        else.
-        """
+        """Watch the processes of `peers` that are on this host, except this one, in place of those watched so far."""
         wanted = frozenset(peer for peer in peers if peer.host == this_host() and peer.pid != os.getpid())
         with self._lock:
             if wanted != self._wanted and not self._closing:
@@ -81,13 +79,13 @@ class Deaths:
         finally:
             with self._lock:
                 self._closing = True
-            for descriptor in (*watched, self._wake):  # here, where nothing polls them any more
+            for descriptor in (*watched, self._wake):  # no other thread polls them now
                 os.close(descriptor)
 
     def _adjust(
         self, wanted: frozenset[Peer], watched: dict[int, Peer], looked_at: set[Peer], poll: select.poll
     ) -> set[Peer]:
-        """Watch what is wanted, or note that it can only be `looked_at`; returns those that have ended already."""
+        """Watch the `wanted` processes by pidfd, else add them to `looked_at`; returns those that have ended."""
         for descriptor in [descriptor for descriptor, peer in watched.items() if peer not in wanted]:
             self._forget(descriptor, watched, poll)
         ended = set()

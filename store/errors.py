@@ -1,4 +1,4 @@
-"""The store's own errors: kinds of those in `holdfast.comms.errors` that say more."""
+"""The store's errors: subclasses of those in `holdfast.comms.errors`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 
 
 class NoSuchVersion(RegionGone, LookupError):
-    """A version that is not in the store, or no longer. `version` is what was asked for, `there` what can
-    be had.
-    """
+    """A version that is not in the store, or no longer. `version` was asked for, `there` are the visible versions."""
 
     def __init__(self, version: int | str, why: str, there: Sequence[int]) -> None:
         self.version, self.there = version, tuple(there)
@@ -19,9 +17,7 @@ class NoSuchVersion(RegionGone, LookupError):
 
 
 class StoreTimeout(OpTimeout):
-    """A call of the store that did not complete in time. `op` names it, `seq` is the version, `waited`
-    seconds.
-    """
+    """A call of the store that timed out after `waited` seconds. `op` names the call, `seq` is the version."""
 
     def __init__(self, op: str, version: int, waited: float, why: str) -> None:
         self.op, self.seq, self.waited, self.missing_ranks = op, version, waited, ()

@@ -1,8 +1,7 @@
-"""What a holder does in the background: make the replicas that are lacking, notice that other holders have
-died, let superseded versions go.
+"""The background work of a holder: make missing replicas, detect dead holders, drop superseded versions.
 
-One thread waits for the catalogue to change and acts on it, another (`deaths`) for processes to end.
-Neither does anything while nothing happens, but for the register's own way of waiting.
+One thread waits for the catalogue to change and acts on it, another (`deaths`) waits for processes to end. Both are
+idle while nothing changes, except for the register's own way of waiting.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from holdfast.store.reader import PartReader
 
 TURN_SECONDS = 0.1
 SLOW_COPY = 1e9
-"""A holder that is next in turn gives the one before it `TURN_SECONDS`, and the time that a slow copy takes (bytes a
-second), to make a replica.
-"""
+"""Bytes a second. The next holder in turn waits `TURN_SECONDS` plus a copy at this speed for the one before it."""
 PULL_SECONDS = 60.0
-"""How long the copying of one replica may take."""
+"""Seconds that the copy of one replica may take."""
 IDLE_SECONDS = 1.0
 RETRY_SECONDS = 0.1
 SPARE_BUFFERS = 2
@@ -39,18 +36,20 @@ ROUNDING = 64 << 10
 Key = tuple[int, int, bytes]
 """Version, part, digest."""
 Observe = Callable[[str, dict[str, object]], None]
-"""Told of what happens in this process's store, in the thread where it happens: "copied", "announced" and "published"
-(version, part, bytes) by publishers, "replica_made" (version, part), "holders_died" (pids) and "replica_condemned"
-(version, part, holder) by holders, the last one also by readers; "retired" and "lost" (version) by whoever made the
-change with which a visible version went, "lost" if its last replica went with a holder.
+"""A callback for events of this process's store, called with name and fields in the thread of the event.
+
+Publishers emit "copied", "announced" and "published" (version, part, bytes); holders "replica_made" (version, part),
+"holders_died" (pids) and, as readers do, "replica_condemned" (version, part, holder). The store whose change removed a
+visible version emits "lost" (version) if its last replica went with a holder, else "retired" (version).
 """
 _log = logging.getLogger("holdfast.store")
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A part in this process. It stays while somebody here is still `bringing` it; from the register's version
-    `listed` on the catalogue decides.
+    """A part in this process. It stays while `bringing` calls of this process still publish or copy it.
+
+    From the register's version `listed` on, the catalogue decides whether it stays.
     """
 
     region: Region
@@ -60,7 +59,7 @@ class _Kept:
 
 
 class Keeper:
-    """The replicas of one store in this process, and (if it is to hold more than it publishes) the threads."""
+    """The replicas of one store in this process, and, if it holds parts of other publishers, its threads."""
 
     def __init__(self, book: Book, plane: MemoryPlane, holder: Holder, observe: Observe) -> None:
         self.holder = holder
@@ -74,14 +73,14 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="holdfast-store-keeper", daemon=True)
 
     def start(self) -> None:
-        """Enter the catalogue, and begin."""
+        """Enter the catalogue and start the threads."""
         self._book.bury_dead()
         self._book.change(lambda catalog: transitions.join(catalog, self.holder))
         self._deaths.start()
         self._thread.start()
 
     def close(self, patience: float) -> None:
-        """Let others take over what is kept here, for up to `patience` seconds, and leave the catalogue.
+        """Wait up to `patience` seconds for others to copy the replicas of this process, then leave the catalogue.
 
         The caller closes the plane before `join`.
         """
@@ -98,7 +97,7 @@ class Keeper:
         self._deaths.close()
 
     def join(self) -> None:
-        """Wait for the thread, and forget what was kept."""
+        """Wait for the thread, and close all replicas."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         with self._lock:
@@ -107,11 +106,11 @@ class Keeper:
         for each in kept:
             each.region.close()
 
-    # -- what is kept here
+    # -- the replicas of this process
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for a part (at least `nbytes`): that of one let go before if it fits, because touching
-        fresh memory costs more than copying.
+        """Memory of at least `nbytes` for a part; that of a dropped part if it fits, because touching fresh memory
+        costs more than copying.
         """
         with self._lock:
             fits = [each for each in self._spare if nbytes <= each.nbytes <= 2 * nbytes + ROUNDING]
@@ -122,12 +121,12 @@ class Keeper:
         return self._plane.empty(-(-nbytes // ROUNDING) * ROUNDING)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Memory of `allocate` that is not needed any more."""
+        """Return memory of `allocate` for reuse."""
         with self._lock:
             self._spare = [memory, *self._spare][:SPARE_BUFFERS]
 
     def keep(self, key: Key, memory: torch.Tensor, nbytes: int) -> Replica:
-        """Expose a part. It stays at least until whoever brings it has called `decide`."""
+        """Expose a part. It stays at least until the same caller calls `decide`."""
         region = self._plane.expose(memory[:nbytes])
         with self._lock:
             kept = self._kept.setdefault(key, _Kept(region, memory))
@@ -138,8 +137,9 @@ class Keeper:
         return Replica(self.holder.id, kept.region.handle)
 
     def decide(self, key: Key, at: int, catalog: Catalog) -> bool:
-        """Once for each `keep`: from now on the catalogue decides whether a part stays; it is `catalog` at the
-        register's version `at`. Says whether the part stays.
+        """Let the catalogue decide from now on whether a part stays; call it once for each `keep`.
+
+        `catalog` is the catalogue at the register's version `at`. Returns whether the part stays.
         """
         with self._lock:
             kept = self._kept.get(key)
@@ -151,7 +151,7 @@ class Keeper:
             return key in self._kept
 
     def _let_go(self, at: int, catalog: Catalog) -> None:
-        """Close what the catalogue of the register's version `at` does not list any more."""
+        """Close the replicas that the catalogue of the register's version `at` no longer lists."""
         listed = _handles(catalog, self.holder.id)
         with self._lock:
             over = [
@@ -186,8 +186,9 @@ class Keeper:
                 self._closing.wait(IDLE_SECONDS)
 
     def _own_up(self, catalog: Catalog) -> None:
-        """Take out of the catalogue what it lists of us and we do not have: a change that was made although the
-        register seemed to be away.
+        """Retract catalogue entries for replicas that this process does not hold.
+
+        They come from changes that were made although the register seemed to be away.
         """
         if not _handles(catalog, self.holder.id) <= self._handles_now():
             self._book.change(lambda now: transitions.disown(now, self.holder.id, self._handles_now()))
@@ -197,11 +198,11 @@ class Keeper:
             return {each.region.handle for each in self._kept.values()}
 
     def _patience(self) -> float:
-        """Seconds until something is due, whether the catalogue changes or not."""
+        """Seconds until the next replica is due, or `IDLE_SECONDS`."""
         return max(0.0, min(self._due.values(), default=time.monotonic() + IDLE_SECONDS) - time.monotonic())
 
     def _replicate(self, catalog: Catalog) -> None:
-        """Make one replica, the most urgent one that is due. Having made it, the catalogue has changed."""
+        """Make the most urgent replica that is due. That changes the catalogue, so the next turn follows at once."""
         now = time.monotonic()
         lacking = {}
         for version, shard, turn in transitions.missing(catalog, self.holder.id):
@@ -243,7 +244,7 @@ class Keeper:
             self._observe("replica_made", {"version": version.number, "part": shard.part})
 
     def condemn(self, number: int, part: int, holder_id: str) -> None:
-        """Tell everybody that a replica has wrong bytes."""
+        """Remove a replica with wrong bytes from the catalogue, and report it."""
         _log.warning("version %d part %d of holder %s has wrong bytes", number, part, holder_id)
         self._book.change(lambda now: transitions.drop_replica(now, number, part, holder_id))
         self._observe("replica_condemned", {"version": number, "part": part, "holder": holder_id})
@@ -254,7 +255,7 @@ class Keeper:
 
 
 def _handles(catalog: Catalog, holder_id: str) -> set[Handle]:
-    """What the catalogue lists of a holder."""
+    """The regions of the replicas that the catalogue lists for a holder."""
     return {
         replica.handle
         for version in catalog.versions

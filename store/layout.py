@@ -1,9 +1,8 @@
-"""How the tensors of a part lie in its one region: small ones packed together, large ones after them, then
-a manifest.
+"""The layout of a part's region: small tensors packed together, then large tensors, then a manifest.
 
-The manifest names every tensor and carries a checksum for every piece: a run of small tensors, or a stretch
-of a large one. Readers copy and verify piece by piece. The digest of the manifest therefore stands for all
-the bytes; it does not depend on the order of the state dict, on strides, or on storage that tensors share.
+The manifest lists every tensor, and a checksum for every piece: a run of small tensors, or a range of a large one.
+Readers copy and verify piece by piece. So the digest of the manifest identifies all the bytes; it does not depend on
+the order of the state dict, on strides, or on storage that tensors share.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.tensors.memory import plain_tensor
 
 PIECE_BYTES = 2 << 20
-"""The longest piece, in bytes: short enough to be verified while it is in the cache."""
+"""The most bytes of a piece: few enough to verify it while it is in the cache."""
 LARGE_BYTES = 256 << 10
-"""Tensors of this many bytes have pieces of their own, and are read straight into place."""
+"""Tensors of at least this many bytes have pieces of their own, and are read straight into place."""
 ALIGNMENT = 64
 DEEPEST = 200
-"""So many levels of mappings, or dots in a name, a state dict may have."""
+"""The most levels of mappings, or dots in a name, of a state dict."""
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -55,9 +54,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """Bytes that are copied and verified together, and the tensors (positions in the manifest) that have
-    some.
-    """
+    """Bytes that are copied and verified together, and their tensors (positions in the manifest)."""
 
     offset: int
     nbytes: int
@@ -65,9 +62,7 @@ class CopyPiece:
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What a part consists of. `entries` are in the order of their offsets, `checksums` (xxh3, 64 bits) of
-    pieces.
-    """
+    """The content of a part: `entries` in the order of their offsets, `checksums` (xxh3, 64 bits) of the pieces."""
 
     entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
@@ -77,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes, data_bytes: int) -> Manifest:
-        """Raises `CorruptData` for anything that `encode` cannot have written for `data_bytes` bytes of tensors."""
+        """The manifest in `data`. Raises `CorruptData` if it cannot be that of `data_bytes` bytes of tensors."""
         try:
             manifest = _manifests.decode(data)
             end = 0
@@ -117,7 +112,7 @@ def _pieces(entries: tuple[TensorEntry, ...]) -> Iterator[CopyPiece]:
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Names and tensors of a state dict; those of nested mappings are joined with dots.
+    """Names and tensors of a state dict; names in nested mappings are joined with dots.
 
     Raises TypeError for anything but tensors, ValueError for a name that occurs twice or is not valid text,
     `Unsupported` for tensors without plain memory of their own.
@@ -165,12 +160,12 @@ def _plain(name: str, value: object) -> torch.Tensor:
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie on the CPU as those of a contiguous tensor do."""
+    """Whether a tensor is on the CPU with its bytes laid out as in a contiguous tensor."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The bytes of a tensor where they lie, as a flat uint8 tensor; None if they do not lie in order."""
+    """The bytes of a tensor as a flat uint8 view; None unless `lies_in_order`."""
     return tensor.view(-1).view(torch.uint8) if lies_in_order(tensor) else None
 
 
@@ -180,15 +175,13 @@ def checksum(data: torch.Tensor) -> int:
 
 
 def digest_of(manifest: bytes | memoryview) -> bytes:
-    """What stands for all the bytes of a part: 16 bytes."""
+    """The digest (16 bytes) that identifies all the bytes of a part."""
     return xxhash.xxh3_128_digest(manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """A part in memory of its own: the first `nbytes` of `memory` hold the tensors and, from `manifest_at`
-    on, the manifest.
-    """
+    """A part in memory of its own: the first `nbytes` of `memory`, with the manifest from `manifest_at` on."""
 
     memory: torch.Tensor
     nbytes: int
@@ -198,9 +191,7 @@ class PackedPart:
 
 
 def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Tensor]) -> PackedPart:
-    """Copy tensors into memory from `allocate(nbytes)`: flat uint8, no shorter. They may be changed
-    afterwards.
-    """
+    """Copy tensors into memory from `allocate(nbytes)` (flat uint8, at least that long); they may change afterwards."""
     entries, data_bytes = _place(tensors)
     pieces = tuple(_pieces(entries))
     manifest_at = _aligned(data_bytes)
@@ -222,7 +213,7 @@ def pack(tensors: Mapping[str, torch.Tensor], allocate: Callable[[int], torch.Te
 
 
 def _place(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Small tensors first, then large ones, by name; and the bytes they take."""
+    """The entries, small tensors first, then large ones, by name; and the bytes that they take."""
     entries, offset = [], 0
     for name in sorted(tensors, key=lambda name: (tensors[name].nbytes >= LARGE_BYTES, name)):
         tensor = tensors[name]
@@ -236,8 +227,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _copy_in(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor, piece: CopyPiece) -> None:
-    """Copy what belongs to `piece`, so that it is checksummed while it is in the cache; tensors that do not lie in
-    order are copied whole, with their first piece.
+    """Copy the bytes of `piece`, so that it is checksummed while it is in the cache.
+
+    Tensors that do not lie in order are copied whole, with their first piece.
     """
     if lies_in_order(source):
         start = max(piece.offset - entry.offset, 0)
@@ -252,7 +244,7 @@ def _copy_in(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor, pie
 
 
 def difference(ours: Manifest, theirs: Manifest) -> str:
-    """In words, how two parts differ; an empty text if they do not."""
+    """How two parts differ, in words; "" if they do not."""
     mine, other = ({entry.name: entry for entry in manifest.entries} for manifest in (ours, theirs))
     if missing := sorted(other.keys() - mine.keys()):
         return f"it lacks {_some(missing)}"

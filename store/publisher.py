@@ -1,6 +1,4 @@
-"""Publishing one part of a version: copied, exposed, announced, and replicated by others before the call
-returns.
-"""
+"""Publishes one part of a version: copies, exposes and announces it, and waits until other processes hold it."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from holdfast.store.reader import PartReader
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is published, and how it is to be kept."""
+    """The part to publish, and how many processes and versions to keep."""
 
     version: int
     part: int
@@ -32,7 +30,7 @@ class Terms:
 
 
 class Publication:
-    """One part on its way into the catalogue."""
+    """The publication of one part."""
 
     def __init__(
         self,
@@ -49,9 +47,9 @@ class Publication:
         self._began = time.monotonic()
 
     def run(self, timeout: float) -> None:
-        """Return once enough processes keep the part, or it turns out to be published already.
+        """Return once enough processes hold the part, or it is published already.
 
-        On any error the part is withdrawn, unless enough processes keep it by then. Raises `StoreTimeout`,
+        On any error the part is withdrawn, unless enough processes hold it by then. Raises `StoreTimeout`,
         `StaleEpoch`, `Mismatch`.
         """
         replica = self._keeper.keep(self._key, self._packed.memory, self._packed.nbytes)
@@ -74,7 +72,7 @@ class Publication:
     def _announce(self, shard: Shard) -> tuple[int, Catalog]:
         terms = self._terms
         if self._book.read()[1].version(terms.version) is not None:
-            self._book.bury_dead()  # whoever began this version may be gone, and nobody has noticed yet
+            self._book.bury_dead()  # the process that began this version may be dead, undetected so far
         try:
             return self._book.change(
                 lambda now: transitions.announce(
@@ -126,7 +124,7 @@ class Publication:
         self._keeper.decide(self._key, at, catalog)
 
     def _difference(self) -> str:
-        """How what is there under our number differs from what we have, as far as that can be read now."""
+        """How the published part of this version differs from ours, as far as it can be read now."""
         _, catalog = self._book.read()
         version = catalog.version(self._terms.version)
         shard = catalog.shard(self._terms.version, self._terms.part)
@@ -140,7 +138,7 @@ class Publication:
 
 
 def _find(catalog: Catalog, number: int, shard: Shard) -> str:
-    """How a part that was announced stands: "safe", "waiting" for replicas, or "gone"."""
+    """The state of an announced part: "safe", "waiting" for replicas, or "gone"."""
     version, known = catalog.version(number), catalog.shard(number, shard.part)
     if version is not None and known is not None and known.digest == shard.digest:
         return "safe" if version.visible or known.accepted else "waiting"

@@ -1,5 +1,6 @@
-"""Reading: parts pulled piece by piece from whoever holds them, each piece verified, the next replica taken
-when one fails, and the tensors of a state dict filled from that.
+"""Reads parts piece by piece from their holders, verifies each piece, and fills the tensors of a state dict.
+
+If a replica fails, the next one is read.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from holdfast.store.layout import (
 )
 
 Condemn = Callable[[int, int, str], None]
-"""Told of a replica with wrong bytes: version, part, holder's id."""
+"""A callback for a replica with wrong bytes: version, part, holder's id."""
 
 
 class PartReader:
-    """One part of a version, from any of its replicas. For one thread."""
+    """Reads one part of a version from any of its replicas. For one thread."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class PartReader:
         return self.shard.replicas[0].handle.nbytes
 
     def manifest(self, into: torch.Tensor | None = None) -> Manifest:
-        """What the part consists of; its bytes are left in `into` if given."""
+        """The part's manifest; its bytes are left in `into` if given."""
         start = self.shard.manifest_at
         if not 0 <= start <= self.nbytes:
             raise CorruptData(f"version {self.version} part {self.shard.part}: a manifest outside its region")
@@ -68,14 +69,14 @@ class PartReader:
         return Manifest.decode(data.numpy().tobytes(), start)
 
     def piece(self, piece: CopyPiece, expected: int, into: torch.Tensor) -> None:
-        """The bytes of a piece, verified, into a flat uint8 tensor of that size.
+        """Read and verify the bytes of a piece into a flat uint8 tensor of that size.
 
         Raises `RegionGone` if no replica can be read, `CorruptData` if one can and none is right.
         """
         self._pull(piece.offset, into, lambda: checksum(into) == expected)
 
     def everything(self, into: torch.Tensor) -> None:
-        """The whole region, as its publisher laid it out, into a flat uint8 tensor of `nbytes`."""
+        """Read the whole region, as its publisher laid it out, into a flat uint8 tensor of `nbytes`."""
         manifest = self.manifest(into[self.shard.manifest_at :])
         for piece, expected in zip(manifest.pieces(), manifest.checksums, strict=True):
             self.piece(piece, expected, into[piece.offset : piece.offset + piece.nbytes])
@@ -104,9 +105,7 @@ class PartReader:
 
 
 def _by_preference(catalog: Catalog, shard: Shard) -> Sequence[Replica]:
-    """This process's own first, those about to close last, and the others in an order that differs by
-    reader.
-    """
+    """In reading order: this process first, leaving holders last, others in an order that differs by reader."""
     me = this_process()
 
     def preference(replica: Replica) -> tuple[bool, bool, int]:
@@ -118,9 +117,7 @@ def _by_preference(catalog: Catalog, shard: Shard) -> Sequence[Replica]:
 
 
 def check_fit(parts: Sequence[Manifest], wanted: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """Raises `Mismatch`, saying where, unless every wanted tensor is there as it is wanted, and, if
-    `strict`, no other.
-    """
+    """Raise `Mismatch` unless `parts` have every wanted tensor with its shape and dtype and, if `strict`, no other."""
     there: dict[str, TensorEntry] = {}
     for manifest in parts:
         for entry in manifest.entries:
@@ -144,10 +141,10 @@ def check_fit(parts: Sequence[Manifest], wanted: Mapping[str, torch.Tensor], str
 
 
 def fill_shared(parts: Sequence[tuple[PartReader, Manifest]], wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """Fill the wanted tensors that share memory, from a copy; returns their names. Of tied tensors that get the same
-    bytes one is left for `fill`.
+    """Fill the wanted tensors that share memory, from a copy; returns their names.
 
-    Raises `Mismatch`, before any tensor is changed, if two get different bytes in one place.
+    Of tied tensors that get the same bytes, one is left for `fill`. Raises `Mismatch`, before any tensor is changed, if
+    two get different bytes in one place.
     """
     groups = sharing(wanted)
     sums = _sums_of_large(manifest for _, manifest in parts) if groups else {}
@@ -171,7 +168,7 @@ def fill_shared(parts: Sequence[tuple[PartReader, Manifest]], wanted: Mapping[st
 
 
 def _sums_of_large(manifests: Iterable[Manifest]) -> dict[str, tuple[int, ...]]:
-    """The checksums of the pieces of each large tensor: equal for tensors of equal bytes."""
+    """The checksums of each large tensor's pieces: equal for tensors of equal bytes."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for manifest in manifests:
         for piece, known in zip(manifest.pieces(), manifest.checksums, strict=True):
@@ -182,9 +179,7 @@ def _sums_of_large(manifests: Iterable[Manifest]) -> dict[str, tuple[int, ...]]:
 
 
 def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Read the wanted tensors of a part, all of which fit. Nothing else of the part is read, but for
-    neighbours of small tensors.
-    """
+    """Read the wanted tensors of a part, which all fit; of the rest, only neighbours of small tensors are read."""
     staging = torch.empty(0, dtype=torch.uint8, device="cpu")
     staged: dict[int, torch.Tensor] = {}
     for piece, expected in zip(manifest.pieces(), manifest.checksums, strict=True):
@@ -211,12 +206,12 @@ def fill(reader: PartReader, manifest: Manifest, wanted: Mapping[str, torch.Tens
 
 
 def _as_in(entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:
-    """The bytes of an entry as the tensor that they are."""
+    """The bytes of an entry as a tensor of its dtype and shape."""
     return data.view(entry.torch_dtype).view(entry.shape)
 
 
 def _place(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy a contiguous tensor on the CPU into one of the same shape and dtype that lies anyhow."""
+    """Copy a contiguous tensor on the CPU into one of the same shape and dtype, of any strides and device."""
     with torch.inference_mode(into.is_inference()):
         if lies_in_order(into):
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)

@@ -1,4 +1,4 @@
-"""`WeightStore`: what a user calls."""
+"""`WeightStore`: the public interface of the store."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from holdfast.store.reader import PartReader, check_fit, fill, fill_shared
 
 CACHED_MANIFESTS = 8
 PAUSE_SECONDS = 0.05
-"""How long a reader that found no live replica waits for news before it looks again."""
+"""Seconds that a reader without a live replica waits for a change before it tries again."""
 
 
 class HasUrl(Protocol):
-    """Anything that knows the URL of a register: a session, for example."""
+    """An object with the URL of a register, such as a session."""
 
     @property
     def url(self) -> str: ...
 
 
 class Lease:
-    """A version that stays until `release`, or until its store closes or this process ends. A context manager."""
+    """A version that stays until `release`, or until its store closes or this process ends; a context manager."""
 
     def __init__(self, version: int, release: Callable[[], None]) -> None:
         self.version = version
@@ -47,7 +47,7 @@ class Lease:
         forks.own(self, f"a lease on version {version}", ("version",))
 
     def release(self) -> None:
-        """Idempotent. Raises `RegisterAway` while the register cannot be reached; the version stays until then."""
+        """End the lease. Idempotent. If the register cannot be reached, raises `RegisterAway`; the version stays."""
         if self._release is not None:
             self._release()
             self._release = None
@@ -62,16 +62,15 @@ class Lease:
 class WeightStore:
     """Versioned weights, in the memory of the processes that have this store open.
 
-    `url` names a job's register (`memory://name` for one process, `sqlite:///path` for a host), or is
-    something that has a `url`. Each version is kept in `replicas` different processes (2; 1 for
-    `memory://`), by publishers and by every process that has opened the store with `hold=True`;
-    `hold=False` is for processes that only read, or publish what others will keep. The newest `keep`
-    versions stay, and those that are pinned. `plane` is the memory plane that the bytes move over, by name.
-    `timeout` is what calls without one of their own may take, in seconds. `observe` is told what happens,
-    by name and fields.
+    `url` names a job's register (`memory://name` for one process, `sqlite:///path` for a host), or is an object with a
+    `url`. Each version is kept in `replicas` different processes (2; 1 for `memory://`): publishers, and processes that
+    opened the store with `hold=True`. `hold=False` is for processes that only read, or publish what others keep. The
+    newest `keep` versions stay, and pinned ones. `plane` is the name of the memory plane that moves the bytes.
+    `timeout` is the limit, in seconds, of calls without one of their own. `observe` is called for each event, with its
+    name and fields.
 
-    Every call raises `RegisterAway` while the register cannot be reached. Safe to use from several threads;
-    not to be used in a process forked from the one that opened it.
+    Every call raises `RegisterAway` while the register cannot be reached. Safe to use from several threads; not in a
+    process forked from the one that opened it.
     """
 
     def __init__(
@@ -122,20 +121,18 @@ class WeightStore:
         fence: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Bring part `part` of `parts` of version `version`: a flat or nested mapping of names to plain
-        tensors.
+        """Publish part `part` of `parts` of version `version`: a flat or nested mapping of names to plain tensors.
 
-        Returns once `replicas` processes keep this part; the version is visible from the moment that all
-        its parts are kept so. The tensors are copied, and may be changed afterwards. Publishing the same
-        bytes again does nothing.
+        Returns once `replicas` processes keep this part; the version is visible once that holds for all its parts. The
+        tensors are copied, and may be changed afterwards. Publishing the same bytes again does nothing.
 
-        `fence` is the publisher's epoch: `StaleEpoch` once a publisher of a later one has been here.
-        `Mismatch`, saying what differs, if the version is there with other bytes or parts. `StoreTimeout`
-        if the replicas are not there after `timeout` seconds: the part is withdrawn then.
+        `fence` is the publisher's epoch. Raises `StaleEpoch` if a publisher of a later epoch has published, `Mismatch`
+        with the difference if the version exists with other bytes or parts, `StoreTimeout` if the replicas do not exist
+        after `timeout` seconds: the part is withdrawn then.
 
-        A published part stays when its store is closed, if the version is not visible yet too: as long as a replica of
-        it is left, no later version supersedes it and no later `fence` begins anew. A publisher that dies
-        before its version is visible leaves nothing behind: another one may bring other bytes.
+        A published part outlives its store, even if the version is not visible yet: until its last replica is gone, a
+        later version supersedes it or a later `fence` begins anew. A publisher that dies before its version is visible
+        leaves nothing behind: another one may publish other bytes.
         """
         self._check_usable()
         version, part, parts = _number(version, "version"), _number(part, "part"), _number(parts, "parts")
@@ -170,11 +167,10 @@ class WeightStore:
         """Fill the tensors of `into` with those of a version; returns the version's number.
 
         Names, shapes and dtypes must agree, and tensors that share memory (tied weights, views of one buffer) must get
-        the same bytes there (`Mismatch`, before anything is changed); with `strict=False`
-        the version may have more tensors than `into`. Bytes come straight from the memory of holders, each
-        piece verified; if a holder dies or has wrong bytes the next one is read. "latest" moves on to a
-        newer version if the one being read is let go meanwhile. After an error other than `Mismatch` and
-        `NoSuchVersion` the tensors hold an unusable mixture.
+        the same bytes there (`Mismatch`, before anything is changed). With `strict=False` the version may have more
+        tensors than `into`. Bytes come straight from the memory of holders, each piece verified; if a holder dies or
+        has wrong bytes, the next one is read. "latest" moves on to a newer version if the one being read is dropped
+        meanwhile. After an error other than `Mismatch` and `NoSuchVersion` the tensors hold an unusable mixture.
 
         Raises `NoSuchVersion`, `CorruptData` if no replica has the right bytes, `StoreTimeout`.
         """
@@ -237,14 +233,14 @@ class WeightStore:
         return list(self._read().visible())
 
     def holders(self, version: int | Literal["latest"] = "latest") -> tuple[Holder, ...]:
-        """Who holds a version (any part of it), publishers first: each has `pid` and `peer`."""
+        """The holders of a version (of any part of it), publishers first; each has `pid` and `peer`."""
         catalog = self._read()
         ids = [each.holder for shard in catalog.need(_wanted(version)).shards for each in shard.replicas]
         found = (catalog.holder(each) for each in dict.fromkeys(ids))
         return tuple(holder for holder in found if holder is not None)
 
     def wait(self, version: int, timeout: float | None = None) -> int:
-        """Return as soon as `version`, or a newer one, is visible: the newest. Raises `StoreTimeout`."""
+        """Wait until `version` or a newer one is visible; returns the newest visible one. Raises `StoreTimeout`."""
         self._check_usable()
         version = _number(version, "version")
         began = time.monotonic()
@@ -272,8 +268,7 @@ class WeightStore:
             self._change(lambda now: transitions.unpin(now, lease))
 
     def rollback(self, version: int) -> None:
-        """Make `version` the latest. Newer ones can still be had by number until they are superseded or
-        deleted.
+        """Make `version` the latest. Newer ones can be read by number until they are superseded or deleted.
 
         Raises `NoSuchVersion`.
         """
@@ -281,16 +276,14 @@ class WeightStore:
         self._change(lambda now: transitions.rollback(now, number))
 
     def delete(self, version: int) -> None:
-        """Let a version go; its number may then be published again. Raises `NoSuchVersion`, `Mismatch` if
-        pinned.
-        """
+        """Delete a version; its number may be published again. Raises `NoSuchVersion`, `Mismatch` if it is pinned."""
         number = _number(version, "version")
         self._change(lambda now: transitions.delete(now, number))
 
     # -- the end
 
     def close(self) -> None:
-        """Hand over what only this process holds, if others are there to take it, and leave. Idempotent."""
+        """Wait for other holders, if any, to copy what only this process holds, and leave. Idempotent."""
         if self._ending.detach() is not None:
             _end(self._keeper, self._book, self._plane, self._timeout)
 
@@ -338,4 +331,4 @@ def _tell_ended(observe: Observe, holder_id: str, before: Catalog, after: Catalo
 
 
 def _nobody(kind: str, fields: dict[str, object]) -> None:
-    """Nobody observes."""
+    """The default `observe`: does nothing."""

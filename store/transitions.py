@@ -1,11 +1,10 @@
-"""Every change that may be made to the catalogue, as pure functions.
+"""All changes of the catalogue, as pure functions.
 
-Each takes a catalogue and returns the next one (an equal one if nothing changes), or raises a typed error.
-Since all of them go through the register's compare-and-set, whatever dies, the catalogue is always one that
-a transition made.
+Each takes a catalogue and returns the next one (an equal one if nothing changes), or raises a typed error. All of them
+go through the register's compare-and-set, so the catalogue is always the result of a whole transition, whatever dies.
 
-After every transition `_settle` accepts parts that enough processes keep, makes complete versions visible and lets
-superseded ones go.
+After every transition `_settle` accepts parts that enough processes keep, makes complete versions visible and drops
+superseded ones.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import KEPT, Catalog, Holder, Past, Pin, Replica, Shard, Version
 
 REMEMBERED = 16
-"""How many numbers of versions that are gone the catalogue keeps."""
+"""The number of past versions whose numbers the catalogue keeps."""
 
 
 # -- publishing
 
 
 def check_fence(catalog: Catalog, fence: int | None) -> None:
-    """Raises `StaleEpoch` for a publisher whose epoch is over."""
+    """Raise `StaleEpoch` for a publisher whose epoch is over."""
     if fence is not None and catalog.fence is not None and fence < catalog.fence:
         raise StaleEpoch(
             f"a publisher of epoch {catalog.fence} was here before this one of epoch {fence}: nothing was published; "
@@ -46,11 +45,10 @@ def announce(
     keep: int,
     fence: int | None,
 ) -> Catalog:
-    """A publisher holds a part of a version. The same bytes again add a publisher and a replica, or change nothing once
-    visible.
+    """Add a part of a version that its publisher holds.
 
-    Raises `StaleEpoch`, and `Mismatch` if the version is there with other parts or other bytes, or the publisher's
-    store is not open any more.
+    The same bytes again add a publisher and a replica, or change nothing once the version is visible. Raises
+    `StaleEpoch`, and `Mismatch` if the version exists with other parts or bytes, or the publisher's store is closed.
     """
     check_fence(catalog, fence)
     if catalog.holder(shard.publisher) is None:
@@ -95,9 +93,7 @@ def _older(fence: int | None, than: int) -> bool:
 
 
 def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica: Replica) -> Catalog:
-    """A holder has a replica of a part. Nothing changes if the part is gone, or its process has one
-    already.
-    """
+    """Add a holder's replica of a part. Changes nothing if the part is gone or the process has a replica already."""
     version, shard = catalog.version(number), catalog.shard(number, part)
     holder = catalog.holder(replica.holder)
     if version is None or shard is None or holder is None or shard.digest != digest:
@@ -110,7 +106,7 @@ def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica:
 
 
 def withdraw(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
-    """A publisher gives up a part, unless enough processes keep it already. It goes with its last publisher."""
+    """Withdraw a publisher from a part, unless enough processes keep it; the part goes with its last publisher."""
     shard = catalog.shard(number, part)
     return catalog if shard is None or shard.accepted else _without_publisher(catalog, number, part, publisher)
 
@@ -119,13 +115,14 @@ def withdraw(catalog: Catalog, number: int, part: int, publisher: str) -> Catalo
 
 
 def join(catalog: Catalog, holder: Holder) -> Catalog:
-    """A store is open and will keep replicas."""
+    """Add an open store that keeps replicas."""
     return catalog if catalog.holder(holder.id) else replace(catalog, holders=(*catalog.holders, holder))
 
 
 def leave(catalog: Catalog, holder_id: str) -> Catalog:
-    """A holder is about to close: others are to take over what it keeps. What it has published stays; what it is still
-    publishing is withdrawn.
+    """Mark a holder as leaving, so that others copy its replicas.
+
+    The parts that it has published stay; those that it is still publishing are withdrawn.
     """
     catalog = _settle_publications(catalog, holder_id)
     holders = tuple(replace(holder, leaving=True) if holder.id == holder_id else holder for holder in catalog.holders)
@@ -133,7 +130,7 @@ def leave(catalog: Catalog, holder_id: str) -> Catalog:
 
 
 def may_depart(catalog: Catalog, holder_id: str) -> bool:
-    """Whether nothing is lost if a holder goes now, or nobody is there who could take it over."""
+    """Whether a holder can go without loss, or no other holder could take over its replicas."""
     others = [each for each in catalog.holders if each.id != holder_id and not each.leaving]
     return not others or all(
         catalog.keeping(shard)
@@ -144,21 +141,22 @@ def may_depart(catalog: Catalog, holder_id: str) -> bool:
 
 
 def depart(catalog: Catalog, holder_id: str) -> Catalog:
-    """A store is closed, and its replicas and pins with it."""
+    """Remove a closed store with its replicas and pins."""
     catalog = _settle_publications(catalog, holder_id)
     return _remove(_unpinned(catalog, lambda each: each.holder == holder_id), {holder_id})
 
 
 def bury(catalog: Catalog, dead: Collection[Peer]) -> Catalog:
-    """Processes are gone, with their replicas, their pins, and their parts of versions that are not visible: another
-    publisher may bring other bytes for those.
+    """Remove dead processes with their replicas, their pins, and their parts of versions that are not visible.
+
+    Another publisher may publish other bytes for those parts.
     """
     catalog = _unpinned(catalog, lambda each: each.peer in dead)
     return _remove(catalog, {holder.id for holder in catalog.holders if holder.peer in dead})
 
 
 def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Catalog:
-    """A replica has the wrong bytes, or is not wanted by its holder: it goes, unless it is the only one."""
+    """Remove a replica that has wrong bytes or is not wanted by its holder, unless it is the only one."""
     version, shard = catalog.version(number), catalog.shard(number, part)
     if version is None or shard is None:
         return catalog
@@ -169,16 +167,15 @@ def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Ca
 
 
 def disown(catalog: Catalog, holder_id: str, kept: Collection[Handle]) -> Catalog:
-    """A holder keeps only `kept`: whatever else the catalogue says of it is not so."""
+    """Remove a holder's replicas from the catalogue except those with handles in `kept`."""
     dropped = _drop_replicas(catalog, {holder_id}, kept)
     return catalog if dropped == catalog else _lose(dropped)
 
 
 def missing(catalog: Catalog, holder_id: str) -> Iterator[tuple[Version, Shard, int]]:
-    """Parts that a holder could make a replica of, and its turn: 0 if it should, 1 if the first ones fail
-    to, ...
+    """The parts that a holder could copy, each with its turn: 0 for the first holder to do so, then 1, 2, ...
 
-    All holders come to the same order, which differs from part to part.
+    All holders compute the same order, which differs from part to part.
     """
     me = catalog.holder(holder_id)
     if me is None or me.leaving:
@@ -219,7 +216,7 @@ def rollback(catalog: Catalog, number: int) -> Catalog:
 
 
 def delete(catalog: Catalog, number: int) -> Catalog:
-    """Let a visible version go and forget its number. Raises `NoSuchVersion`, `Mismatch` if it is pinned."""
+    """Remove a visible version and its number. Raises `NoSuchVersion`, `Mismatch` if it is pinned."""
     catalog.need(number)
     pids = sorted(each.peer.pid for each in catalog.pins if each.version == number)
     if pids:
@@ -228,13 +225,13 @@ def delete(catalog: Catalog, number: int) -> Catalog:
     return _without(replace(catalog, past=past), [number])
 
 
-# -- what they did
+# -- the effects of a change
 
 
 def ended(before: Catalog, after: Catalog, holder_id: str) -> Iterator[tuple[str, int]]:
-    """The visible versions that are gone by a change of this holder: "lost" with their last replica, or "retired".
+    """The visible versions that a change of this holder removed: "lost" with their last replica, or "retired".
 
-    When the last holder that stays departs the store ends, and nothing is lost by that.
+    When the last holder departs, the store ends, and no version counts as lost.
     """
     departed = before.holder(holder_id) is not None and after.holder(holder_id) is None
     if departed and all(holder.leaving for holder in after.holders):
@@ -244,7 +241,7 @@ def ended(before: Catalog, after: Catalog, holder_id: str) -> Iterator[tuple[str
             yield "lost" if number in after.lost else "retired", number
 
 
-# -- what they are made of
+# -- helpers
 
 
 def _with(catalog: Catalog, version: Version) -> Catalog:
@@ -268,13 +265,13 @@ def _without(catalog: Catalog, numbers: Collection[int]) -> Catalog:
 
 
 def _unpinned(catalog: Catalog, gone: Callable[[Pin], bool]) -> Catalog:
-    """Without some pins, and what only they kept."""
+    """The catalogue without some pins and without versions that only they kept."""
     pins = tuple(each for each in catalog.pins if not gone(each))
     return catalog if len(pins) == len(catalog.pins) else _settle(replace(catalog, pins=pins))
 
 
 def _remove(catalog: Catalog, gone: Collection[str]) -> Catalog:
-    """Holders and all that is theirs."""
+    """The catalogue without some holders, their replicas and their pins."""
     if not gone:
         return catalog
     catalog = _drop_drafts(catalog, gone)
@@ -284,7 +281,7 @@ def _remove(catalog: Catalog, gone: Collection[str]) -> Catalog:
 
 
 def _lose(catalog: Catalog) -> Catalog:
-    """Let versions go that have a part without any replica."""
+    """Remove versions that have a part without a replica."""
     without = [each for each in catalog.versions if not all(shard.replicas for shard in each.shards)]
     lost = [each.number for each in without if each.visible]
     past = tuple(each for each in catalog.past if each.number not in lost)
@@ -293,7 +290,7 @@ def _lose(catalog: Catalog) -> Catalog:
 
 
 def _drop_drafts(catalog: Catalog, publishers: Collection[str]) -> Catalog:
-    """Take back the parts of versions that are not visible and that only these stores have published."""
+    """Remove the parts of invisible versions that only these stores have published."""
     for version in catalog.versions:
         for shard in version.shards:
             for publisher in publishers:
@@ -302,7 +299,7 @@ def _drop_drafts(catalog: Catalog, publishers: Collection[str]) -> Catalog:
 
 
 def _settle_publications(catalog: Catalog, publisher: str) -> Catalog:
-    """A publisher closes: its accepted parts stay without it, the others go unless somebody else publishes them too."""
+    """Remove a closing publisher: its accepted parts stay, others go unless another store publishes them too."""
     for version in catalog.versions:
         for shard in version.shards:
             if publisher not in shard.publishers:
@@ -316,7 +313,7 @@ def _settle_publications(catalog: Catalog, publisher: str) -> Catalog:
 
 
 def _without_publisher(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
-    """Take a publisher off a part of a version that is not visible; without any the part goes."""
+    """Remove a publisher of a part of an invisible version; the part goes with the last one."""
     version, known = catalog.version(number), catalog.shard(number, part)
     if version is None or version.visible or known is None or publisher not in known.publishers:
         return catalog
@@ -327,7 +324,7 @@ def _without_publisher(catalog: Catalog, number: int, part: int, publisher: str)
 
 
 def _drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handle] = ()) -> Catalog:
-    """Without the replicas of some holders, except those with handles in `but`."""
+    """The catalogue without the replicas of some holders, except those with handles in `but`."""
     for version in catalog.versions:
         for shard in version.shards:
             kept = tuple(each for each in shard.replicas if each.holder not in gone or each.handle in but)
@@ -365,7 +362,7 @@ def _complete(catalog: Catalog, version: Version) -> bool:
 
 
 def _forget(catalog: Catalog) -> Catalog:
-    """Keep the numbers of what is there, and of the newest that are gone."""
+    """Keep the past entries of existing versions, and the newest of those that are gone."""
     there = {version.number for version in catalog.versions}
     gone = [past for past in catalog.past if past.number not in there][-REMEMBERED:]
     past = tuple(past for past in catalog.past if past.number in there or past in gone)

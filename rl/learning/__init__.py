@@ -1,1 +1,1 @@
-"""What is learnt: the task, the model, the loss."""
+"""The task, the model and the loss."""

@@ -1,4 +1,4 @@
-"""One unit of generation: a pure function of (seed, step, unit) and the weights, whichever process runs it."""
+"""One unit of generation: a pure function of (seed, step, unit) and the weights, on any process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a unit yields, n = prompts x group samples, those of one prompt side by side.
+    """The samples of a unit: n = prompts x group, those of one prompt side by side.
 
     `prompts` (n, 6) and `tokens` (n, 2) int64; `logprobs` (n, 2) float32 of the tokens under the weights that
     generated them; `rewards` (n,) float32.

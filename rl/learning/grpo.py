@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: advantages from the other samples of a prompt, a clipped loss, one step."""
+"""Group-relative policy optimisation (GRPO): advantages within the samples of a prompt, a clipped loss, one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy: a Llama so small that a step takes milliseconds; from a transformers config, random at the start."""
+"""The policy: a Llama so small that a step takes milliseconds, with random initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a training run: frozen, serialisable, and all that its final weights depend on."""
+"""The parameters of a training run: frozen, serialisable, and all that its final weights depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. The defaults take held-out exact match from about 0.1 to above 0.8 in about a minute on two cores.
+    """One run. The defaults take held-out exact match from 0.1 to above 0.8 in a minute on two cores (about).
 
     A step trains on `units` units of generation, each `prompts` prompts x `group` samples. Units of step s are
     generated with weights version max(0, s - lag), where version v is the weights after v committed steps.
@@ -71,7 +71,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return range(first, min(version + self.lag + 1, self.steps))
 
     def evaluates(self, version: int) -> bool:
-        """Whether the weights of `version` are judged on the held-out prompts: the first and last always are."""
+        """Whether the weights of `version` are evaluated on the held-out prompts: the first and last always are."""
         return version % self.evaluate_every == 0 or version == self.steps
 
     def learning_rate(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""The task: sums of three digits, `7+8+5=` -> `20`, with a reward that is checked, not judged.
+"""The task: sums of three digits, `7+8+5=` -> `20`, with an exact reward.
 
 There are 1,000 prompts. The 204 held-out ones are never trained on, nor is any reordering of them (`8+7+5=` is held
 out with `7+8+5=`): the split is by multiset, the same for every seed. An answer has exactly two characters.
@@ -64,12 +64,12 @@ def _split() -> tuple[Problems, Problems]:
 
 
 def training() -> Problems:
-    """The 796 problems to learn from."""
+    """The 796 training problems."""
     return _split()[0]
 
 
 def held_out() -> Problems:
-    """The 204 problems to be judged by."""
+    """The 204 problems for evaluation."""
     return _split()[1]
 
 

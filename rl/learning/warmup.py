@@ -1,4 +1,4 @@
-"""A few supervised steps before reinforcement, so that right answers are drawn now and then and can be rewarded."""
+"""A few supervised steps before reinforcement, so that the policy sometimes draws right answers to reward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def warm_up(policy: LlamaForCausalLM, recipe: Recipe) -> float:
     """Take `recipe.warmup_steps` cross-entropy steps on training problems, in place; returns the last loss in nats.
 
-    Deterministic: every process that calls it on the same weights ends with the same bits. The optimizer is its
-    own, so reinforcement starts with a clean one.
+    Deterministic: every process that calls it on the same weights ends with the same bits. It has an optimizer of its
+    own, so reinforcement starts with a fresh one.
     """
     random = torch.Generator().manual_seed(seed_of("warmup", recipe.seed))
     optim = torch.optim.AdamW(policy.parameters(), lr=recipe.warmup_rate, betas=(0.9, 0.95), weight_decay=0.0)

@@ -1,1 +1,1 @@
-"""The services of a run: trainers, generators, the buffer."""
+"""The processes and services of a run: trainers, generators, holders, the driver's service and buffer."""

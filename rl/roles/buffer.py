@@ -1,7 +1,7 @@
-"""The replay buffer: what generators made, kept until the step that trains on it is committed.
+"""The replay buffer: generated samples, kept until the step that trains on them is committed.
 
-A step that is done again after a failure takes the same samples again. Nothing staler than the recipe's bound ever
-comes in. Pure: no clock, no I/O.
+A step that is repeated after a failure takes the same samples again. Samples staler than the recipe's bound are
+refused. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.rl.units import Unit
 
 
 class StaleUnit(HoldfastError):
-    """Samples of other weights than those that their step must be generated with."""
+    """Samples that were generated with other weights than their step requires."""
 
 
 class ReplayBuffer:
@@ -25,19 +25,18 @@ class ReplayBuffer:
 
     @property
     def committed(self) -> int:
-        """Steps that are committed: their samples are gone."""
+        """The number of committed steps, whose samples are dropped."""
         return self._committed
 
     def __len__(self) -> int:
-        """The units that are kept."""
+        """The number of kept units."""
         return sum(map(len, self._units.values()))
 
     def put(self, unit: Unit, samples: bytes) -> bool:
-        """Keep the samples of a `generate` unit. False, and nothing changes, if they are not needed: they are there,
-        or their step is committed.
+        """Keep the samples of a `generate` unit. False, with no change, if they are kept or their step is committed.
 
         Raises `StaleUnit` for a version that is not the one fixed for the step, `Mismatch` if other samples of this
-        unit are there: units must be reproducible.
+        unit are kept: units must be reproducible.
         """
         if not 0 <= unit.step < self._recipe.steps or not 0 <= unit.number < self._recipe.units:
             raise ValueError(f"no unit {unit.number} of step {unit.step} in this run")
@@ -60,9 +59,9 @@ class ReplayBuffer:
         return True
 
     def take(self, step: int, numbers: tuple[int, ...]) -> tuple[bytes, ...] | None:
-        """The samples of these units of a step, again and again until it is committed; None while one is missing.
+        """The samples of these units of a step; None while one is missing. Repeatable until the step is committed.
 
-        ValueError for a step that is committed already.
+        Raises ValueError for a step that is committed already.
         """
         if step < self._committed:
             raise ValueError(f"step {step} is committed; the buffer is at step {self._committed}")
@@ -72,7 +71,7 @@ class ReplayBuffer:
         return tuple(units[number] for number in numbers)
 
     def commit(self, steps: int) -> None:
-        """The first `steps` steps are committed: let go of their samples."""
+        """Drop the samples of the first `steps` steps, which are committed."""
         for step in range(self._committed, steps):
             self._units.pop(step, None)
         self._committed = max(self._committed, steps)

@@ -15,11 +15,11 @@ _LONG = 3600.0
 
 
 class DriverGone(HoldfastError):
-    """The driver's process is gone or has ended the run. No peer's failure: there is nothing to go on for."""
+    """The driver's process is gone or has ended the run. It is no failure of a peer: the worker must end."""
 
 
 class DriverClient:
-    """The driver of the run at `site`, as the worker named `worker` sees it. A context manager.
+    """The connection of the worker named `worker` to the driver of the run at `site`. A context manager.
 
     Calls raise `DriverGone`, and `RemoteError` if the driver refuses.
     """
@@ -29,15 +29,15 @@ class DriverClient:
         self._faults = frozenset(site.faults)
 
     def warmed(self, untrained: float, loss: float) -> None:
-        """Say how the warm-up went."""
+        """Report the result of the warm-up."""
         self._call("warmed", wire.encode(wire.Warmed(untrained, loss)))
 
     def work(self, done: Unit | None = None, result: bytes = b"") -> wire.WorkReply:
-        """Give the result of the unit that is done, and get the next."""
+        """Send the result of the unit that is done, and get the next unit."""
         return wire.decode(self._call("work", wire.encode(wire.WorkRequest(done, result))), wire.WorkReply)
 
     def take(self, request: wire.TakeRequest, check: Callable[[], None], timeout: float) -> tuple[bytes, ...]:
-        """The samples, as soon as they exist. Calls `check` now and then, which may raise to end the wait.
+        """Wait for the samples and return them. Calls `check` repeatedly, which may raise to end the wait.
 
         Raises `OpTimeout` after `timeout` seconds.
         """
@@ -51,12 +51,12 @@ class DriverClient:
                 raise OpTimeout(f"take of the samples of step {request.step}", request.step, waited)
 
     def reach(self, point: str, step: int) -> None:
-        """Be at a point of the program at which a fault may be planned; costs nothing where none is."""
+        """Report that this worker is at a point where a fault may be planned; free if none is."""
         if (point, step) in self._faults:
             self._call("reached", wire.encode(wire.Reached(point, step)))
 
     def finished(self, finished: wire.Finished) -> None:
-        """All steps are committed."""
+        """Report that all steps are committed."""
         self._call("finished", wire.encode(finished))
 
     def stay(self) -> None:

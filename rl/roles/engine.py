@@ -1,4 +1,4 @@
-"""The seam to whatever starts processes: the harness's zygote today, an actor runtime tomorrow."""
+"""The interface to what starts processes, such as the harness's zygote."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class WorkerProcess(Protocol):
     def pid(self) -> int: ...
 
     def kill(self) -> None:
-        """SIGKILL; nothing happens if it is gone."""
+        """Send SIGKILL; no effect if the process is gone."""
 
     def close(self) -> None:
-        """End the process if it still runs, and let go of it. Idempotent. `on_exit` is not called for it."""
+        """End the process if it still runs, and release it, without calling `on_exit`. Idempotent."""
 
 
 class Engine(Protocol):
-    """Starts processes and says when they end. Used from the thread of one running asyncio event loop."""
+    """Starts processes and reports their ends. Used from the thread of one running asyncio event loop."""
 
     def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> WorkerProcess:
         """Run `body(*args)` in a process of its own.
 
-        `on_exit(how)` is called in the event loop once it has ended, with how it ended in words; "" if it returned.
+        At its end, `on_exit(how)` is called in the event loop, with how it ended in words; "" if it returned.
         """

@@ -1,4 +1,4 @@
-"""A generator process: takes units from the driver, pulls the weights that each needs, gives the results back."""
+"""A generator process: takes units from the driver, reads their weights from the store, returns the results."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 WEIGHTS_SECONDS = 20.0
-"""How long it may take to pull a version that the driver says is published."""
+"""Seconds that reading a published version may take."""
 
 
 class Policies:
-    """Models by weights version. The newest `keep` are kept, so that a unit that comes back finds its weights here."""
+    """Models by weights version; the newest `keep` stay, so that a requeued unit finds its weights here."""
 
     def __init__(self, store: WeightStore, recipe: Recipe, diary: Diary, keep: int) -> None:
         self._store, self._recipe, self._diary, self._keep = store, recipe, diary, keep
         self._models: dict[int, LlamaForCausalLM] = {}
 
     def of(self, version: int) -> LlamaForCausalLM:
-        """The model with the weights of `version`; raises what the store raises if they cannot be had."""
+        """The model with the weights of `version`. Raises the store's error if they cannot be read."""
         if version not in self._models:
             full = len(self._models) == self._keep
             policy = self._models.pop(min(self._models)) if full else model.build(self._recipe.seed)
@@ -43,7 +43,7 @@ class Policies:
 
 
 def generate_units(site: Site, name: str, recipe: Recipe) -> None:
-    """The whole life of the generator `name`: until the run is over."""
+    """Run the generator `name` until the run is over."""
     torch.set_num_threads(1)
     with (
         Diary(name) as diary,
@@ -63,7 +63,7 @@ def generate_units(site: Site, name: str, recipe: Recipe) -> None:
 
 
 def _evaluate(unit: Unit, policies: Policies, diary: Diary) -> bytes:
-    """An encoded score, or nothing if the version is superseded: its worker died, and nobody waited for it."""
+    """An encoded score, or nothing if the version is superseded, because an earlier worker died with the unit."""
     try:
         policy = policies.of(unit.version)
     except NoSuchVersion:

@@ -1,4 +1,4 @@
-"""A process that holds weights: its memory keeps copies of published versions for all others to read."""
+"""A holder process: its memory keeps copies of published versions for all others to read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from holdfast.rl.roles.weights import open_store
 
 
 def hold_weights(site: Site, name: str) -> None:
-    """The whole life of the holder `name`: until the run is over."""
+    """Run the holder `name` until the run is over."""
     with Diary(name) as diary, open_store(site, diary, hold=True), DriverClient(site, name) as driver:
         driver.stay()

@@ -1,7 +1,7 @@
-"""The driver's side of every remote call: hands out units, keeps samples, hears of versions and commits.
+"""The driver's handlers of remote calls: they lease units, keep samples, and record versions and commits.
 
-All handlers run in the driver's event loop, so the state needs no locks. A call that cannot be answered yet waits a
-little (`PATIENCE`) and then says so: callers ask again, and can look at the world in between.
+All handlers run in the driver's event loop, so the state needs no locks. A call that cannot be answered yet waits up to
+`PATIENCE` seconds and then returns empty: callers call again, and can check for failures in between.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from holdfast.rl.roles.buffer import ReplayBuffer
 from holdfast.rl.units import Ledger, Unit
 
 PATIENCE = 0.25
-"""The longest that a call waits for its answer to exist, in seconds."""
+"""Seconds that a call waits at most for its answer to exist."""
 
 Audience = Callable[[Happening], None]
 
 
 async def _go_on(worker: str, reached: wire.Reached) -> None:
-    """No faults are planned."""
+    """The default `pause`: no faults are planned."""
 
 
 class Service:
     """The state of a run, and the handlers by which workers change it.
 
-    `pause(worker, reached)` is awaited before a worker may go on from a point at which a fault is planned.
+    `pause(worker, reached)` is awaited before a worker may continue from a point where a fault is planned.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Service:
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        """By the names of the calls."""
+        """The handlers by the names of their calls."""
         return {
             "warmed": self._on_warmed,
             "work": self._on_work,
@@ -79,12 +79,12 @@ class Service:
 
     @property
     def running(self) -> bool:
-        """A trainer is in a step, so the job has its first members."""
+        """Whether a trainer is in a step, so that the job has its first members."""
         return self.epoch > 0
 
     @property
     def done(self) -> bool:
-        """All steps are committed, the last weights are published, and all evaluations are in."""
+        """Whether all steps are committed, the last weights published, and all evaluations done."""
         return (
             bool(self.digests)
             and self.buffer.committed == self.recipe.steps
@@ -93,7 +93,7 @@ class Service:
         )
 
     async def until_done(self) -> None:
-        """Wait for `done`; raise the `failure` that came first."""
+        """Wait for `done`; raises the first `failure`."""
         while not self.done:
             if self.failure is not None:
                 raise again(self.failure)
@@ -105,12 +105,12 @@ class Service:
         self._wake()
 
     def fail(self, error: HoldfastError) -> None:
-        """The run cannot go on."""
+        """End the run with `error`."""
         self.failure = self.failure or error
         self._wake()
 
     def lose(self, worker: str) -> tuple[Unit, ...]:
-        """A worker is gone: requeue and return what it had leased."""
+        """Requeue and return the units of a worker that is gone."""
         units = self.ledger.release(worker)
         self._wake()
         return units
@@ -168,7 +168,7 @@ class Service:
         return b""
 
     async def _on_stay(self, worker: str, body: bytes) -> bytes:
-        """The call of a worker that only has to exist; answered once it may stop."""
+        """Answer, once the run is over, the call of a worker that only has to stay alive until then."""
         while not self._over:
             await self._change(60.0)
         return b""
@@ -224,7 +224,7 @@ class Service:
         self._changed = asyncio.Event()
 
     async def _change(self, timeout: float) -> bool:
-        """Wait until something has changed; False after `timeout` seconds without."""
+        """Wait for a change of the state; False after `timeout` seconds without one."""
         if timeout <= 0:
             return False
         try:

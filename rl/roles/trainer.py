@@ -1,7 +1,8 @@
-"""A trainer process: a rank of an `ft.Session` whose steps are gradients of GRPO, or a spare that waits to be one.
+"""A trainer process: a rank of an `ft.Session` whose steps are gradients of GRPO, or a spare.
 
-Shards belong to the step: each unit's gradient is computed by itself, and the sum of all of them has the same bits
-whoever computed which. So the weights after a step do not depend on which ranks did it, nor on how often it was tried.
+A step's shards are its units: each unit's gradient is computed by itself, and the sum of all has the same bits
+whichever rank computed which. So the weights after a step depend neither on the ranks that did it nor on the number of
+attempts.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ REDUCTION = "sum_contributions"
 """The op that is a reproducible all_reduce of the gradients."""
 
 SAMPLES_SECONDS = 60.0
-"""How long a trainer waits for the samples of a step."""
+"""Seconds that a trainer waits for the samples of a step."""
 
 HANDOVER_SECONDS = 2.0
-"""How long the other trainers wait for rank 0 to publish the last version before they do it themselves."""
+"""Seconds that the other trainers wait for rank 0 to publish the last version before they publish it."""
 
 
 class Revocations:
-    """Which epochs a session has revoked: for waits that are no ops of a communicator, and must end with its epoch."""
+    """The epochs that a session has revoked, for waits that are no ops and must end with their epoch."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -73,14 +74,14 @@ class Trainer:
         self._step = 0
 
     def warm_up(self) -> None:
-        """Take the supervised steps before the first, and tell the driver."""
+        """Take the supervised steps before the first step, and report to the driver."""
         untrained = generate.exact_match(self.policy)
         self._driver.warmed(untrained, warm_up(self.policy, self.recipe))
 
     def attempt(self, comm: Communicator, step: int, units: Sequence[int]) -> None:
-        """Sum the gradients of a step over all ranks; this one computes those of `units`.
+        """Sum the gradients of a step over all ranks; this rank computes those of `units`.
 
-        Rank 0 sees to it that the weights before the step are published. Changes neither policy nor optimizer.
+        Rank 0 ensures that the weights before the step are published. Changes neither policy nor optimizer.
         """
         self._step = step
         if comm.rank == 0:
@@ -101,7 +102,7 @@ class Trainer:
         self._diary.note("updated", {"step": step, "digest": model.digest(self.policy)})
 
     def publish(self, version: int, epoch: int) -> None:
-        """See to it that the present weights are published as `version`. Raises `Revoked` if a later epoch does."""
+        """Ensure that the current weights are published as `version`. Raises `Revoked` if a later epoch does so."""
         if self._published >= version:
             return
         with self._diary.doing("publish", version):
@@ -112,7 +113,7 @@ class Trainer:
         self._published = version
 
     def finish(self, epoch: int, rank: int, size: int) -> None:
-        """All steps are committed: see to it that the last weights are published, and tell the driver."""
+        """After the last step, ensure that the last weights are published, and report to the driver."""
         last = self.recipe.steps
         if rank != 0:
             try:
@@ -124,13 +125,13 @@ class Trainer:
 
     @hookimpl
     def before_op(self, event: OpEvent) -> None:
-        """A plugin's hook: an op begins here."""
+        """The plugin hook for the beginning of an op."""
         if event.op == REDUCTION:
             self._driver.reach(INSIDE_REDUCTION, self._step)
 
     @hookimpl
     def after_op(self, event: OpEvent) -> None:
-        """A plugin's hook: an op has ended here."""
+        """The plugin hook for the end of an op."""
         fields: dict[str, object] = {"op": event.op, "seq": event.seq, "epoch": event.epoch, "step": self._step}
         fields |= {"seconds": event.seconds, "bytes": event.nbytes}
         if event.error is not None:
@@ -139,9 +140,9 @@ class Trainer:
 
 
 def train(site: Site, name: str, recipe: Recipe, founder: bool) -> None:
-    """The whole life of the trainer `name`: until the job is finished.
+    """Run the trainer `name` until the job is finished.
 
-    A `founder` may be among those who begin the job, so it warms its policy up; others get theirs from them.
+    A `founder` may be among the first members, so it warms its policy up; later members get the policy from them.
     """
     torch.set_num_threads(1)
     with (
@@ -168,7 +169,7 @@ def train(site: Site, name: str, recipe: Recipe, founder: bool) -> None:
 
 @contextmanager
 def _observed_by(plugin: object) -> Iterator[None]:
-    """Let the hooks of `plugin` hear of every op of this process."""
+    """Call the hooks of `plugin` for every op of this process."""
     register(plugin)
     try:
         yield

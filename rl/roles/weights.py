@@ -1,4 +1,4 @@
-"""How the workers of a run open its weight store."""
+"""Opens the weight store of a run."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from holdfast.store import WeightStore
 
 
 def open_store(site: Site, diary: Diary, *, hold: bool) -> WeightStore:
-    """The run's store; close it after use. What happens in it goes into `diary`."""
+    """The run's store; close it after use. Its events go to `diary`."""
     return WeightStore(site.register, replicas=site.replicas, hold=hold, keep=site.keep, observe=diary.note)

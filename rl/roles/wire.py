@@ -1,4 +1,4 @@
-"""What the driver and its workers say to each other: msgspec messages over the control channel, never pickle."""
+"""The messages between the driver and its workers: msgspec over the control channel, never pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.rl.units import Unit
 
 
 class WorkRequest(msgspec.Struct, frozen=True):
-    """A generator's call `work`: here is what became of `done`; what next?
+    """A generator's call `work`: the result of unit `done`, and the request for the next unit.
 
     The result is encoded samples, an encoded `EvaluationScore`, or nothing if the evaluation can no longer be made.
     """
@@ -24,7 +24,7 @@ class WorkRequest(msgspec.Struct, frozen=True):
 
 
 class WorkReply(msgspec.Struct, frozen=True):
-    """The next unit; None means ask again, or stop if the run is `over`."""
+    """The next unit; None: call again, or stop if the run is `over`."""
 
     unit: Unit | None = None
     over: bool = False
@@ -38,8 +38,9 @@ class EvaluationScore(msgspec.Struct, frozen=True):
 
 
 class TakeRequest(msgspec.Struct, frozen=True):
-    """A trainer's call `take`: it is in `step` of `epoch`, so all earlier steps are committed. It wants the samples
-    of `units`. `published` is the newest weights version that it knows to be published.
+    """A trainer's call `take` for the samples of `units`, in `step` of `epoch`; all earlier steps are committed.
+
+    `published` is the newest weights version that the trainer knows to be published.
     """
 
     step: int
@@ -51,7 +52,7 @@ class TakeRequest(msgspec.Struct, frozen=True):
 
 
 class TakeReply(msgspec.Struct, frozen=True):
-    """Encoded samples, in the order asked for; None means that they are not there yet."""
+    """Encoded samples, in the order of the request; None: they do not exist yet."""
 
     samples: tuple[bytes, ...] | None = None
 
@@ -64,7 +65,7 @@ class Warmed(msgspec.Struct, frozen=True):
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """A worker's call `reached`: it is at a point where a fault is planned. The answer comes when it may go on."""
+    """A worker's call `reached`: it is at a point where a fault is planned. It may continue at the answer."""
 
     point: str
     step: int
@@ -88,7 +89,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[Message]) -> Message:
-    """The message again. Raises `CorruptData` for anything else."""
+    """The message in `data`. Raises `CorruptData` if it is not of that kind."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -117,7 +118,7 @@ def pack_samples(samples: Samples) -> bytes:
 
 
 def unpack_samples(data: bytes, count: int) -> Samples:
-    """The `count` samples again, in memory of their own. Raises `CorruptData` for anything else."""
+    """The `count` samples in `data`, in memory of their own. Raises `CorruptData` for other data."""
     packed = decode(data, _PackedSamples)
     return Samples(
         _tokens(packed.prompts, count, task.PROMPT_TOKENS),
