@@ -407,6 +407,13 @@ try:
         soon()
         store = dist.FileStore(place.removeprefix("file://"), -1)
         dist.init_process_group("holdfast", store=store, rank=rank, world_size=2)
+    elif what.startswith("dist."):
+        import holdfast.comms.torchdist
+        dist.init_process_group("holdfast", init_method=place, rank=rank, world_size=2)
+        if rank == 1:
+            time.sleep(60)
+        soon()
+        dist.recv(torch.ones(4), 1) if what == "dist.recv" else dist.irecv(torch.ones(4), 1).wait()
     else:
         comm = comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
         if rank == 1:
@@ -429,7 +436,8 @@ except KeyboardInterrupt:
     ("backend", "what"),
     [("shm", "init_process_group")]
     + [(name, what) for name in ("shm", "gloo", "ucx") for what in ("connect", "split", "barrier", "wait")]
-    + [(name, what) for name in ("shm", "ucx") for what in ("recv", "window")],
+    + [(name, what) for name in ("shm", "ucx") for what in ("recv", "window")]
+    + [("gloo", what) for what in ("recv", "dist.recv", "dist.irecv")],
 )
 def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
     place = f"file://{tmp_path}/meeting"
@@ -441,6 +449,7 @@ def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str
             stderr=subprocess.STDOUT,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            env={**os.environ, "HOLDFAST_BACKEND": backend},
         )
         for rank in ranks
     ]
