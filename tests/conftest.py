@@ -1,7 +1,7 @@
-"""What all tests share: agreement checks are on, ranks on each backend, and nothing may be left behind.
+"""Fixtures and checks of all tests: agreement checks are on, ranks on each backend, no leaks.
 
-After each test this process must have no new children (but the zygote, which serves them all) and no new threads;
-after the session also no new sockets, pipes or shared memory. A session that leaks fails, and says what.
+After each test this process must have no new children (but the zygote, which serves them all) and no new threads; after
+the session also no new sockets, pipes or shared memory. A session that leaks fails and names the leak.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _open_what_stays_open() -> None:
-    """The first TCPStore of a process makes libuv open a pipe for good."""
+    """Make the first TCPStore of this process, for which libuv opens a pipe for good."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Look for leaks here; a worker hands what it found to the process that started it, which looks for files last."""
+    """Look for leaks. An xdist worker reports its own to the main process, which checks files last."""
     processes.shut_down()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -91,7 +91,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended."""
+    """Collect the leaks of an xdist worker that has ended."""
     worker = node.gateway.id
     _leaks.extend(f"{worker}: {line}" for line in getattr(node, "workeroutput", {}).get("leaks", []))
 

@@ -1,4 +1,4 @@
-"""Idle connections of strangers, as many as they like: they cost a process no descriptors that recovery needs."""
+"""Idle connections of strangers, however many, take no descriptors that recovery needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KNOWN = {"key": b"k" * 32, "job": "job"}
 
 
 def ports_of(pid: int) -> list[int]:
-    """The TCP ports of loopback at which a process listens."""
+    """The loopback TCP ports on which a process listens."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -39,7 +39,7 @@ def ports_of(pid: int) -> list[int]:
 
 @contextmanager
 def flood(ports: list[int], count: int) -> Iterator[None]:
-    """`count` idle connections to each port, begun anew where they are closed."""
+    """Hold `count` idle connections to each port; opens them again where they are closed."""
     with ExitStack() as stack:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -81,7 +81,7 @@ def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
 
 
 def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """asyncio's own would log a traceback, and not listen for a second."""
+    """An asyncio server would log a traceback and not listen for a second."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with RpcServer(identity="server", handlers={"echo": lambda peer, body: body}, **KNOWN) as server:
         port = int(server.address.rpartition(":")[2])

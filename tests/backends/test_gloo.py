@@ -1,4 +1,4 @@
-"""What gloo itself would end the process for is an error over holdfast."""
+"""Errors that end the process in plain gloo are exceptions over holdfast."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_messages_of_a_batch_that_do_not_fit_are_mismatches(pair: LocalCluster) 
 
 @pytest.mark.timeout(120)
 def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) -> None:
-    """A thread of its own that is inside gloo when the interpreter ends would end it with SIGABRT."""
+    """A transport thread that is inside gloo when the interpreter ends would end the process with SIGABRT."""
     ranks = [
         subprocess.Popen([sys.executable, "-c", FORGETFUL, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE)
         for rank in range(2)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip in
 
 
 def survivors(outcomes: list[RankResult], dead: int) -> list[object]:
-    """What the ranks returned that were not killed; fails with the first of their errors."""
+    """The results of the ranks other than `dead`; raises the first of their errors."""
     rest = [outcome for outcome in outcomes if outcome.rank != dead]
     for outcome in rest:
         if outcome.error is not None:
@@ -63,7 +63,7 @@ def test_connecting_outside_of_mpirun_says_how_to_start() -> None:
 
 
 def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
-    """The communicator's ranks are those that were asked for, not MPI's; ending without MPI_Finalize is no failure."""
+    """Ranks are those that the script asked for, not MPI's; ending without MPI_Finalize is no failure."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, torch\n"
@@ -116,7 +116,7 @@ def test_survivors_of_a_kill_build_the_next_communicator_again_and_again(tmp_pat
 
 
 def test_a_large_send_to_a_stopped_rank_ends_in_time() -> None:
-    """MPI cannot cancel such a send; the op ends all the same, and what follows does not wait for it."""
+    """MPI cannot cancel such a send; the op ends all the same, and later ops do not wait for it."""
 
     def body(comm: Communicator, meeting: str) -> float:
         pids = comm.all_gather_object(os.getpid())
@@ -164,7 +164,7 @@ def test_an_abort_from_another_thread_ends_the_op_on_every_rank(count: int, tmp_
 
 
 def test_later_ops_name_the_reason_of_another_ranks_abort() -> None:
-    """MPI's own error may come after the word that explains it has been read."""
+    """MPI's own error may come after the message that explains it was read."""
 
     def body(comm: Communicator) -> list[str]:
         comm.barrier()
@@ -183,7 +183,7 @@ def test_later_ops_name_the_reason_of_another_ranks_abort() -> None:
 
 
 def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(tmp_path: Path) -> None:
-    """Open MPI crashes where a communicator is revoked that a process has not finished building."""
+    """Open MPI crashes when a communicator is revoked that a process has not finished building."""
 
     def body(comm: Communicator) -> None:
         for turn in range(60):
@@ -214,7 +214,7 @@ def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
 
 
 class _Watcher:
-    """Ops of a rank that is watched go the long way."""
+    """An observer: ops of an observed rank take the slow path."""
 
     @hookimpl
     def before_op(self, event: OpEvent) -> None:
@@ -223,7 +223,7 @@ class _Watcher:
 
 @pytest.mark.parametrize("watched", [False, True], ids=["all the same way", "one rank the long way"])
 def test_small_sums_are_right_for_more_kinds_than_are_prepared(watched: bool) -> None:
-    """They are prepared when they come first; that there are too many, or that a rank is watched, changes nothing."""
+    """Sums are prepared on first use; too many kinds, or an observer, change no result."""
 
     def body(comm: Communicator, watched: bool) -> tuple[int, int]:
         from holdfast.backends.mpi.transport import MOST_PREPARED
@@ -249,7 +249,7 @@ def test_small_sums_are_right_for_more_kinds_than_are_prepared(watched: bool) ->
 
 
 def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
-    """In good order, aborted in the middle of an op, or never come to an end: a hundred times, and nothing is left."""
+    """A hundred times: closed in order, aborted in the middle of an op, or never finished. Nothing is left."""
 
     def body(comm: Communicator) -> int:
         from holdfast.backends.mpi.transport import MpiTransport
@@ -289,7 +289,7 @@ def test_minima_keep_nans_as_other_backends_do() -> None:
 
 
 class ClosedFirst:
-    """A window's lock for which the thread that answers has to wait until the window is closed."""
+    """The lock of a window; the answering thread has to wait for it until the window is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -329,7 +329,7 @@ def test_a_put_that_comes_while_a_window_is_closed_writes_nothing() -> None:
 
 
 def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even when a rank was killed in the middle: no process, no session directory, no shared memory."""
+    """No process, session directory or shared memory is left, even after a kill."""
     before = set(Path("/dev/shm").iterdir())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -347,7 +347,7 @@ def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
-    """Spares are processes of the same mpirun: they initialise MPI with the others, or nobody could."""
+    """Spares are processes of the same mpirun: they have to initialise MPI together with the ranks."""
 
     def train(session: Session) -> float:
         done = 0.0

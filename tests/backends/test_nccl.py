@@ -1,7 +1,7 @@
-"""`nccl` and `rccl`: the real thing where there is a GPU (`-m gpu`), two ranks on one GPU included.
+"""`nccl` and `rccl` on a GPU where there is one (`-m gpu`), also with two ranks on one GPU.
 
-Where there is none: what they say, how they carry reductions, and what they ask of torch's group, with torch's gloo
-group in its place.
+Without a GPU: what they report, how they carry reductions, and what they ask of torch's group, with torch's gloo group
+in its place.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_the_options_are_those_of_the_installed_torch() -> None:
 
 
 def numbers(dtype: torch.dtype, seed: int, count: int = 37) -> Tensor:
-    """Values of every kind: both signs, wrap-around, NaN and infinities."""
+    """Values of every kind: both signs, values that wrap around, NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -102,7 +102,7 @@ def numbers(dtype: torch.dtype, seed: int, count: int = 37) -> Tensor:
 
 
 def reduced_by_library(given: list[Tensor], op: ReduceOp) -> Tensor:
-    """What NCCL makes of the ranks' tensors; its comparisons drop NaNs."""
+    """The reduction of the ranks' tensors as NCCL computes it; its comparisons drop NaNs."""
     assert given[0].dtype in (
         torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     )  # fmt: skip
@@ -306,7 +306,7 @@ def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> None:
     def body(comm: Communicator) -> None:
-        comm._executor._agreement = None  # its words go through the host, which a graph cannot
+        comm._executor._agreement = None  # its checks go through the host, which a graph cannot
         tensor = torch.ones(1024, device="cuda")
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

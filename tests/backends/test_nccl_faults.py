@@ -1,6 +1,6 @@
-"""How `nccl` ends, is bounded and is told apart, by torch's own rules for ProcessGroupNCCL (2.13).
+"""How `nccl` ends, bounds waits and tells errors apart, by torch's rules for ProcessGroupNCCL (2.13).
 
-Without a GPU: over stand-ins that record what is asked of torch's group, in order, and that block and fail as it does.
+Without a GPU: over stand-ins that record the calls of torch's group in order, and that block and fail as it does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from support.waiting import eventually
 
 
 class Recording:
-    """A group that notes the calls it gets, and does what `does` says of them, else nothing."""
+    """A group that records its calls and answers them as `does` says, else does nothing."""
 
     def __init__(self, **does: Callable[..., Any]) -> None:
         self.calls: list[str] = []
@@ -66,7 +66,7 @@ def fail(*_: Any) -> None:
 
 @pytest.fixture
 def blocked() -> Iterator[Callable[..., None]]:
-    """A call that nothing ends before the test does."""
+    """A call that does not return before the test ends."""
     end = threading.Event()
     yield lambda *_: end.wait(30) and None
     end.set()
@@ -228,7 +228,7 @@ def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
 
 
 class LikeNcclsThreads(Recording):
-    """NCCL's rule of open groups: what a thread calls while it has one open waits for its end."""
+    """NCCL's rule of open groups: calls of a thread with an open group wait for the group's end."""
 
     depth = threading.local()
 
@@ -255,7 +255,7 @@ class LikeNcclsThreads(Recording):
 
 @pytest.fixture
 def fresh_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Runs a body in a thread of its own, whose failures fail the test."""
+    """Run a body in a thread of its own; its failures fail the test."""
 
     def run(body: Callable[[], None]) -> None:
         failures: list[BaseException] = []
@@ -396,7 +396,7 @@ def test_the_group_is_made_without_blocking_unless_the_user_says(environment: py
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says that it lies on the second GPU."""
+    """A tensor that reports the second GPU as its device."""
 
     device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""The ends and bounds of `nccl` and `rccl` on a real GPU. `test_nccl_faults.py` has them over stand-ins."""
+"""The ends and time limits of `nccl` and `rccl` on a real GPU; `test_nccl_faults.py` has them over stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that other processes read through the kernel: on huge pages, where the kernel can move it there."""
+"""Memory that other processes read through the kernel lies on huge pages where the kernel can move it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = needs_huge_pages
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:
-    """How much of the mapping that holds a tensor lies on huge pages."""
+    """The bytes on huge pages of the mapping that holds a tensor."""
     return int(smaps_field(tensor, "AnonHugePages").split()[0]) << 10
 
 

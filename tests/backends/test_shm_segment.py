@@ -1,4 +1,4 @@
-"""Communicators of shm, one after another on the same memory: who meets where; nothing of one is in the next."""
+"""Communicators of shm, one after another on the same segment: ranks find it, and epochs stay apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def four() -> Iterator[LocalCluster]:
 
 
 class Epochs:
-    """One rank's communicators, each after the one before it; as a session makes them."""
+    """One rank's communicators, each after the one before it, as a session makes them."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
         self._outer = outer
@@ -56,7 +56,7 @@ class Epochs:
         )
 
     def everybody(self) -> None:
-        """All ranks of the outer communicator are here."""
+        """Wait until all ranks of the outer communicator are here."""
         self._outer.barrier()
 
 
@@ -117,7 +117,7 @@ def test_a_new_rank_finds_the_segment_of_the_survivors_at_any_rank(four: LocalCl
 
 
 def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalCluster, tmp_path: Path) -> None:
-    """Ranks 1 to 3 have kept memory together; rank 0 has not, and makes new."""
+    """Ranks 1 to 3 have kept their segment; rank 0 has not, and makes a new one."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
         epochs = Epochs(outer, tmp_path)
@@ -135,7 +135,7 @@ def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalClu
 
 
 def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster, tmp_path: Path) -> None:
-    """All know each other from before, so rank 0 sees no reason to say where it is; rank 3 has nothing of it left."""
+    """All ranks know each other, so rank 0 does not offer its segment unasked; rank 3 has lost it."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
         epochs = Epochs(outer, tmp_path)
@@ -260,7 +260,7 @@ def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
 
 
 def test_a_later_epoch_does_not_wait_for_memory() -> None:
-    """All but the stages of its board is there before it begins."""
+    """All memory of its board but the stages is there before it begins."""
     segment = SharedSegment.make("ready", [this_process()] * 4)
     segment.prefault()
     layout = layout_of(4)

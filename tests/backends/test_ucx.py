@@ -1,4 +1,4 @@
-"""What is special about ucx: transports by name, deaths that UCX does not report, reading and writing over both."""
+"""ucx alone: transports by name, deaths that UCX does not report, one-sided access over both."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from support.waiting import eventually
 
 SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
 AS_IN_HARDWARE = "posix,cma,ib,self"
-"""A network that reads and writes memory itself, as far as holdfast knows; UCX has no such device here, and copies."""
+"""The settings of a network that seems to do one-sided access itself; UCX has no such device here, and copies."""
 EVERY_KIND = pytest.mark.parametrize("tls", [SHARED_MEMORY, TCP, AS_IN_HARDWARE])
 
 
 @pytest.fixture(params=[SHARED_MEMORY, TCP])
 def tls(request: pytest.FixtureRequest) -> str:
-    """What UCX is told to use."""
+    """The transports that UCX is told to use."""
     return str(request.param)
 
 
 def over(comm: Communicator, tls: str) -> Communicator:
-    """A communicator of the same ranks over other transports, which does not end with the cluster's."""
+    """A communicator of the same ranks over other transports, independent of the cluster's."""
     os.environ["UCX_TLS"] = tls
     try:
         return comms.connect("ucx", rank=comm.rank, size=comm.size, rendezvous=comm._context.store, name=f"over {tls}")
@@ -56,7 +56,7 @@ def entries(folder: str) -> int:
 
 
 def test_a_joining_process_loads_ucx_in_the_background() -> None:
-    """Once a process; a spare then has it when it is promoted. It holds nothing afterwards."""
+    """It loads once a process, so a promoted spare has it already. It holds nothing afterwards."""
 
     def body(comm: Communicator) -> None:
         import sys
@@ -128,7 +128,7 @@ def test_a_message_of_another_size_is_a_mismatch(tls: str, sent: int) -> None:
                 try:
                     part.send(torch.ones(sent), 1)
                 except HoldfastError:
-                    pass  # a large one waits for its receiver, which gives up
+                    pass  # a large message waits for its receiver, which gives up
             else:
                 with pytest.raises(Mismatch, match="rank 0 sent"):
                     part.recv(torch.empty(4), 0)
@@ -234,7 +234,7 @@ def test_abort_frees_a_rank_that_sleeps_in_an_op(tls: str) -> None:
 
 
 def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
-    """Half of them with a message under way: neither descriptors, threads nor shared memory pile up."""
+    """Half of them end with a message under way: no descriptors, threads or shared memory pile up."""
 
     def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
         def held() -> tuple[int, int, int]:
@@ -247,7 +247,7 @@ def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
         for turn in range(rounds):
             part = over(comm, tls)
             part.all_reduce(torch.ones(100_000))
-            comm.barrier()  # the first to give up below ends what the other still is in
+            comm.barrier()  # the first rank to give up below ends the op that the other may still be in
             if turn % 2:
                 with pytest.raises((Revoked, PeerFailed, OpTimeout)):
                     part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
@@ -433,7 +433,7 @@ def test_a_damaged_handle_is_refused() -> None:
 
 @EVERY_KIND
 def test_windows_of_every_kind_are_read_written_and_added_to(tls: str) -> None:
-    """Several pieces, unaligned; atomics of both widths; a signal behind a put of the last byte."""
+    """Pieces are several and unaligned; atomics have both widths; a signal follows a put of the last byte."""
 
     def body(comm: Communicator) -> list[int]:
         with over(comm, tls) as part:
@@ -458,7 +458,7 @@ def test_windows_of_every_kind_are_read_written_and_added_to(tls: str) -> None:
 
 
 def test_a_stopped_target_is_read_over_shared_memory_and_named_over_tcp(tls: str) -> None:
-    """Over shared memory it is read, written and added to; over TCP it is named in time, and late bytes stay away."""
+    """Over TCP the error comes in time, and late bytes do not reach the user's memory."""
 
     def body(comm: Communicator) -> None:
         pids = comm.all_gather_object(os.getpid())
@@ -524,7 +524,7 @@ def test_a_killed_target_is_named_within_a_tenth_of_a_second(tls: str, tmp_path:
 
 
 def test_a_target_survives_answering_dead_peers(tls: str) -> None:
-    """As an owner of the plane does. Its peer had asked, given up, and closed, while it was stopped."""
+    """The peer asked, gave up and closed while the target was stopped; an owner of a plane survives the same."""
 
     def body(comm: Communicator) -> None:
         pids = comm.all_gather_object(os.getpid())
@@ -553,7 +553,7 @@ def test_a_target_survives_answering_dead_peers(tls: str) -> None:
 
 @pytest.mark.parametrize("answering", [False, True])
 def test_the_caller_of_an_atomic_survives_the_death_of_its_target(tls: str, answering: bool) -> None:
-    """UCX ends the process that has to call off an atomic which could not leave: while it was `answering`, say."""
+    """UCX ends a process that has to cancel an atomic which could not leave, such as one that is `answering`."""
 
     def body(comm: Communicator) -> None:
         pids = comm.all_gather_object(os.getpid())
@@ -599,7 +599,7 @@ def test_a_killed_holder_of_a_window_lock_does_not_block_others() -> None:
 
 
 def test_a_writer_that_is_stopped_in_a_block_finds_no_memory_in_use(tmp_path: Path) -> None:
-    """Its target closes the window all the same, and moves its tensor away."""
+    """The target closes the window all the same, and moves its tensor away."""
 
     def body(comm: Communicator) -> None:
         mine = torch.arange(10)
@@ -634,7 +634,7 @@ def _use_for_ever(pipe: Connection) -> None:
 
 
 def test_an_owner_survives_answering_dead_users(start: Callable[..., Child]) -> None:
-    """It comes to their requests late, with several under way: UCX's emulation of one-sided ops would end it there."""
+    """The owner comes late to several requests; UCX's emulation of one-sided ops would end it there."""
     owner = start(_expose)
     handle = owner.hear()
     for _ in range(3):
@@ -655,7 +655,7 @@ def test_an_owner_survives_answering_dead_users(start: Callable[..., Child]) -> 
 
 
 def test_a_write_to_a_stopped_owner_over_tcp_times_out(start: Callable[..., Child], tls: str) -> None:
-    """Nor does the process end, or keep anything, when the plane is closed with the atomic still under way."""
+    """Closing the plane with the write still under way neither ends the process nor leaks a descriptor."""
     child = start(_expose)
     handle = Handle.decode(child.hear())
     held = entries("/proc/self/fd")
@@ -674,7 +674,7 @@ def test_a_write_to_a_stopped_owner_over_tcp_times_out(start: Callable[..., Chil
 
 
 def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone() -> None:
-    """UCX listens on the outside interface by default, and takes whoever connects."""
+    """By default UCX listens on the outside interface, and accepts any connection."""
 
     def body(comm: Communicator) -> list[str]:
         inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}

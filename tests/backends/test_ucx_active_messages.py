@@ -1,4 +1,4 @@
-"""Active messages of the ucx backend: what an owner does for whoever asks, whatever the message says."""
+"""Active messages of the ucx backend: an owner moves bytes within its regions only, whatever a message asks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, REGION, READ_ONLY = 64, 7, 8
 
 
 class Itself:
-    """A worker that is connected to itself: it asks, and answers."""
+    """A worker that is connected to itself: it sends requests and answers them."""
 
     def __init__(self) -> None:
         self.worker = UcxWorker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
@@ -61,7 +61,7 @@ regions = st.sampled_from([REGION, READ_ONLY, 9])
 
 
 def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
-    """What an owner says to a request for these bytes."""
+    """The owner's answer to a request for these bytes."""
     if region == 9:
         return active_messages.GONE
     if offset + nbytes > SIZE or (writing and region == READ_ONLY):

@@ -1,4 +1,4 @@
-"""How ranks over ucx meet again: what stands is used again, the rest is found in the store, nothing old gets in."""
+"""Ranks over ucx reconnect: they reuse living endpoints, find the rest in the store, and accept nothing old."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.waiting import eventually
 
 
 class Epochs:
-    """One process's part in epoch after epoch, each with a store in `folder`."""
+    """One process in epoch after epoch, each with a store in `folder`."""
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         self.me, self._folder = comm.rank, folder
@@ -44,7 +44,9 @@ class Epochs:
     def enter(
         self, epoch: int, processes: Sequence[int], *, alone: bool = False, timeout: float = 10.0
     ) -> Communicator:
-        """Be one of `processes`, in this order, in the next epoch; `alone` with a store that nobody else sees."""
+        """Take part in the next epoch as one of `processes`, in this order; `alone` with a store that no other process
+        sees.
+        """
         if self.comm is not None:
             self.comm.abort("the epoch is over")
             self._old.append(self.comm)
@@ -76,14 +78,14 @@ class Epochs:
 
 @pytest.fixture(params=["posix,cma,self", "tcp,self"])
 def cluster(request: pytest.FixtureRequest) -> Callable[[int], LocalCluster]:
-    """Processes whose transports over ucx use shared memory, and TCP."""
+    """Processes with shared memory and TCP as their ucx transports."""
     return lambda size: LocalCluster(size, "ucx", timeout=40.0, environ={"UCX_TLS": request.param})
 
 
 def in_epochs(
     size: int, cluster: Callable[[int], LocalCluster], body: Callable[[Epochs], object], at: Path
 ) -> list[object]:
-    """What `body` returns in each process."""
+    """The results of `body` in each process."""
 
     def whole(comm: Communicator) -> object:
         epochs = Epochs(comm, at)
@@ -221,9 +223,9 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
             transport.notices._said = False
             comm.abort("called off")
             (tmp_path / "said").touch()
-            eventually((tmp_path / "heard").exists, 10.0)  # who goes takes along what it could not yet send
+            eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
             return ""
-        eventually((tmp_path / "said").exists, 10.0)  # nobody takes leave of one that has left
+        eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
         with pytest.raises(CorruptData, match="neither connect_payload nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
@@ -256,7 +258,7 @@ def test_a_malformed_notice_is_refused(text: bytes) -> None:
 def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
     cluster: Callable[[int], LocalCluster], tmp_path: Path
 ) -> None:
-    """UCX 1.22 ends a process that is asked to connect by one whose shared memory is gone."""
+    """UCX 1.22 ends a process when a peer without its shared memory asks it to connect."""
     gone = tmp_path / "gone"
 
     def leave(connections: Connections, address: bytes) -> PeerLink:

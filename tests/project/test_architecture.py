@@ -1,4 +1,4 @@
-"""The walls: which package may import which, what a wheel holds, how large a file may grow."""
+"""Rules of the tree: which package may import which, what a wheel holds, how large a file may grow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAY_USE = {
     "rl": {"rl", "store", "ft", "comms"},
     "harness": {"harness", "rl", "store", "ft", "comms"},
 }
-"""The arrows. Nothing but `backends` is allowed `backends`: they are found through plugins."""
+"""What each package may import. Nothing imports `backends`: plugins find them."""
 
 PURE = {
     "__future__",
@@ -44,7 +44,7 @@ PURE = {
 """What a file without I/O may import from outside holdfast."""
 
 DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.comms.transport.base"}
-"""What it may import from outside its package: errors, what numbers are taken, and the type `Peer`."""
+"""What it may import from outside its package: errors, accepted numbers, and the type `Peer`."""
 
 LONGEST = 500
 
@@ -71,7 +71,7 @@ def test_no_module_is_imported_by_its_folder_name() -> None:
 
 
 def test_the_membership_core_does_no_io() -> None:
-    """Neither does anything of `ft` that it imports; of `comms` it takes data types alone."""
+    """The same holds for all modules of `ft` that it imports; of `comms` it takes data types alone."""
     files = {module_name(path): path for path in modules()}
     seen: set[str] = set()
     todo = ["holdfast.ft.membership.state_machine"]
@@ -89,7 +89,7 @@ def test_the_membership_core_does_no_io() -> None:
 
 
 def test_only_a_view_keeps_what_is_derived_from_it() -> None:
-    """Views are shared by threads: whoever writes into one elsewhere invents another rule for that."""
+    """Threads share views: other modules must not write caches into them."""
     wrong = [
         f"{path}:{node.lineno}"
         for path in modules()
@@ -103,7 +103,7 @@ def test_only_a_view_keeps_what_is_derived_from_it() -> None:
 
 
 READS_SWITCHES_OF_OTHERS = {Path("backends/mpi/__init__.py"), Path("backends/nccl/settings.py")}
-"""Open MPI's and torch's variables have these libraries' own words for on and off."""
+"""Variables of Open MPI and torch, which have their own words for on and off."""
 
 
 def test_switches_in_the_environment_are_read_in_one_place() -> None:
@@ -180,7 +180,7 @@ def _name(requirement: str) -> str:
 
 
 def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> str:
-    """Run an interpreter; its output, once it has succeeded."""
+    """Run an interpreter; its output. Raises if it fails."""
     done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -202,7 +202,7 @@ def test_the_command_starts_without_torch() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy of what git knows, so that it cannot pick up what lies around."""
+    """The wheel of this tree, built from a copy of the files in git, so that no other file gets in."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     names = subprocess.check_output(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, text=True
@@ -245,7 +245,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     ours = Path(pytest.__file__).parents[1]
-    # A path file's lines are not followed for the path files in the folder that it names: no editable finder.
+    # path files are not followed into the folders that they name: no editable finder
     (site / "borrowed.pth").write_text(f"{ours}\n")
     where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
     assert Path(where).is_relative_to(home), f"{where} is not what was installed"
@@ -253,7 +253,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(command: Path, *arguments: str, cwd: Path) -> str:
-    """Run the installed command outside the tree; its output, once it has succeeded."""
+    """Run the installed command outside the tree; its output. Raises if it fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST"))}
     done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=300.0, cwd=cwd, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -280,7 +280,7 @@ def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> N
 
 
 def test_our_own_tensors_do_not_follow_the_default_device() -> None:
-    """`torch.set_default_device` is for a user's tensors: each that holdfast makes says where it is."""
+    """`torch.set_default_device` is for a user's tensors: each tensor of holdfast names its device."""
     factories = {function.__name__ for function in _device_constructors()}
     wrong = []
     for path in modules():
@@ -317,7 +317,7 @@ def _kept(function: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_kept_errors_are_raised_as_copies() -> None:
-    """One that is raised itself grows its traceback each time, and holds every frame that it passed through."""
+    """An error that is raised again grows its traceback each time, and holds every frame that it passed."""
     wrong = set()
     for path in modules():
         if path.parts[0] != "harness":
@@ -328,7 +328,7 @@ def test_kept_errors_are_raised_as_copies() -> None:
 
 
 def test_errors_are_told_by_their_type_and_not_by_their_words() -> None:
-    """Words change. Where a library gives nothing else, one file knows them, and a test has the real ones."""
+    """Messages change. Where a library gives nothing else, one file knows its messages, and a test has real ones."""
     classifiers = {"backends/gloo/errors.py", "comms/system/local_causes.py", "ft/registers/etcd.py"}
     wrong = []
     for path in modules():

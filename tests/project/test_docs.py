@@ -41,7 +41,7 @@ def test_excerpts_are_lines_of_the_files_they_name() -> None:
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    """The module that makes the tables of the reference."""
+    """The module that generates the tables of the reference."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
     spec = importlib.util.spec_from_file_location("generate", DOCS / "reference" / "generate.py")
     assert spec is not None and spec.loader is not None
@@ -120,7 +120,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(site: Path)
 
 
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
-    """Links for the reader to follow may lead anywhere; what a browser loads by itself lies in the site."""
+    """Links that a reader follows may lead anywhere; files that a browser loads by itself lie in the site."""
     loads = re.compile(
         r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:)?//|<link[^>]*rel=["']?(?:stylesheet|preconnect|icon)["']?[^>]*href=["']?(https?:)?//"""
     )

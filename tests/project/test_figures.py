@@ -1,4 +1,4 @@
-"""The page of pictures: drawn from the data that is committed, and every picture that it shows is there."""
+"""The page of figures: drawn from the committed data, and every figure that it shows exists."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ LAYERS = {
 """From the ground up: a module or folder imports only from its own line and from those above it."""
 
 MOST = 15
-"""Modules in a folder, `__init__.py` and one more aside."""
+"""The limit of modules in a folder, besides `__init__.py` and one more."""
 
 
 def graph(*, eager: bool) -> Mapping[str, set[str]]:
-    """Module -> the modules of ours that it imports: as it is itself imported (`eager`), or ever."""
+    """Map each module to the modules of ours that it imports: when it is imported (`eager`), or ever."""
     files = {module_name(path): path for path in modules() if path.parent != NAMESPACE}
     found: dict[str, set[str]] = {}
     for module, path in files.items():
@@ -111,7 +111,7 @@ def test_the_layers_name_existing_modules_only() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Not even within functions: what needs that is one module, or three."""
+    """Imports within functions count: two modules in a circle are one module, or three."""
     circles = [sorted(circle) for circle in strongly_connected(graph(eager=False)) if len(circle) > 1]
     assert not circles, "\n".join(", ".join(circle) for circle in circles)
 

@@ -1,4 +1,4 @@
-"""The driver over an engine that starts nothing: who is started, who is replaced, and how a run ends."""
+"""The driver over an engine without processes: it starts workers, replaces dead ones and ends runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Puppet:
 
 
 class Stage:
-    """An engine of puppets."""
+    """An engine that starts puppets."""
 
     def __init__(self) -> None:
         self.puppets: dict[str, Puppet] = {}
@@ -120,7 +120,7 @@ def test_a_dead_generator_is_replaced_and_its_unit_goes_to_another() -> None:
 
 
 def test_a_trainer_started_later_does_not_begin_the_job() -> None:
-    """Those who may begin it warm their weights up; a later one takes over those of the others."""
+    """The first trainers warm their weights up; a later one takes over those of the others."""
 
     async def body(world: World) -> None:
         puppets = world.stage.puppets

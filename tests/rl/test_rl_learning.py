@@ -1,4 +1,4 @@
-"""Task, model, generation and loss as pure functions: equal inputs give equal bits, and the reward can be trusted."""
+"""Task, model, generation and loss are pure functions: equal inputs give equal bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's calls: units go out as versions come, samples wait for their step, and nobody waits for ever."""
+"""The driver's calls: units go out as versions come, samples wait for their step, no call waits for ever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = Recipe(steps=2, units=2, prompts=2, group=2, lag=0, evaluate_every=100)
 
 
 class World:
-    """A service, all that it said, and calls into it."""
+    """A service, the events that it reported, and calls into it."""
 
     def __init__(self, recipe: Recipe = RECIPE) -> None:
         self.heard: list[Happening] = []
@@ -112,7 +112,7 @@ def test_a_unit_of_a_dead_generator_is_handed_to_one_that_waits() -> None:
 
 
 def test_a_call_of_a_dead_generator_that_still_waits_is_given_no_unit() -> None:
-    """Its unit would be nobody's: it is released when the worker is lost, and that was before."""
+    """Such a unit would never be released: units are released when their worker is lost, which was before."""
 
     async def body(world: World) -> None:
         pending = asyncio.create_task(world.work("dies"))

@@ -1,4 +1,4 @@
-"""The unit ledger and the replay buffer: nothing is lost, nothing is counted twice, nothing stale comes in."""
+"""The work queue and the replay buffer: nothing is lost, counted twice, or stale."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def a_holder(pipe: Connection, url: str) -> None:
-    """A process that keeps replicas until it is told to end."""
+    """Keep replicas in this process until it is told to end."""
     with WeightStore(url) as held:
         pipe.send(held.versions())
         pipe.recv()
@@ -470,7 +470,7 @@ def test_a_holder_that_closes_hands_over_what_it_holds(url: str, start: Callable
 
 
 def test_readers_never_see_a_mixture(url: str, start: Callable[..., Child]) -> None:
-    """Versions are published one after the other, filled with their number; each read has one number in every bit."""
+    """Each version is filled with its number, so every read must have one number in all elements."""
 
     def reader(pipe: Connection) -> None:
         pipe.send(os.getpid())

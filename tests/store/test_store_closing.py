@@ -1,4 +1,4 @@
-"""What is published outlives its publisher's store: every order of publishing, closing and dying."""
+"""A published version outlives its publisher's store: every order of publishing, closing and dying."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def a_part(number: int) -> dict[str, torch.Tensor]:
 
 
 def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) -> None:
-    """Publish part 0 of version 1, close the store, and die at `point`: "leaving" is between the two steps of closing.
-    With "closed" and no death the process stays, without a store.
+    """Publish part 0 of version 1, close the store, and die at `point`.
+
+    "leaving" is between the two steps of closing. With "closed" and no death the process stays, without a store.
     """
     store = WeightStore(url, hold=hold)
     store.publish(1, a_part(0), part=0, parts=2)
@@ -84,7 +85,7 @@ def test_a_part_whose_publish_has_returned_outlives_its_closed_store(
 
 
 def test_a_closed_part_outlives_its_holders_one_after_the_other(url: str, start: Callable[..., Child]) -> None:
-    """A replica's death before, while or after its publisher closes leaves one replica, which is copied."""
+    """A replica that dies before, while or after its publisher closes leaves one replica, which is copied."""
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
         holder.hear()
@@ -146,7 +147,7 @@ def test_a_failed_repeated_publish_withdraws_nothing(url: str, start: Callable[.
 def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
     url: str, start: Callable[..., Child]
 ) -> None:
-    """Its thread does not announce it again after that: nobody could take it back."""
+    """The publishing thread must not announce the part after that: no process could retract it."""
     announced, failures = threading.Event(), []
 
     def publish() -> None:

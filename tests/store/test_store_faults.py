@@ -38,7 +38,7 @@ def weights(value: float, size: int = 10_000) -> dict[str, torch.Tensor]:
 
 
 def read(store: WeightStore, version: int, size: int = 10_000) -> float:
-    """The one value that a version consists of."""
+    """The one value that all elements of a version have."""
     into = weights(-1, size)
     assert store.get(version, into, timeout=10) == version
     (value,) = set(into["a"].tolist()) | set(into["b"].tolist())
@@ -56,7 +56,7 @@ def a_holder(pipe: Connection, url: str) -> None:
 
 
 def a_publisher(pipe: Connection, url: str, version: int, value: float, point: str, replicas: int) -> None:
-    """Publish, and die at `point`."""
+    """Publish a version, and die at `point`."""
 
     def observe(kind: str, fields: dict[str, object]) -> None:
         if kind == point:
@@ -109,7 +109,7 @@ def test_a_lost_replica_is_made_again_at_once(url: str, start: Callable[..., Chi
 def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
     url: str, start: Callable[..., Child], point: str
 ) -> None:
-    """It asks for more replicas than there are processes: it certainly dies before the version is visible."""
+    """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     start(a_holder, url).hear()
     with WeightStore(url) as store:
         publisher = start(a_publisher, url, 3, 1.0, point, 4)
@@ -134,7 +134,7 @@ def test_a_publisher_that_dies_after_publishing_has_published(url: str, start: C
 
 
 def test_a_part_of_a_dead_publisher_does_not_complete_a_version(url: str, start: Callable[..., Child]) -> None:
-    """Whoever takes its place may bring other bytes for that part."""
+    """The next publisher of that part may bring other bytes."""
 
     def publisher(pipe: Connection) -> None:
         with WeightStore(url) as mine:
@@ -155,7 +155,7 @@ def test_a_part_of_a_dead_publisher_does_not_complete_a_version(url: str, start:
 
 
 def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callable[..., Child]) -> None:
-    """Two bring the same bytes; the one that was first dies before anybody has a copy of its."""
+    """Two publishers bring the same bytes; the first dies before any process has a copy of its part."""
     first = start(a_publisher, url, 3, 1.0, "announced", 2)
     assert first.hear() == "announced"
     first.kill()
@@ -189,7 +189,7 @@ def test_a_read_survives_the_death_of_a_holder(url: str, start: Callable[..., Ch
 
 
 class Killer:
-    """SIGKILLs a process after a while, from a process of its own: the reader's own threads would hold it up."""
+    """Sends SIGKILL after a while from a process of its own: threads of the reader would delay it."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._child = os.fork()
@@ -306,8 +306,9 @@ def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[...,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_holders_die_at_random_and_no_version_is_lost(url: str, start: Callable[..., Child], seed: int) -> None:
-    """One of the three holders is killed and replaced at a random moment, again and again, while versions are
-    published and read. What was published stays, and is never a mixture.
+    """Holders are killed and replaced at random moments while versions are published and read.
+
+    Published versions stay, and are never a mixture.
     """
     dice = random.Random(seed)
     holders = [start(a_holder, url) for _ in range(3)]
@@ -400,7 +401,7 @@ def test_a_closed_store_pins_nothing(url: str) -> None:
 def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper has read that they are deleted, and acts on it after they were announced anew."""
+    """The holder has read that they are deleted, and acts on it after they were announced anew."""
     has_read, announced, has_acted = threading.Event(), threading.Event(), threading.Event()
 
     def observe(kind: str, _: dict[str, object]) -> None:

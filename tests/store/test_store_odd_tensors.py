@@ -1,4 +1,4 @@
-"""State dicts of tensors that are odd in kind or layout, whose publisher or first holder dies."""
+"""State dicts of unusual tensors outlive a publisher or first holder that dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.children import Child, children
 
 Tensor = torch.Tensor
 SIZES = (5, 70_000)
-"""Elements of a small and of a large tensor: they lie apart in a part, and are read in different ways."""
+"""Elements of a small and of a large tensor: the layout keeps them apart, and reads differ."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def start() -> Iterator[Callable[..., Child]]:
 
 
 def odd(seed: int) -> dict[str, Tensor]:
-    """The same in every process."""
+    """Unusual tensors, the same in every process."""
     torch.manual_seed(seed)
     state: dict[str, Tensor] = {
         "a scalar": torch.randn(()),
@@ -68,7 +68,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def targets() -> dict[str, Tensor]:
-    """Tensors that lie as those of `odd` do, with other content."""
+    """Tensors of the same layout as those of `odd`, with other content."""
     return odd(99)
 
 

@@ -1,4 +1,4 @@
-"""The catalogue's transitions under every order of events that hypothesis comes up with."""
+"""The catalogue's transitions in every order of events that hypothesis generates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shard(holder: Holder, number: int, part: int, digest: bytes) -> Shard:
 
 
 class Catalogue(RuleBasedStateMachine):
-    """Applies transitions in any order, as processes would, and looks at what comes out."""
+    """Applies transitions in any order, as processes would, and checks the result."""
 
     catalog = Catalog()
     seen: dict[int, tuple[bytes, ...]]
@@ -46,8 +46,9 @@ class Catalogue(RuleBasedStateMachine):
         self.all_join()
 
     def apply(self, transition: Callable[[Catalog], Catalog], deadly: bool = False) -> bool:
-        """Apply a transition; says whether it was allowed. What is refused changes nothing. Pinned versions stay,
-        unless it is a deadly one.
+        """Apply a transition; returns whether it was allowed.
+
+        A refused one changes nothing. Pinned versions stay, unless the transition is deadly.
         """
         before, encoded = self.catalog, self.catalog.encode()
         try:
@@ -159,7 +160,7 @@ class Catalogue(RuleBasedStateMachine):
         assert not any(holder.id in each.publishers for version in self.catalog.versions for each in version.shards)
 
     def accepted(self, without: str = "") -> set[tuple[int, int, bytes]]:
-        """Parts that are published, of versions all of whose parts have a replica in another store."""
+        """Published parts of versions, if another store has a replica of each of their parts."""
         return {
             (version.number, each.part, each.digest)
             for version in self.catalog.versions
@@ -171,7 +172,7 @@ class Catalogue(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def close_and_die(self, holder: Holder) -> None:
-        """What a closed store has published does not go with its process."""
+        """A closed store hands over its published parts before its process dies."""
         self.leave(holder)
         closed = self.accepted(without=holder.id)
         closed = {each for each in closed if (known := self.catalog.shard(*each[:2])) and known.publisher == KEPT}
@@ -225,7 +226,7 @@ class Catalogue(RuleBasedStateMachine):
             self.seen.pop(number, None)
 
     def forget_lost(self) -> None:
-        """A version whose last replica is gone may be published anew."""
+        """A version without replicas may be published anew."""
         for number in self.catalog.lost:
             if self.catalog.version(number) is None:
                 self.seen.pop(number, None)

@@ -1,6 +1,4 @@
-"""Child processes for tests that need their own to kill or stop: forked from the test, with a pipe to talk
-over.
-"""
+"""Child processes for tests that kill or stop them: forked from the test, with a pipe to talk over."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a test session must not leave behind, and how to see it: processes, threads, descriptors, shared memory.
+"""Find what a test session leaves behind: processes, threads, descriptors, shared memory.
 
-Counts what belongs to this process and its children, and shared memory that nobody uses, so that other sessions on
+Counts what belongs to this process and its children, and shared memory that no process uses, so that other sessions on
 the machine do not disturb it.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
-"""Descriptors that count: what can keep another process waiting or memory alive."""
+"""Kinds of descriptors that count: they can keep another process waiting or memory alive."""
 
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
-"""How the names begin that we and the libraries that we use give to shared memory."""
+"""Prefixes of the names that holdfast and its libraries give to shared memory."""
 
 
 def children() -> dict[int, str]:
@@ -40,7 +40,7 @@ def _command(pid: int) -> str:
 
 
 def threads() -> set[threading.Thread]:
-    """The threads that somebody would have to join: ours, and all that are not daemons."""
+    """The threads that must be joined: ours, and all that are not daemons."""
     return {
         thread
         for thread in threading.enumerate()
@@ -78,7 +78,7 @@ def _in_use(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there was at one moment. `left_behind` compares it with now."""
+    """What exists at one moment; `left_behind` compares it with now."""
 
     children: frozenset[int]
     threads: frozenset[threading.Thread]
@@ -95,20 +95,20 @@ class Snapshot:
         )
 
     def left_behind(self, patience: float = 2.0) -> list[str]:
-        """One line for each thing that is here and was not; what ends within `patience` seconds is let go."""
+        """One line for each new thing; waits up to `patience` seconds for what still ends."""
         found = settle(self.living, patience)
         gc.collect()
         return found + settle(self._descriptors, patience)
 
     def files_left_behind(self, patience: float = 2.0) -> list[str]:
-        """One line for each new piece of shared memory that no living process uses, of whichever process it was."""
+        """One line for each new piece of shared memory that no living process uses, whichever process made it."""
         return settle(self._unused, patience)
 
     def _unused(self) -> list[str]:
         return [f"shared memory: {path}" for path in shared_memory() - self.shared_memory if not _in_use(path)]
 
     def living(self) -> list[str]:
-        """The processes and threads that are new; cheap."""
+        """One line for each new process and thread; cheap."""
         new = [f"process {pid}: {command}" for pid, command in children().items() if pid not in self.children]
         return new + [f"thread {thread.name}" for thread in threads() - self.threads]
 

@@ -77,7 +77,7 @@ class LikeNccl:
 
 
 class OnTheHost(NcclTransport):
-    """The transport without streams, over `LikeNccl`."""
+    """The nccl transport without streams, over `LikeNccl`."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, group: Any = None) -> None:
         self.rank, self.size, self._epoch, self._seq = rank, size, 0, 0
@@ -98,7 +98,7 @@ class OnTheHost(NcclTransport):
         self._check()
 
     def _forget_peers(self) -> None:
-        """It watches none."""
+        """Does nothing: this transport watches no peers."""
 
     def _all_gather_of_host(self, outputs: Any, tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:

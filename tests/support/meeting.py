@@ -1,4 +1,4 @@
-"""Ranks as threads that meet at a place."""
+"""Ranks as threads that connect through one rendezvous."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll
 
 
 class InvariantBroken(AssertionError):
-    """What must never happen has happened."""
+    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its core, what it asked for and what it has seen."""
+    """One process: its core, the effects that it asked for and what it has seen."""
 
     core: Membership
     alive: bool = True
@@ -38,7 +38,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Action:
-    """Something that can happen: to process `who`, about `what`."""
+    """A possible step: `about` happens to the process `who`."""
 
     kind: Kind
     who: int
@@ -50,7 +50,7 @@ class Action:
 
 @dataclass(frozen=True)
 class World:
-    """Everything there is. `history` holds each view that the register ever held, in order."""
+    """The whole world. `history` holds each view that the register ever held, in order."""
 
     processes: tuple[Process, ...]
     history: tuple[View, ...] = ()
@@ -86,8 +86,9 @@ def new_world(
     breaks: int = 0,
     mesh: int = 64,
 ) -> World:
-    """`count` processes that have not started yet, of a job that wants `size` members. In a job of more than `mesh`
-    they tell each other of changes alone, from neighbour to neighbour.
+    """`count` processes that have not started, of a job of `size` members.
+
+    In a job of more than `mesh` they report changes to neighbours only.
     """
     job = Job("job", size, min_size, size, ("shm", "gloo"))
     shape = Shape(mesh=mesh)
@@ -96,7 +97,7 @@ def new_world(
 
 
 def started(world: World) -> World:
-    """The world once everything that needs neither a fault nor a tick has happened, in one order."""
+    """The world after everything has happened, in one order, that needs neither a fault nor a tick."""
     budget = {what: getattr(world, what) for what in ("kills", "ticks", "outages", "finishing", "breaks")}
     world = replace(world, kills=0, ticks=0, outages=0, finishing=False, breaks=0)
     while True:
@@ -107,7 +108,7 @@ def started(world: World) -> World:
 
 
 def actions(world: World) -> Iterator[Action]:
-    """All that can happen now. Polls of the register, the safety net, only when nothing else can."""
+    """All possible actions. Polls of the register, the safety net, come only when nothing else can happen."""
     quiet = True
     for i, process in enumerate(world.processes):
         if not process.alive or process.evicted:
@@ -289,13 +290,13 @@ def _check_succession(world: World, view: View) -> None:
 
 
 def check_settled(world: World) -> None:
-    """Nothing is left to happen: all that live agree, and the job goes on if it can."""
+    """Check a world without further actions: all living members agree, and the job goes on if it can."""
     living = world.running()
     view = world.register
     for i in living:
         core = world.processes[i].core
         if core.wake_at is not None and not core.ended:
-            return  # somebody still waits for its turn: only time is missing
+            return  # a process still waits for its turn: only time is missing
     for i in living:
         check(world.processes[i].core.view == view, f"p{i} does not know the newest view")
     if view is None or view.phase != "running" or not living:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def mutated(frames_: list[bytes], kind: str, where: int, what: int) -> list[bytes]:
-    """The frames with one thing done to them."""
+    """The frames after one mutation of this `kind`."""
     if kind == "flip":
         stream = bytearray(b"".join(frames_))
         stream[where % len(stream)] ^= 1 << what % 8

@@ -1,6 +1,6 @@
-"""Random programs of collective ops, as data: what to do on every rank, and a function that does it over any backend.
+"""Random programs of collective ops as data, and a function that runs one over any backend.
 
-All numbers are small and whole, so every order of adding them gives the same bits; what comes out must be equal on all
+All numbers are small and whole, so every order of adding them gives the same bits, and results must be equal on all
 backends, to the bit.
 """
 
@@ -69,7 +69,7 @@ def programs(size: int, steps: int = 6) -> st.SearchStrategy[list[Step]]:
 
 
 def run(comm: Communicator, program: list[Step]) -> list[Any]:
-    """What each step left on this rank: checksums of bytes, or "unsupported"."""
+    """Run a program; the result of each step on this rank: checksums of bytes, or "unsupported"."""
     return [_outcome(comm, step, number) for number, step in enumerate(program)]
 
 
@@ -86,7 +86,7 @@ def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Equal numbers in other memory: transposed, with gaps, or in the middle of something larger."""
+    """A tensor of equal numbers in another layout: transposed, with gaps, or in the middle of something larger."""
     if layout == "transposed" and values.dim() > 1:
         backwards = tuple(reversed(range(values.dim())))
         return values.permute(backwards).contiguous().permute(backwards)

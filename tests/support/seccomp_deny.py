@@ -25,7 +25,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 
 
 def deny(numbers: list[int]) -> None:
-    """From here on these calls fail with EPERM, in this process and all that it starts."""
+    """Make these calls fail with EPERM from now on, in this process and all that it starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     parts = [(_LOAD, 4, 0, 0), (_JUMP_EQUAL, _AUDIT_X86_64, 1, 0), (_RETURN, _ALLOW, 0, 0), (_LOAD, 0, 0, 0)]
     parts += [(_JUMP_EQUAL, number, len(numbers) - place, 0) for place, number in enumerate(numbers)]

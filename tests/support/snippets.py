@@ -58,12 +58,12 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def unmarked(page: Path) -> list[str]:
-    """Shell blocks of which nothing says whether they are run."""
+    """Shell blocks without a comment that says whether they are run."""
     return [f"{page.name}:{block.line}" for block in blocks(page) if block.language == "bash" and not block.mark]
 
 
 def wrong_excerpts(page: Path) -> list[str]:
-    """Excerpts whose lines are not in the file that they name."""
+    """Excerpts with lines that are not in the file that they name."""
     wrong = []
     for block in blocks(page):
         name = block.mark.removeprefix("excerpt of: ")
@@ -110,7 +110,7 @@ def _run(block: Block, folder: Path, number: int, where: str) -> None:
 
 
 def _rank(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """What a launcher sets. One host: the meeting place is a port that was free a moment ago."""
+    """The environment that a launcher sets. One host: the meeting port was free a moment ago."""
     if ranks == 1:
         return {}
     port = folder / "port"

@@ -13,7 +13,7 @@ PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
 
 
 NAMESPACE = Path("harness/namespace")
-"""What lies in `holdfast` itself, and in no subpackage of it."""
+"""Modules of `holdfast` that lie in no subpackage."""
 
 
 def modules() -> list[Path]:
@@ -22,7 +22,7 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, full module name) of every import in a file, wherever it stands; `from a import b` counts as a.b too."""
+    """(line, full module name) of every import in a file; `from a import b` counts as a.b too."""
     for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -33,13 +33,13 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def module_name(path: Path) -> str:
-    """`comms/errors.py` is `holdfast.comms.errors`."""
+    """The module name of a file: `comms/errors.py` is `holdfast.comms.errors`."""
     parts = path.with_suffix("").parts
     return ".".join(("holdfast", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 def runtime_imports(path: Path, *, eager: bool = False) -> Iterator[tuple[int, str]]:
-    """The imports of a file, without those for type checkers; with `eager` without those in functions, too."""
+    """The imports of a file, without those for type checkers; with `eager` also without those in functions."""
     source = ast.parse((ROOT / path).read_text())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     hidden = {

@@ -1,4 +1,4 @@
-"""A job that adds up numbers: the sum of all steps and shards is known whatever happens on the way."""
+"""A job that adds up numbers: the sum of all steps and shards is known, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 40
 
 @dataclass
 class Tally:
-    """What the job works on; attached, so newcomers get it."""
+    """The state of the job; attached, so newcomers get it."""
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     steps: list[int] = field(default_factory=list)
@@ -43,8 +43,9 @@ class Tally:
 def tally_up(
     session: Session, steps: int = STEPS, pause: float = 0.01, gate: str = "", hurry: str = ""
 ) -> dict[str, Any]:
-    """Add up; what this process has at the end. In step 3 wait until the file `gate` is there; once `hurry` is, do not
-    pause in steps any more.
+    """Add up; returns what this process has at the end.
+
+    Waits in step 3 until the file `gate` is there; once the file `hurry` is there, steps have no pauses.
     """
     tally, epochs = Tally(), []
     session.attach("tally", tally)
@@ -74,7 +75,7 @@ def expected(steps: int = STEPS) -> list[float]:
 
 
 def assert_exact(job: Job, results: list[dict[str, Any]], ranks: int, steps: int = STEPS) -> None:
-    """Every step was committed once, on all ranks alike, and no event of any process breaks an invariant."""
+    """Check that all ranks committed every step once, and that no event breaks an invariant."""
     assert [result["rank"] for result in results] == list(range(ranks))
     for result in results:
         assert result["steps"] == list(range(steps))

@@ -21,7 +21,7 @@ ENVIRON = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def in_group(cluster: LocalCluster, path: Path, body: Callable[[int, int], T], backend: str = "holdfast") -> list[T]:
-    """`body(rank, size)` on every rank, inside a default process group."""
+    """Call `body(rank, size)` on every rank, inside a default process group."""
 
     def run(comm: Communicator) -> T:
         import holdfast.comms.torchdist  # noqa: F401  # registers the name

@@ -76,19 +76,19 @@ def suite(backend: str) -> type[unittest.TestCase]:
 
 
 def _in_place(environ: dict[str, str], target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """What a rank does, in the place of a process that mpirun has started."""
+    """Run one rank of a test in a process that mpirun has started."""
     os.environ.update(environ)
     target(*args, **kwargs)
 
 
 def _remove(folder: str, owner: int) -> None:
-    """At the end of the process that made it; the forked ranks end too."""
+    """Remove a folder at the end of the process that made it; the forked ranks end too."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(known: str, backend: str, dist: Any) -> None:
-    """Groups that are asked for as `known` are made as `backend`."""
+    """Make groups that are asked for as `known` over `backend`."""
     from torch.distributed import distributed_c10d as c10d
 
     for name in ("init_process_group", "new_group"):
@@ -130,7 +130,7 @@ def run(backend: str, names: Sequence[str]) -> bool:
 
 
 def outcomes(backend: str, transport: str, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """What became of each test, run in a process of its own over `backend`."""
+    """The outcome of each test, run in a process of its own over `backend`."""
     finished = subprocess.run(
         [sys.executable, __file__, backend, *names],
         env={**os.environ, "HOLDFAST_BACKEND": transport},
@@ -151,7 +151,7 @@ def cannot() -> dict[str, str]:
 
 
 def compare() -> bool:
-    """Whether all that passes over plain gloo passes over holdfast; prints what does not."""
+    """Whether all tests that pass over plain gloo pass over holdfast; prints those that do not."""
     plain = [name for name, line in outcomes("gloo", "").items() if line["outcome"] == "passed"]
     print(f"gloo: {len(plain)} tests pass")
     expected = [name for name in plain if name not in cannot()]

@@ -1,4 +1,4 @@
-"""Waiting in tests for what is bound to happen."""
+"""Wait in tests for a condition instead of sleeping for a fixed time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory behind a window or a region, while its owner gives the tensor other memory: no crash, no wrong bytes."""
+"""A window or region of a tensor that its owner gives other memory: no crash, no wrong bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_window_whose_tensor_was_given_other_memory_is_closed(
         comm.barrier()
         if comm.rank == 0:
             got = torch.zeros(COUNT)
-            with contextlib.suppress(RegionGone):  # what answers for its owner finds out by itself
+            with contextlib.suppress(RegionGone):  # the thread that answers for the owner notices it by itself
                 window.put(torch.full((COUNT,), 5.0), 1)
                 window.get(got, 1)
                 assert bool((got == 5.0).all())
@@ -119,7 +119,7 @@ def test_a_region_whose_tensor_was_given_other_memory_is_closed(
         change(tensor)
         kept = [torch.full((COUNT,), -1.0) for _ in range(8)]
         got = torch.zeros(COUNT)
-        with contextlib.suppress(RegionGone):  # inproc finds out by itself
+        with contextlib.suppress(RegionGone):  # inproc notices it by itself
             plane.read(handle, got).wait()
             assert bool((got == 2.0).all())
             plane.write(handle, torch.full((COUNT,), 5.0)).wait() if name != "nixl" else None
@@ -135,7 +135,7 @@ def test_a_region_whose_tensor_was_given_other_memory_is_closed(
 
 def test_a_window_of_a_subclass_is_of_its_memory() -> None:
     class Named(torch.nn.Parameter):
-        """As the parameters of many libraries."""
+        """A subclass, like the parameters of many libraries."""
 
     def body(comm: Communicator) -> None:
         weight = Named(torch.full((COUNT,), 2.0))

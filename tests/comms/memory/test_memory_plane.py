@@ -1,6 +1,4 @@
-"""Memory planes: what `MemoryPlane` promises, on every plane, with the owner of the memory alive, stopped
-and dead.
-"""
+"""The promises of `MemoryPlane` on every plane, with a living, a stopped and a dead owner."""
 
 from __future__ import annotations
 
@@ -122,7 +120,7 @@ def test_a_read_only_region_is_not_written(plane: MemoryPlane) -> None:
 
 
 def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
-    """Block by block it would read what it has overwritten."""
+    """A copy block by block would read what it has overwritten."""
     base = torch.arange(3 * block_copy.BLOCK_BYTES // 4, dtype=torch.int32)
     before, half = base.clone(), base.numel() // 2
     with plane.expose(base, writable=True) as region:
@@ -225,7 +223,7 @@ def test_a_malformed_handle_is_corrupt_data(plane: MemoryPlane) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: MemoryPlane, known: bool) -> None:
-    """Whether or not the plane knows the region already. Around the region there is memory that is nobody's else."""
+    """It moves nothing whether or not the plane knows the region; only test memory lies around the region."""
     memory = torch.zeros(32)
     with plane.expose(memory[:8], writable=True) as region:
         if known:
@@ -241,7 +239,7 @@ def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: Memo
 
 
 def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane) -> None:
-    """The owner closes and overwrites while others read: a read that succeeds has only bytes from before."""
+    """The owner closes and overwrites while others read: a successful read has bytes from before only."""
     nbytes = 4 * block_copy.BLOCK_BYTES
     gone = threading.Event()
     outcomes: list[bool] = []
@@ -276,7 +274,7 @@ def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane)
 
 
 def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
-    """Autograd finds out that a tensor it saved was overwritten, as it does for an in-place op."""
+    """Autograd notices that a saved tensor was overwritten, as for an in-place op."""
     weight = torch.ones(4, requires_grad=True)
     loss = (weight * weight).sum()
     with plane.expose(torch.zeros(4)) as region:
@@ -287,7 +285,7 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
 
 @needs_huge_pages
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
-    """They are why another process reads it at the speed of its own copies; small pages take twice as long."""
+    """On huge pages another process reads at the speed of its own copies; small pages take twice as long."""
     assert " hg" in smaps_field(plane.empty(32 << 20).fill_(3), "VmFlags")
     small = [plane.empty(100) for _ in range(3)]
     assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "pages of their own"
@@ -296,7 +294,7 @@ def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """What torch would share a large copy among."""
+    """Two torch threads, which would share a large copy."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -305,7 +303,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
-    """Odd sizes and an offset too; a region that closes meanwhile is gone for all of them, and none goes on."""
+    """Sizes and offset are odd. If the region closes meanwhile, all threads notice, and none goes on."""
     tensor = torch.arange(2 * block_copy.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
     into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
     with plane.expose(tensor) as region:
@@ -337,7 +335,7 @@ def test_an_inproc_handle_is_worth_nothing_in_another_process(start: Callable[..
 
 
 def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
-    """Expose a tensor of ones; do as told until the pipe closes."""
+    """Expose a tensor of ones, and obey messages until the pipe closes."""
     plane = shm_memory.open_plane()
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     region = plane.expose(tensor, writable=True)
@@ -506,7 +504,7 @@ def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Ch
 
 
 def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callable[..., Child]) -> None:
-    """The child would find it first, and end it in memory that both map: that ended the parent."""
+    """The child's destructor would end it in memory that both map, and so end the parent."""
 
     def collects(pipe: Connection) -> None:
         gc.collect()
@@ -526,7 +524,7 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callabl
 
 
 def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:
-    """What the owner puts there after `close` is never overwritten by a writer."""
+    """A writer never overwrites what the owner writes there after `close`."""
 
     def writer(pipe: Connection, handle: Handle) -> None:
         source = torch.ones(handle.nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What every memory plane promises, by the conformance kit: on each of ours."""
+"""The checks of the conformance kit for memory planes, on each of our planes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that share memory, filled by name: what ends in them is what each was to get, or nothing changes."""
+"""Tensors that share memory, filled by name: each gets its bytes, or nothing changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.store import WeightStore
 
 Tensor = torch.Tensor
 BASE, MEMORY = 64, 1024
-"""Bytes in which views begin, and that they all lie in."""
+"""The bytes in which views begin, and the size of the memory that holds them."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightStore]:
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A view of the first bytes of some memory: (dtype, shape, strides, offset), of which elements may coincide."""
+    """A view of the first bytes of some memory: (dtype, shape, strides, offset); elements may coincide."""
     dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]))
     elements = BASE // dtype.itemsize
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
@@ -56,7 +56,7 @@ version = iter(range(1 << 30))
 def test_each_of_several_views_of_one_base_gets_what_it_was_to_get_or_nothing_changes(
     store: WeightStore, kinds: list[Tensor], agreeing: bool, seed: int
 ) -> None:
-    """`agreeing`: the version was published from views of one base too, so equal bytes go to equal places."""
+    """`agreeing`: the version was published from views of one base too, so equal bytes go to equal addresses."""
     generator = torch.Generator().manual_seed(seed)
     content = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
     state = {}

@@ -1,4 +1,4 @@
-"""System calls that move fewer bytes than they were asked for: all of ours go on, and nothing else makes them."""
+"""Code that moves bytes continues after a system call that moved fewer than asked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_other_transfer_goes_through_file_io() -> None:
 
 
 def test_only_process_copy_copies_between_processes() -> None:
-    """Neither from Python nor elsewhere in C; compiled code makes no other transfers."""
+    """Neither Python code nor other C code does it; compiled code makes no other transfers."""
     sources = [*(ROOT / "comms/native").glob("*.[ch]"), *(ROOT / "backends/ucx/native").glob("*.[ch]")]
     transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
     assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.h"]
@@ -58,7 +58,7 @@ def test_only_process_copy_copies_between_processes() -> None:
 
 
 def test_a_socket_that_takes_a_part_is_sent_the_rest() -> None:
-    """`sendall` does so by itself; where `send` is used its result is."""
+    """`sendall` does so by itself; code that calls `send` uses its result."""
     wrong = [
         f"{path}:{node.lineno}"
         for path in modules()

@@ -1,4 +1,4 @@
-"""Tensors without memory of their own are refused by name, wherever a tensor comes in; all others are taken."""
+"""Tensors without memory of their own are refused by name in every call; all others are accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 4
 
 
 class Wrapper(torch.Tensor):
-    """A subclass whose numbers are elsewhere, as those of DTensor and AsyncCollectiveTensor are."""
+    """A subclass with its numbers elsewhere, like DTensor and AsyncCollectiveTensor."""
 
     inner: torch.Tensor
 
@@ -45,7 +45,7 @@ class Wrapper(torch.Tensor):
 
 
 class Stubborn(torch.Tensor):
-    """A subclass with memory that lets nobody call torch's functions."""
+    """A subclass with memory that refuses torch functions."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class Tagged(torch.Tensor):
 
 
 class Named(torch.nn.Parameter):
-    """As models have them, to mark how a parameter is to be loaded."""
+    """A parameter subclass, as models have them to mark how a parameter is loaded."""
 
 
 def freed() -> torch.Tensor:
@@ -147,7 +147,7 @@ WITH_MEMORY = [parameter, named_parameter, tagged, stubborn, strided, of_inferen
 
 
 def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every way for a tensor into a communicator."""
+    """Every call that passes a tensor to a communicator."""
     good, peer, size = torch.ones(COUNT), 1 - comm.rank, comm.size
     whole = torch.ones(size * COUNT)
     several = [torch.ones(COUNT) for _ in range(size)]
@@ -182,7 +182,7 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
 
 @pytest.fixture
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast paths are taken, as they are without checks."""
+    """Take fast paths, as without checks."""
     monkeypatch.setenv("HOLDFAST_CHECK", "0")
 
 

@@ -1,4 +1,4 @@
-"""One-sided access between ranks: what every backend with windows promises, and what is special about ours."""
+"""One-sided access between ranks: the kit's checks, and promises of our own windows."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_signals_of_several_threads_all_count() -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(backend: str) -> None:
-    """Nor for a rank that is killed meanwhile: that ends the wait at once."""
+    """The death of a waiting rank's target ends the wait at once."""
 
     def hold(comm: Communicator, window: Window, target: int) -> None:
-        """Be stopped inside of an atomic."""
+        """Stop this process inside an atomic."""
         memory = window._memory
         if isinstance(memory, MappedWindow):
             with memory._parts[target].lock.held(time.monotonic() + 5.0, lambda: None):
@@ -192,7 +192,7 @@ def test_windows_leave_nothing_behind() -> None:
 
 
 def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
-    """But for the last one: its communicator still knows it, to close it."""
+    """All but the last tensor: its communicator still refers to it, to close its window."""
 
     def body(comm: Communicator) -> int:
         tensors = []
@@ -238,7 +238,7 @@ DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float8_e
 def test_a_fitting_range_takes_the_quick_check(
     dtype: torch.dtype, of: torch.dtype, elements: list[int], rank: int, offset: int, count: int
 ) -> None:
-    """Where it is not, the longer way decides: that must be so for all that does not fit."""
+    """Otherwise the full check decides; every range that does not fit must reach it."""
     bounds = WindowBounds(
         torch.empty(0, dtype=dtype), tuple(dtype.itemsize * each + dtype.itemsize - 1 for each in elements)
     )

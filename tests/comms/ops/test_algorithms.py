@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 class Mail:
-    """A queue for each (sender, receiver, tag), made by whoever asks first."""
+    """A queue for each (sender, receiver, tag), made on first use."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
@@ -72,7 +72,7 @@ class QueueTransport(MessageTransport):
 
 
 def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link = QUICK_TO_SEND) -> list[Any]:
-    """`body(transport)` on every rank, in threads; results by rank."""
+    """Call `body(transport)` on every rank, in threads; results by rank."""
     mail = Mail()
     store = dist.HashStore()
 

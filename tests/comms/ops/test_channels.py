@@ -1,4 +1,4 @@
-"""Messages between two ranks of a board arrive in the order sent, however the steps of both fall together."""
+"""Messages between two ranks of a board arrive in the order sent, however the steps of both interleave."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_receiver_that_is_held_between_two_entries_takes_messages_in_order(bac
 
 
 class Schedules:
-    """Runs a program once for each sequence of answers that its calls of `choose` can get."""
+    """Runs a program once for each possible sequence of answers of `choose`."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -51,7 +51,7 @@ class Schedules:
         self._made: list[tuple[int, int]] = []
 
     def choose(self, options: int) -> int:
-        """A number below `options`."""
+        """Choose a number below `options`."""
         at = len(self._made)
         choice = self._plan[at] if at < len(self._plan) else 0
         self._made.append((choice, options))
@@ -75,9 +75,11 @@ View = dict[int, int]
 
 
 class WeakMemory:
-    """The words of a board as weakly ordered processors show them: a load may return any store to its word that is not
-    older than one which the thread knows of. A thread knows of its own stores, of what it has read, and, after an
-    acquiring load of a releasing store, of all that the storing thread knew of.
+    """The words of a board in the memory of weakly ordered processors.
+
+    A load may return any store to its word that is not older than one which the thread knows of. A thread knows of its
+    own stores, of what it has read, and, after an acquiring load of a releasing store, of all that the storing thread
+    knew of.
     """
 
     def __init__(self, schedules: Schedules, ordered: bool) -> None:
@@ -103,7 +105,7 @@ class WeakMemory:
 
 
 class ThreadWords:
-    """One thread's words: stands for `_native.Words`, whose every access is an acquire or a release."""
+    """One thread's words, in place of `_native.Words`; every access is an acquire or a release."""
 
     def __init__(self, memory: WeakMemory) -> None:
         self._memory, self._view = memory, View()
@@ -116,7 +118,7 @@ class ThreadWords:
 
 
 class ModelBoard:
-    """What `Channels` uses of a board."""
+    """The part of a board that `Channels` uses."""
 
     size = 2
 
@@ -127,7 +129,7 @@ class ModelBoard:
         return 8 * number
 
     def wake(self, rank: int) -> None:
-        """Nobody sleeps here."""
+        """Does nothing: no rank sleeps."""
 
 
 def channels_over(board: Any, read: Callable[[int], None]) -> Channels:
@@ -135,7 +137,7 @@ def channels_over(board: Any, read: Callable[[int], None]) -> Channels:
 
 
 def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], ordered: bool = True) -> None:
-    """Send a message of each tag, and receive those that are wanted, under one schedule.
+    """Send a message of each tag, and receive the wanted ones, under one schedule.
 
     The sender posts at any time between two receives; loads that see less than that stand for later times.
     """
@@ -151,7 +153,7 @@ def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], o
         while posted < len(messages) and schedules.choose(2) and sender._post(messages[posted]) is not None:
             posted += 1
         if not receiver._take((into, SENDER, tag)):
-            return  # it would look again: as if the sender had come earlier
+            return  # it would look again: the same as if the sender had come earlier
     for tag in set(wanted):
         got = [number for number in taken if tags[number] == tag]
         assert got == [number for number, each in enumerate(tags) if each == tag][: len(got)], f"{taken} of {tags}"

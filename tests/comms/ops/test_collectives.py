@@ -28,9 +28,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 @pytest.mark.parametrize("counts", [(50_000, 4), (11, 10), (10, 11), (4, 5), (1, 0)])
 def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result(counts: tuple[int, int]) -> None:
-    """Direct transports compare what ranks are about to do anyway: they would read each other's memory wrongly.
+    """Direct transports compare ops in any case: else they would read each other's memory wrongly.
 
-    Up to 40 bytes, ten floats, are told on one line with what the op is; more are not.
+    Inputs of up to 40 bytes, ten floats, are on one line with the description of the op; larger ones are not.
     """
 
     def body(comm: Communicator) -> str:
@@ -46,7 +46,7 @@ def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result(coun
 
 @pytest.mark.parametrize("backend", ["inproc", "shm"])
 def test_ops_that_fit_on_a_line_and_others_may_follow_each_other(backend: str) -> None:
-    """In any order, with ranks that run ahead of others, and others that are late."""
+    """The order is random; some ranks run ahead, and some are late."""
 
     def body(comm: Communicator) -> None:
         order = random.Random(7)

@@ -1,5 +1,7 @@
-"""Which of two ways is better for a large op, a stage or reads of what lies elsewhere, is found out by trying.
-Nobody can tell by results, nor by how failures look."""
+"""Large ops try both copy modes, staging and reading inputs in place, and keep the faster one.
+
+Neither results nor errors differ.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LARGE = 60_000  # elements: beyond a slot
 
 @pytest.fixture(scope="module", params=["shm", "inproc", "shm, checked"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Three; with checks on every op goes through Python."""
+    """Three ranks without checks: with them every op goes through Python."""
     backend, _, checked = str(request.param).partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_CHECK", "1" if checked else "0")
@@ -31,7 +33,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 
 def want(comm: Communicator, in_place: bool) -> None:
-    """Let every rank say that it would rather read inputs where they are, or rather not; collective."""
+    """Set whether every rank would rather read inputs in place; collective."""
     board = board_of(comm)
     comm.barrier()
     board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * in_place
@@ -39,7 +41,7 @@ def want(comm: Communicator, in_place: bool) -> None:
 
 
 def lets_read(comm: Communicator) -> bool:
-    """Whether this rank let the others read its inputs where they are, in the large op before."""
+    """Whether this rank let the others read its inputs in place in the last large op."""
     board = board_of(comm)
     return bool(board.words[board.rows[comm.rank] + UNSTAGED])
 
@@ -62,7 +64,7 @@ def test_large_ops_try_both_copy_modes(ranks: LocalCluster) -> None:
 
 
 def in_place(comm: Communicator, wanted: bool) -> list[bool]:
-    """Ops whose results lie where their inputs were, and whether those could be read there."""
+    """Ops with results in the memory of their inputs, and whether those can be read in place."""
     size, rank = comm.size, comm.rank
     said = []
 

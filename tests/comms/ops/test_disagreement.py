@@ -1,4 +1,7 @@
-"""Ranks that disagree about size or dtype of a message are told so, without checks too: both are in its header."""
+"""Ranks that disagree about the size or dtype of a message get an error even without checks.
+
+The header of a message has both.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ DISAGREE: dict[str, Callable[[int], torch.Tensor]] = {
     "shorter": lambda count: torch.full((count - 1,), 7.0),
     "longer": lambda count: torch.full((count + 1,), 7.0),
 }
-"""What rank 0 sends to one that receives so many float32."""
+"""What rank 0 sends to a rank that receives so many float32."""
 
 
 def _message(comm: Communicator, what: str, count: int, batch: bool) -> str:
@@ -48,7 +51,7 @@ def test_a_message_of_another_size_or_dtype_is_a_mismatch(backend: str, size: st
     for batch in (False, True):
         for what in DISAGREE:
             if backend == "mpi" and what in ("dtype", "itemsize"):
-                continue  # MPI has no room for it in what it compares
+                continue  # what MPI compares has no room for it
             with LocalCluster(2, backend, timeout=20.0) as cluster:
                 _, receiver = cluster.run(_message, what, SIZES[size], batch)
                 assert receiver == "Mismatch", (what, batch)

@@ -1,4 +1,4 @@
-"""Ops that are usual take one call into compiled code; all else goes the long way. Nobody can tell by the results."""
+"""Usual ops take one call into compiled code, all others the slow path; results are the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def which_path(comm: Communicator) -> str:
 
 
 def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0) -> None:
-    """One op on numbers that say who gave them, checked in full; `usual` or in a way that is not."""
+    """Run one op on inputs that identify their rank, and check the result; `usual` or in an unusual way."""
     size, rank = comm.size, comm.rank
     timeout = None if usual else 30.0
     numbers = torch.arange(size * count, dtype=torch.int64) + turn
@@ -71,7 +71,7 @@ def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0)
 
 
 def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) -> tuple[int, bool]:
-    """Each op the usual way on some ranks and not on others (bits), one of which comes late to it (-1: none)."""
+    """Run each op; bits of `usual` select ranks that call it the usual way, `late` is the late rank (-1: none)."""
     comm.barrier(timeout=10.0)
     begun = comm.progress[0]
     for turn, (op, count, usual, late) in enumerate(program):
@@ -107,7 +107,7 @@ def test_boards_have_a_path_of_their_own(ranks: LocalCluster) -> None:
 
 
 def takes(comm: Communicator) -> list[bool]:
-    """What the fast path itself says to what is not usual; all ranks ask alike, so that none is left waiting."""
+    """The answer of the fast path to an unusual call; all ranks make the same, so no rank is left waiting."""
     fast = comm._fast
     assert fast is not None
     plain = torch.ones(6)
@@ -250,7 +250,7 @@ class _Diary:
         self.lines.append(("left", type(error).__name__))
 
     def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
-        """Of no interest here."""
+        """Does nothing."""
 
 
 def recorded(comm: Communicator, late: bool) -> None:
@@ -298,7 +298,7 @@ def test_a_journal_hears_how_an_op_ended(backend: str) -> None:
 
 
 def in_order(comm: Communicator) -> None:
-    """Asynchronous ops come first: the fast path waits until they are done."""
+    """The fast path waits until earlier asynchronous ops are done."""
     for turn in range(20):
         value = torch.tensor([1])
         work = comm.all_reduce(value, async_op=True)
@@ -312,7 +312,7 @@ def test_an_op_does_not_overtake_those_before_it(ranks: LocalCluster) -> None:
 
 
 def aborted(comm: Communicator) -> float:
-    """Another thread ends an op that has begun here, and no later one runs."""
+    """Another thread aborts an op that has begun here; no later op runs."""
     comm.barrier()
     if comm.rank:
         time.sleep(0.5)
@@ -520,7 +520,7 @@ LOOKS = 3
 
 
 class TinyMpi:
-    """An MPI whose all_reduce of three floats doubles them, at the look after `late` others."""
+    """A stand-in for MPI: its all_reduce doubles three floats, and is complete after `late` tests."""
 
     def __init__(self, late: int = 0, begin_fails: int = 0, test_fails: int = 0) -> None:
         self.late, self.begin_fails, self.test_fails = late, begin_fails, test_fails
@@ -561,7 +561,7 @@ class TinyMpi:
             self._test(None, ctypes.pointer(done), None)
 
     def call(self, persistent: bool) -> Any:
-        """An all_reduce of three floats."""
+        """Call all_reduce with three floats."""
         begin, start, test = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self.functions]
         if not persistent:
             return RequestCall(self.holder, "ops", 12, begin, 1, 3, 20, 30, 40, test, LOOKS, self._go_on)

@@ -1,4 +1,4 @@
-"""Nothing of ours follows what a program sets for all of torch: default device and dtype, determinism, inference."""
+"""holdfast ignores torch's global settings: default device and dtype, determinism, inference mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Total:
-    """What the job adds up."""
+    """The state of the job: a sum."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(5, dtype=torch.float64, device=CPU)
@@ -61,7 +61,7 @@ def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: st
 
 
 def every_op(comm: Communicator) -> bool:
-    """Some of everything, in numbers that are known."""
+    """Run one op of every kind on known numbers."""
     peer, ones = 1 - comm.rank, torch.ones(8, device=CPU)
     for count in (8, 100_000):
         given = torch.full((count,), comm.rank + 1.0, device=CPU)

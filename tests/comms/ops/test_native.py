@@ -1,4 +1,4 @@
-"""The compiled reductions agree with torch's own, bit by bit; tensors lie where torch says."""
+"""The compiled reductions give torch's bits; tensors lie where torch says."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_reduction_gives_what_torch_gives(dtype: torch.dtype, op: str) -> None
 
 
 class Named(torch.Tensor):
-    """A tensor of somebody's own class."""
+    """A user's own tensor class."""
 
 
 def test_a_plain_tensor_is_contiguous_host_memory() -> None:
@@ -115,7 +115,7 @@ def test_tensors_of_other_memory_or_layout_are_not_plain(tensor: Any) -> None:
 
 
 def test_a_packed_tensor_holds_the_same_numbers_and_is_plain() -> None:
-    """Negation that torch has put off is done; what has but one element can be viewed as bytes."""
+    """A pending negation of torch is resolved; a tensor of one element can be viewed as bytes."""
     put_off = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert packed(put_off).tolist() == [-2.0, 4.0]
     one_of_many = torch.arange(12.0).reshape(3, 4)[:1, :1]
@@ -134,7 +134,7 @@ def test_a_span_is_the_memory_that_torch_reports(dtype: torch.dtype) -> None:
 
 @given(st.integers(0, 9000), st.integers(0, 4200), st.integers(0, 40))
 def test_a_copy_is_right_at_any_offset(nbytes: int, ahead: int, start: int) -> None:
-    """Overlapping its source, too, and just where some processors are slow."""
+    """Copies may overlap their source, and include offsets at which some processors are slow."""
     memory = torch.randint(0, 256, (16_000,), dtype=torch.uint8)
     expected = memory.clone()
     expected[start + ahead : start + ahead + nbytes] = memory[start : start + nbytes]
@@ -180,7 +180,7 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
 
 
 def two_hands_on_a_board(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
-    """Those of ranks 0 and 1, for epoch 5, and the words."""
+    """The boards of ranks 0 and 1, for epoch 5, and the words."""
     memory = bytearray(8192)
     first, second = (_native.Board(memory, rank, 2, 5, **SIZES, spins=10, yields=10, pids=pids) for rank in range(2))
     return first, second, memoryview(memory).cast("Q")
@@ -216,7 +216,7 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
 
 
 def one_gives_in_place(given: bytearray, taken: bytearray) -> tuple[_native.Board, memoryview]:
-    """Rank 0, about to take 64 bytes that rank 1 lets it read where they are; and the words."""
+    """Rank 0, about to take 64 bytes that rank 1 lets it read in place; and the words."""
     wanted = 5
     first, second, words = two_hands_on_a_board((os.getpid(), os.getpid()))
     words[wanted] = (1 << 32) - 1
@@ -239,7 +239,7 @@ def test_inputs_are_read_where_they_are_and_the_end_waits_for_that() -> None:
 
 
 def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
-    """It may have taken its tensors back, and written there, before they were read."""
+    """That rank may have written to its tensors again before they were read."""
     never, state, epoch = (1 << 64) - 1, 24, 26
     given, taken = bytearray(64), bytearray(64)
     first, words = one_gives_in_place(given, taken)
@@ -258,7 +258,7 @@ def test_memory_that_cannot_be_read_is_said_to_be_so() -> None:
 
 
 def test_a_wait_that_has_stopped_spinning_does_not_yield() -> None:
-    """A wait that would give way for ever ends at once, so that its caller sleeps; one for later goes on."""
+    """A wait that would yield for ever ends at once, so that its caller sleeps; a later one goes on."""
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.stop_spinning(8)
     assert board.match(1, 1) == LATE

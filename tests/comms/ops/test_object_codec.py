@@ -60,7 +60,7 @@ objects = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(
 
 
 def alike(sent: Any, arrived: Any) -> bool:
-    """Equal, and of the same types all the way down."""
+    """Whether two objects are equal and of the same types at every level."""
     if type(sent) is not type(arrived):
         return False
     if isinstance(sent, dict):

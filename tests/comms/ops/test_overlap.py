@@ -1,4 +1,4 @@
-"""Tensors of one op that share memory: inputs are read as they were, outputs need memory of their own."""
+"""Tensors of one op that share memory: inputs keep their old values, outputs must not overlap."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ OPS: dict[str, Op] = {
 
 
 def _shared(op: str, rank: int, count: int, shift: int) -> Parts:
-    """An op's tensors in one stretch of memory. `shift` 0: where NCCL has them in place, or the same for both; else the
-    input lies so many elements further.
+    """An op's tensors in one buffer.
+
+    `shift` 0: where NCCL has them in place, or the same for both; else the input lies so many elements further.
     """
     base = torch.arange((RANKS + 1) * count + shift, dtype=torch.float32) % 977 * (rank + 1)
     whole, part = base[: RANKS * count], base[rank * count + shift : (rank + 1) * count + shift]
@@ -59,7 +60,7 @@ def _shared(op: str, rank: int, count: int, shift: int) -> Parts:
 
 
 def _compare(comm: Communicator, op: str) -> list[str]:
-    """Each op twice: with shared memory, and with memory of each tensor's own."""
+    """Run each op twice: with shared memory, and with separate memory for each tensor."""
     wrong = []
     for count, shift in product(COUNTS, (0, 1, -1)):
         shift = shift * (count // 2)
@@ -87,7 +88,7 @@ def test_an_input_that_shares_memory_with_the_output_is_read_as_it_was(backend: 
 
 
 def _refused(comm: Communicator) -> list[str]:
-    """Outputs of which elements share memory, in every op that has one."""
+    """Check that every op refuses outputs with elements that share memory."""
     size, ones, peer = comm.size, torch.ones(4), (comm.rank + 1) % comm.size
     expanded, woven = torch.zeros(1).expand(4), torch.zeros(5).as_strided((2, 2), (1, 1))
     base = torch.zeros(4 * size)

@@ -1,4 +1,4 @@
-"""Whole numbers of any kind are taken where one is asked for, and timeouts as numbers or timedeltas."""
+"""Public calls accept integers of any kind, and timeouts as numbers or timedeltas."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bounds_are_named() -> None:
 
 
 def _everywhere(comm: Communicator) -> list[str]:
-    """Each argument of a communicator that is a number, as several kinds of integers."""
+    """Pass each integer argument of a communicator as several kinds of integers."""
     x, size = torch.ones(4), comm.size
     wrong: list[str] = []
     for kind in INTEGERS:

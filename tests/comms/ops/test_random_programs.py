@@ -1,4 +1,4 @@
-"""Random programs of ops over random shapes, dtypes and layouts give equal results on every backend, to the bit."""
+"""Random programs of ops over random shapes, dtypes and layouts give the same bits on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An op that is refused before any byte moves leaves the communicator as it was; and async ops are their caller's."""
+"""An op that is refused before any byte moves leaves the communicator as it was."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_communicator_works_after_every_refused_argument(backend: str) -> None
 
 
 class Refusing:
-    """A transport that cannot do one thing."""
+    """A transport without one op."""
 
     def __init__(self, comm: Communicator) -> None:
         self._kind = type(comm.transport)
@@ -86,7 +86,7 @@ class Refusing:
 
 
 def _unsupported(comm: Communicator) -> list[str]:
-    """What a transport says once the op has begun."""
+    """Raise what a transport raises once the op has begun."""
     wrong, before = [], comm.progress
     for refused in (
         lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG),
@@ -102,7 +102,7 @@ def _unsupported(comm: Communicator) -> list[str]:
             comm.barrier()
         if not _works(comm):
             wrong.append(f"{comm.over}")
-    # of 2 x 4 and two that were refused, the asynchronous one keeps its number
+    # 2 x 4 ops, and two refused ones, of which the asynchronous one keeps its number
     return wrong + ["ops are numbered differently"] * (comm.progress[0] - before[0] != 9)
 
 
@@ -113,7 +113,7 @@ def test_a_communicator_works_after_a_transport_refused_an_op(backend: str) -> N
 
 
 def _prepare_fails(comm: Communicator) -> list[str]:
-    """One rank alone has no memory for a copy; it tries again, and meets the others."""
+    """One rank has no memory for a copy; it tries again, and meets the others."""
     wrong, packed, view = [], collectives.packed, torch.ones(4, 2)[:, 0]
     if comm.rank == 0:
 
@@ -141,7 +141,7 @@ def test_an_op_that_could_not_be_prepared_can_be_called_again(backend: str) -> N
 
 
 def _later_ops_wait(comm: Communicator) -> bool:
-    """Ops are queued behind one that rank 0 cannot prepare: none of them may meet that op of another rank."""
+    """Ops are queued behind one that rank 0 cannot prepare: none may pair with that op of another rank."""
     packed, view = collectives.packed, torch.ones(4, 2)[:, 0]
     if comm.rank == 0:
 
@@ -166,7 +166,7 @@ def test_an_asynchronous_op_that_could_not_be_prepared_ends_the_communicator() -
 
 
 def _modes(comm: Communicator) -> list[str]:
-    """Ops on the worker thread, with tensors that only the caller's modes let be written."""
+    """Run ops on the worker thread with tensors that only the caller's modes allow to write."""
     wrong = []
     kind = type(comm.transport)
     seen: list[tuple[bool, bool]] = []

@@ -1,4 +1,4 @@
-"""Sums that have the same bits however the values are spread over ranks, and whatever moves them."""
+"""Reproducible sums have the same bits however the values are spread over ranks, on any backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def nasty(contributions: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Values of very different sizes that nearly cancel: a plain sum's bits depend on the order."""
+    """Values of very different sizes that nearly cancel: the bits of a plain sum depend on the order."""
     generator = torch.Generator().manual_seed(contributions * count)
     exponents = torch.randint(-8, 9, (contributions, count), generator=generator).double()
     rows = torch.randn(contributions, count, generator=generator, dtype=torch.float64) * 2.0**exponents
@@ -88,7 +88,7 @@ def test_complex_numbers_are_summed_exactly_too(backend: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 def test_extremes_have_the_same_bits_in_any_order(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Zeros of both signs are equal, and a NaN may have any sign: which of them is met first must not show."""
+    """Zeros of both signs are equal, and a NaN may have any sign: their order must not show."""
     columns = torch.tensor([[0.0, math.nan, -0.0, 3], [-0.0, -math.nan, -0.0, 4]], dtype=dtype)
 
     def body(comm: Communicator) -> list[bytes]:
@@ -124,7 +124,7 @@ def correctly_rounded(numbers: list[float], dtype: torch.dtype) -> float:
 
 
 def values(dtype: torch.dtype) -> st.SearchStrategy[list[float]]:
-    """Sums to be done: any values of `dtype`, and often some that cancel, tie or vanish."""
+    """Terms of a sum: any values of `dtype`, and often some that cancel, tie or vanish."""
     limits = torch.finfo(dtype)
     anything = st.floats(width=64).map(lambda number: torch.tensor(number, dtype=torch.float64).to(dtype).item())
     powers = st.integers(int(math.log2(limits.tiny)) - 10, math.frexp(limits.max)[1] - 1).map(
@@ -140,7 +140,7 @@ def values(dtype: torch.dtype) -> st.SearchStrategy[list[float]]:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_the_result_is_the_exact_sum_rounded_once_in_any_order(dtype: torch.dtype, data: st.DataObject) -> None:
-    """So no sum is closer to the truth; and denormals, signed zeros, ties and overflow are as IEEE has them."""
+    """No sum is closer to the exact one; denormals, signed zeros, ties and overflow follow IEEE 754."""
     numbers = data.draw(values(dtype))
     rows = torch.tensor(numbers, dtype=torch.float64).to(dtype)[:, None]
     order = torch.tensor(data.draw(st.permutations(range(len(numbers)))))
@@ -153,7 +153,7 @@ def test_the_result_is_the_exact_sum_rounded_once_in_any_order(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
-    """A block may be added plainly or with care; an element's bits are the same."""
+    """A block may be added plainly or exactly; an element's bits are the same."""
     torch.manual_seed(1)
     plain = torch.randn(5, 40_000).to(dtype)
     plain[:, ::7] = -0.0

@@ -1,6 +1,8 @@
-"""Large ops of every kind, one after another on one communicator: nothing of one is left to the next. They are staged
-through the caches where the ranks find each other near, and past them otherwise, or read where the inputs are, with the
-same results."""
+"""Large ops of every kind follow each other on one communicator without mixing their bytes.
+
+They are staged through the caches where the ranks are near each other, and past them otherwise, or read in place, with
+the same results.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ OPS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all
 
 
 def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> None:
-    """Each op on numbers that say who gave them, checked in full; all tensors are let go of between ops.
+    """Run each op on inputs that identify their rank, and check the results; drops all tensors between ops.
 
-    Before it some ranks are made to say that they are near, whether they are or not, and some that they would rather
-    read inputs where they are: bit r for rank r.
+    Before it some ranks (bit r for rank r) are set to report that they are near, whether they are or not, and some to
+    prefer reading inputs in place.
     """
     size, rank = comm.size, comm.rank
     board = board_of(comm)
@@ -84,7 +86,7 @@ def test_large_ops_follow_each_other_in_any_order() -> None:
 
 
 def find_out_how_near(comm: Communicator) -> bool:
-    """Whether a rank, of some that share a processor, has come to say that what it takes is near."""
+    """Whether a rank that shares a processor with others has found that its peers are near."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     board, tensor = board_of(comm), torch.ones(LARGE)
     assert not board.words[board.rows[comm.rank] + NEAR], "nothing is near before it was measured"

@@ -1,4 +1,4 @@
-"""System calls that a container profile forbids: probes say which, what stands on others goes on."""
+"""System calls that a container profile forbids: probes name them, and other backends still run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filt
 
 
 def run_without(calls: list[str], code: str, *arguments: str) -> str:
-    """What a program prints to which these system calls are forbidden."""
+    """The output of a program that may not make these system calls."""
     numbers = ",".join(str(CALLS[call]) for call in calls)
     script = seccomp_deny.__file__
     done = subprocess.run(
@@ -69,5 +69,5 @@ comm.close()
 
 
 def test_auto_takes_a_backend_that_runs_and_that_still_notices_a_death(tmp_path: Path) -> None:
-    """Without pidfds the processes are looked at: a zombie is dead too."""
+    """Without pidfds, processes are polled, and a zombie counts as dead."""
     assert run_without(["pidfd_open"], _PAIR, str(tmp_path / "meeting")).split() == ["gloo", "True", "True"]

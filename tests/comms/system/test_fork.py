@@ -1,4 +1,4 @@
-"""A forked child is not its parent: it can use, close and destroy nothing of it, and lives and ends in silence."""
+"""A forked child cannot use or close its parent's communicators, and ends without a warning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.source_tree import ROOT
 
 
 def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """What `body()` returns in a forked child."""
+    """The result of `body()` in a forked child."""
 
     def run(pipe: Any) -> None:
         pipe.send(body())
@@ -44,7 +44,7 @@ def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What `call` is refused with in a forked child; "" if it is not."""
+    """The error that `call` raises in a forked child; "" if it raises none."""
     try:
         call()
     except UsedAfterFork as error:
@@ -112,7 +112,7 @@ def test_a_forked_child_ends_no_communicator_of_its_parent(process_backend: str)
 
 
 def test_a_forked_child_still_knows_which_rank_its_parent_is(tmp_path: Path) -> None:
-    """A data loader's worker shards its data by these."""
+    """A data loader's worker shards its data by rank and size."""
     with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
         assert in_child(lambda: (comm.rank, comm.size, comm.name, comm.epoch, comm.backend)) == (
             0,
@@ -136,7 +136,7 @@ def test_a_forked_child_can_connect_by_itself(tmp_path: Path) -> None:
 
 
 def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -> None:
-    """Its thread is not there: to wait for it would never end."""
+    """The worker thread does not exist in the child: a wait for it would never end."""
     with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
         done = comm.all_reduce(torch.ones(1), async_op=True)
         done.wait()
@@ -164,7 +164,7 @@ def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """What a user writes: it holds the communicator, and asks it for its rank."""
+    """A user's dataset: it holds the communicator, and asks it for its rank."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -211,7 +211,7 @@ if child:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
 def test_a_forked_child_ends_as_any_interpreter_does(backend: str, tmp_path: Path) -> None:
-    """Atexit handlers and destructors run, and neither wait for the parent's threads nor take away what is its."""
+    """Atexit handlers and destructors run; they neither wait for the parent's threads nor free its resources."""
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT.format(backend=backend), str(tmp_path / "meeting")],
         capture_output=True,
@@ -279,7 +279,7 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
 
 
 def test_only_one_helper_asks_for_the_current_process() -> None:
-    """A comparison of process ids, or a handler of its own, would be a second way."""
+    """Comparing process ids, or another fork handler, would be a second way."""
     wrong = []
     for package in ("comms", "backends", "ft", "store", "rl"):
         for path in (ROOT / package).rglob("*.py"):

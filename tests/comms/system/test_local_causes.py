@@ -1,4 +1,4 @@
-"""What a process runs out of is its own error, which names it; no peer is told to be dead for it."""
+"""A process that runs out of a resource raises an error that names it; no peer is called dead."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_error_that_a_peer_may_have_caused_is_no_local_cause(number: int) -> 
 
 
 def test_a_refused_read_of_memory_is_not_a_death() -> None:
-    """User namespaces, seccomp, Yama."""
+    """Causes are user namespaces, seccomp and Yama."""
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
     for error in (unreadable(1, errno.EPERM), unreadable(1, errno.ENOSYS), not_openable(1, "window", refused)):
         assert isinstance(error, BackendUnavailable) and "rank 1" in str(error) and "user namespace" in str(error)
@@ -77,7 +77,7 @@ _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
 )
 def test_errors_of_gloo_and_of_torch_are_told_apart(said: str, meaning: str) -> None:
-    """The first are those of torch 2.13, as they were seen; of gloo's errors there are no others to look at."""
+    """The first messages are those of torch 2.13, as seen; gloo's errors have no others."""
     assert meaning_of(RuntimeError(said)) == meaning
 
 
@@ -128,7 +128,7 @@ def test_a_rank_without_descriptors_says_so_and_its_peer_is_not_told_dead(backen
 
 
 def test_a_member_without_descriptors_leaves_and_the_others_go_on() -> None:
-    """It ends with its own error; the job loses it and nobody else."""
+    """The member ends with its own error; the job loses no other member."""
 
     def train(session: Session) -> object:
         steps = 0
@@ -187,7 +187,7 @@ def test_ucx_says_that_it_has_no_such_network_device(tmp_path: Path) -> None:
 
 
 def test_two_ranks_over_ucx_fit_into_the_shared_memory_of_a_container() -> None:
-    """docker gives 64 MB: a rank, its spare worker and four windows."""
+    """docker gives 64 MB, for a rank, its spare worker and four windows."""
 
     def body(comm: Communicator) -> Any:
         windows = [comm.window(torch.ones(4)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Any path that the system takes: in the URLs of registers and meeting places, for Unix sockets, for a whole job."""
+"""Any path that the system accepts works: in URLs, for Unix sockets, for a whole job."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from holdfast.harness import LocalCluster
 from support.source_tree import ROOT, modules
 
 ODD = "a#b?c %41 d"
-"""A folder's name that means something else wherever it is put into a URL as it is."""
+"""A folder name that means something else if it is put into a URL unquoted."""
 
 LONG = "x" * 60
-"""Twice that is more than the 107 bytes that the address of a Unix socket may have."""
+"""Twice this length exceeds the 107 bytes of a Unix socket's address."""
 
 names = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",)), min_size=1, max_size=20)
 
@@ -61,7 +61,7 @@ def test_a_register_whose_name_is_a_pattern_leaves_others_alone(tmp_path: Path) 
 
 
 def test_four_slashes_are_an_absolute_path_too(tmp_path: Path) -> None:
-    """As SQLAlchemy has it."""
+    """SQLAlchemy writes absolute paths so."""
     four = open_cell(f"sqlite:///{tmp_path}/job.sqlite", "view")
     three = open_cell(f"sqlite://{tmp_path}/job.sqlite", "view")
     assert four.compare_and_set(0, b"said")
