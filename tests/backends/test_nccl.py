@@ -42,7 +42,7 @@ from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.run_in_threads import run_in_threads
-from support.like_nccl import OnTheHost
+from support.samples.like_nccl import OnTheHost
 
 Tensor = torch.Tensor
 NAMES: tuple[Any, ...] = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")

@@ -29,7 +29,7 @@ from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
-from support.like_nccl import LikeNccl, OnTheHost
+from support.samples.like_nccl import LikeNccl, OnTheHost
 from support.waiting import eventually
 
 

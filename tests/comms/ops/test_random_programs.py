@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
-from support import programs
+from support.samples import programs
 
 PROGRAMS = 4
 """How many programs one communicator runs: connecting takes longer than most programs."""

@@ -18,7 +18,7 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
-from support.membership_world import (
+from support.samples.membership_world import (
     Action,
     InvariantBroken,
     World,

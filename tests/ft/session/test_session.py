@@ -30,7 +30,7 @@ from holdfast.ft.runtime import reactor
 from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from support.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
+from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
 
 
 def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01) -> Job:

@@ -14,7 +14,7 @@ from holdfast.ft import Session, Timeouts
 from holdfast.ft.registers import tcp
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.testbed.etcd import EtcdCluster
-from support.tally import SHARDS, assert_exact, cluster, tally_up
+from support.samples.tally import SHARDS, assert_exact, cluster, tally_up
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=30.0, rebuild=20.0, join=20.0)
 

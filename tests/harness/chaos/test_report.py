@@ -21,7 +21,7 @@ from holdfast.harness.report.curve import Point, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
 from holdfast.harness.report.timeline import busy
-from support.demo_sample import STRUCK, sample_run
+from support.samples.demo_sample import STRUCK, sample_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

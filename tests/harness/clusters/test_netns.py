@@ -26,7 +26,7 @@ from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
-from support.tally import SHARDS, Tally
+from support.samples.tally import SHARDS, Tally
 
 pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 
