@@ -156,8 +156,7 @@ class Gathering:
             offers.append(theirs)
         decision = decide(offers)
         self._check_alive(offers)
-        if store.check([_LEFT]):
-            raise _MeetingOver
+        self._check_over(store, offers)
         seal = None
         if self._key is not None:
             seal = Seal(self._key, prefix.encode()).within(b"".join(each.encode() for each in offers))
@@ -217,9 +216,9 @@ class Gathering:
                 raise
             except TimeoutError:
                 pass
-            if store.check([_LEFT]) and not store.check([key]):
+            if not store.check([key]):
                 self._note_absent(store)
-                raise _MeetingOver
+                self._check_over(store, known)
             self._check_alive(known)
             if time.monotonic() >= self._deadline:
                 self._note_absent(store)
@@ -228,6 +227,12 @@ class Gathering:
     def _note_absent(self, store: MeetingStore) -> None:
         """Keep in mind which ranks have come to no meeting that this one was at."""
         self._absent = {rank for rank in self._absent if not store.check([f"offer/{rank}"])}
+
+    def _check_over(self, store: MeetingStore, known: Sequence[Offer]) -> None:
+        """Raise `_MeetingOver` if a rank has given up, or `PeerFailed` if it did because one of the `known` died."""
+        if store.check([_LEFT]):
+            self._check_alive(known)
+            raise _MeetingOver
 
     def _check_alive(self, offers: Sequence[Offer]) -> None:
         gone = [rank for rank, offer in enumerate(offers) if is_gone(offer.peer)]

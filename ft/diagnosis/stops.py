@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from holdfast.comms.errors import Mismatch
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding, Kind
 from holdfast.ft.diagnosis.waits import End, Why, edges, ends
@@ -12,6 +13,9 @@ from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
 """Seconds after which an op that has not ended counts as blocked, in a running job."""
+
+_LEFT_BY_MISMATCH = f"it left: {Mismatch.__name__}: "
+"""Evidence of a mismatch whose ops are no longer recorded: either rank that it names may be the one that is wrong."""
 
 
 def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
@@ -53,6 +57,8 @@ def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
         elif track in killed and not everybody:
             words = said or f"then its process (pid {track.recording.process.pid}) was gone"
             yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
+        elif said.startswith(_LEFT_BY_MISMATCH):
+            yield _finding("mismatch", group, track, 0.7, f"{_last(track)}; {said}")
         elif said:
             stopped = "stopped" in said or track.life is ProcessState.STOPPED
             yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {said}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
 
 
 class StartFailed(HoldfastError):
@@ -12,10 +14,21 @@ class StartFailed(HoldfastError):
 
 
 class Launch(ABC):
-    """A running launcher. The caller starts the ranks, with the environment that the launcher would have set."""
+    """A running launcher. The caller starts the ranks, with the environment that the launcher would have set.
 
-    environ: dict[int, dict[str, str]]
-    """By rank, the variables to add to the environment of its process."""
+    Shared memory of the backends' libraries is in a directory of its own, removed by `close`: a rank that is killed
+    while UCX or Open MPI makes a segment leaves the file of it.
+    """
+
+    def __init__(self) -> None:
+        self._shared = HeldDirectory("holdfast-ranks-", SHARED_MEMORY)
+        self._of_rank: dict[int, dict[str, str]] = {}
+
+    def environ(self, rank: int) -> dict[str, str]:
+        """The variables to add to the environment of the process of `rank`."""
+        private = {"UCX_POSIX_DIR": str(self._shared.path)} if SHARED_MEMORY is not None else {}
+        asked = {name: os.environ[name] for name in private if name in os.environ}
+        return {**private, **asked, **self._of_rank.get(rank, {})}
 
     @abstractmethod
     def attach(self, rank: int, pidfd: int) -> None:
@@ -29,11 +42,8 @@ class Launch(ABC):
 class NoLaunch(Launch):
     """For backends that need no launcher."""
 
-    def __init__(self, size: int) -> None:
-        self.environ = {rank: {} for rank in range(size)}
-
     def attach(self, rank: int, pidfd: int) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        self._shared.close()

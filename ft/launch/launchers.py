@@ -9,7 +9,7 @@ from holdfast.ft.launch.launcher import Launch, NoLaunch
 def launch(launcher: str, size: int) -> Launch:
     """Start the launcher of this name for `size` ranks. Raises `StartFailed`; `Unsupported` for an unknown name."""
     if not launcher:
-        return NoLaunch(size)
+        return NoLaunch()
     if launcher == "mpirun":
         from holdfast.ft.launch.mpirun import MpiJob
 

@@ -110,7 +110,7 @@ class Launcher:
             **self._contract.environ(),
         }
         for number in range(self._plan.size + self._plan.spares):
-            own = {**self._torch.of(number), **self._launch.environ[number]}
+            own = {**self._torch.of(number), **self._launch.environ(number)}
             process = GuardedProcess(self._plan.command, {**environ, **own})
             self._processes.append(process)
             self._words[number] = LastWords()

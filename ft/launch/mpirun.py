@@ -22,7 +22,7 @@ from pathlib import Path
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch import mpirun_proxy
-from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
+from holdfast.ft.launch.held_directory import HeldDirectory, private_file
 from holdfast.ft.launch.launcher import Launch, StartFailed
 
 _START_SECONDS = 60.0
@@ -51,11 +51,10 @@ class MpiJob(Launch):
         program = mpirun_path()
         if program is None:
             raise StartFailed("there is no mpirun; pip install 'holdfast[mpi]'")
+        super().__init__()
         self._folder = HeldDirectory("holdfast-mpi-")
-        self._shared = HeldDirectory("holdfast-mpi-", SHARED_MEMORY)
         self._output = self._folder.path / "mpirun.log"
         self._proxies: dict[int, socket.socket] = {}
-        self.environ = {}
         self._process: subprocess.Popen[bytes] | None = None
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -100,7 +99,7 @@ class MpiJob(Launch):
             rank = int(environ[_RANK])
             self._proxies[rank] = line
             new = {name: value for name, value in environ.items() if os.environ.get(name) != value}
-            self.environ[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
+            self._of_rank[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
 
     def attach(self, rank: int, pidfd: int) -> None:
         """Let the proxy of `rank` end when the process `pidfd` ends."""

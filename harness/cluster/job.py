@@ -271,7 +271,7 @@ class Job:
         number = len(self.processes)
         name, output = f"process {number}", self.directory / f"process-{number}.log"
         assert self._launch is not None
-        own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ.get(number, {})}
+        own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ(number)}
         process = zygote().spawn(self._target, name=name, output=output, threads=self._settings.threads, environ=own)
         self.processes += (process,)
         self._launch.attach(number, process.pidfd)

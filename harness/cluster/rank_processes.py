@@ -50,7 +50,7 @@ class RankProcesses(ClusterRanks):
                     name=f"rank {rank}",
                     output=output,
                     threads=self._settings.threads,
-                    environ={**self._settings.environ, **self._launch.environ[rank]},
+                    environ={**self._settings.environ, **self._launch.environ(rank)},
                 )
                 self._launch.attach(rank, self._processes[rank].pidfd)
                 self._echo.follow(f"rank {rank}", output)

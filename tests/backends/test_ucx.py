@@ -233,6 +233,25 @@ def test_abort_frees_a_rank_that_sleeps_in_an_op(tls: str) -> None:
         assert max(cluster.run(body)) < 1.0
 
 
+def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
+    """UCX gives a segment a name in a directory, and unlinks it soon; the cluster removes the directory."""
+
+    def body(comm: Communicator) -> str:
+        folder = os.environ["UCX_POSIX_DIR"]
+        assert f"{folder}/ucx_shm_posix" in Path("/proc/self/maps").read_text()
+        if comm.rank == 1:
+            (Path(folder) / "ucx_shm_posix_half_made").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return folder
+
+    with LocalCluster(2, "ucx", environ={"UCX_TLS": SHARED_MEMORY}) as cluster:
+        survivor, _ = cluster.outcomes(body)
+        assert survivor.error is None
+        folder = str(survivor.value)
+        assert Path(folder).exists()
+    assert not Path(folder).exists()
+
+
 def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
     """Half of them end with a message under way: no descriptors, threads or shared memory pile up."""
 

@@ -64,7 +64,7 @@ def suite(backend: str) -> type[unittest.TestCase]:
             self.addCleanup(job.close)
 
             def placed(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                return fork(target=_in_place, name=name, args=(job.environ[args[0]], target, *args), kwargs=kwargs)
+                return fork(target=_in_place, name=name, args=(job.environ(args[0]), target, *args), kwargs=kwargs)
 
             self._start_processes(placed)
             for rank, process in enumerate(self.processes):

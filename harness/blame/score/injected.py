@@ -42,7 +42,8 @@ def train(session: Session, fault: str, victim: int, other: int, at: int, steps:
         mine = first_epoch and attempt.rank == victim and attempt.step >= at
         with attempt:
             comm = attempt.comm
-            time.sleep(0.002)
+            before = fault == "slow" or attempt.step <= at
+            time.sleep(0.002 if before else 0.05)  # later ops would overwrite the recording of the fault
             if mine and attempt.step == at:
                 _break(fault, comm, other)
             if mine and fault == "slow":

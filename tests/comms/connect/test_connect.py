@@ -24,6 +24,8 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.backends.gloo.transport import _CONNECT_SECONDS
 from holdfast.comms.connect import connect_members
+from holdfast.comms.rendezvous.gathering import Gathering
+from holdfast.comms.rendezvous.offers import Offer
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
@@ -230,6 +232,25 @@ def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) 
             connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.transport.run_interruptible"
         )
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
+
+
+def test_a_rank_that_reads_late_why_others_gave_up_still_names_the_dead_rank(tmp_path: Path) -> None:
+    """Rank 1 dies and rank 2 gives up, both after rank 0 has found all alive and before it finds the meeting over."""
+    where = f"file://{tmp_path}/meeting"
+    script = f"from holdfast import comms; comms.connect('shm', rank=1, size=2, rendezvous={where!r}).close()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as victim:
+        checked = Gathering._check_alive
+
+        def check_alive(gathering: Gathering, offers: list[Offer]) -> None:
+            checked(gathering, offers)
+            if len(offers) == 2 and victim.returncode is None:
+                victim.kill()
+                victim.wait(10.0)
+                dist.FileStore(f"{tmp_path}/meeting", -1).add("holdfast/default/0/left", 1)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(comms.PeerFailed, match="rank 1"):
+            patch.setattr(Gathering, "_check_alive", check_alive)
+            comms.connect("shm", rank=0, size=2, rendezvous=where, timeout=10.0)
 
 
 def late(store: dist.Store) -> dist.Store:

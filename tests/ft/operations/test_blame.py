@@ -144,6 +144,26 @@ def test_a_finding_is_reported_once(tmp_path: Path) -> None:
     assert crashes[0].evidence.count("process") == 1
 
 
+def test_a_mismatch_whose_ops_are_overwritten_is_still_one(tmp_path: Path) -> None:
+    """The rank that left because of it has said so; that the others went on took their records of it."""
+    for rank in range(2):
+        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
+        journal = recorder.journal("job", 1, rank, 2, "shm")
+        journal.enter("barrier", 1, 0, None, None, -1)
+        journal.leave(None)
+    said = {
+        "kind": "detected",
+        "members": ["p1"],
+        "evidence": "it left: Mismatch: rank 0 called broadcast as op 9, rank 1 all_gather",
+        "time": 1.0,
+        "process": "p0",
+    }
+    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
+    (first, *_) = analyse(assemble(recordings, {f"p{rank}": ProcessState.RUNNING for rank in range(2)}, [said], 1e6))
+    assert (first.kind, first.rank) == ("mismatch", 1)
+    assert "rank 0 called broadcast as op 9" in first.evidence
+
+
 # The trace ------------------------------------------------------------------------------------------------------------
 
 
