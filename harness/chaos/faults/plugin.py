@@ -28,7 +28,7 @@ def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
         "corrupt": link.Corrupt,
         "reset": link.Reset,
         "link-cut": LinkCut,
-        "register-away": register.RegisterAway,
+        "register-away": register.RegisterOutage,
         "disk-full": disk.DiskFull,
         "corrupt-memory": CorruptMemory,
     }

@@ -17,7 +17,7 @@ WAYS = {"sqlite": ("locked", "gone"), "tcp": ("stopped",), "etcd": ("stopped", "
 """The ways in which each kind of register can be away."""
 
 
-class RegisterAway(FaultType, frozen=True, kw_only=True):
+class RegisterOutage(FaultType, frozen=True, kw_only=True):
     """The job's register cannot be used.
 
     `how`, for a file: "locked": another process holds its write lock; "gone": it is not where it was. For a server:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Cut,
-    Delay,
-    Drift,
+    BlockRegister,
+    CutPath,
+    DelayPath,
+    DriftClock,
     Fault,
-    Join,
-    Kill,
     KillHost,
+    KillProcess,
     KillRack,
     KillShare,
-    Partition,
-    Pause,
-    RegisterAway,
-    Slow,
+    PartitionHosts,
+    PauseProcess,
+    SlowProcess,
+    StartProcess,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def hosts_of(world: World, fault: Fault) -> list[int]:
     """The hosts with processes that a fault makes silent or deaf."""
     match fault:
-        case Kill(process=number) | Pause(process=number):
+        case KillProcess(process=number) | PauseProcess(process=number):
             return [world.layout.host_of(number)]
         case KillHost(host=host):
             return [host]
@@ -37,9 +37,9 @@ def hosts_of(world: World, fault: Fault) -> list[int]:
             return [host for host in range(world.layout.hosts) if world.layout.rack_of(host) == rack]
         case KillShare(share=share):
             return [int(index / share) for index in range(max(1, int(world.layout.hosts * share)))]
-        case Cut(source=source, target=target) | Delay(source=source, target=target):
+        case CutPath(source=source, target=target) | DelayPath(source=source, target=target):
             return [source, target]
-        case Partition(hosts=hosts):
+        case PartitionHosts(hosts=hosts):
             return list(hosts)
     return []
 
@@ -48,33 +48,33 @@ def inject(world: World, fault: Fault) -> None:
     """Start a fault, and schedule its end."""
     _say(world, fault)
     match fault:
-        case Kill(process=number):
+        case KillProcess(process=number):
             if number < len(world.processes):
                 world.kill(world.processes[number], "SIGKILL")
         case KillHost() | KillRack() | KillShare():
             _kill_hosts(world, hosts_of(world, fault))
-        case Pause(process=number, seconds=seconds):
+        case PauseProcess(process=number, seconds=seconds):
             if number < len(world.processes):
                 pause(world, world.processes[number], seconds)
-        case Join(host=host):
+        case StartProcess(host=host):
             world.start_another(host)
-        case Cut(source=source, target=target, seconds=seconds):
+        case CutPath(source=source, target=target, seconds=seconds):
             world.paths.cut(source, target, 1)
             world.after(seconds, world.paths.cut, source, target, -1)
-        case Partition(hosts=hosts, seconds=seconds, register=register):
+        case PartitionHosts(hosts=hosts, seconds=seconds, register=register):
             world.paths.isolate(frozenset(hosts), register, True)
             world.after(seconds, world.paths.isolate, frozenset(hosts), register, False)
-        case Delay(source=source, target=target, delay=delay, seconds=seconds):
+        case DelayPath(source=source, target=target, delay=delay, seconds=seconds):
             world.paths.clog(source, target, delay, True)
             world.after(seconds, world.paths.clog, source, target, delay, False)
-        case Slow(process=number, delay=delay, seconds=seconds):
+        case SlowProcess(process=number, delay=delay, seconds=seconds):
             if number < len(world.processes):
                 _slow(world.processes[number], delay)
                 world.after(seconds, _slow, world.processes[number], -delay)
-        case Drift(process=number, share=share):
+        case DriftClock(process=number, share=share):
             if number < len(world.processes):
                 world.processes[number].drift(share)
-        case RegisterAway(seconds=seconds, writes=writes):
+        case BlockRegister(seconds=seconds, writes=writes):
             _register(world, writes, 1)
             world.after(seconds, _register, world, writes, -1)
         case AtPoint():
@@ -103,7 +103,7 @@ def _say(world: World, fault: Fault, target: str = "") -> None:
     if not target:
         names = ("process", "host", "rack", "share", "source", "hosts")
         target = next((f"{name} {getattr(fault, name)}" for name in names if hasattr(fault, name)), "register")
-    if isinstance(fault, Cut | Delay):
+    if isinstance(fault, CutPath | DelayPath):
         target += f" to host {fault.target}"
     what = type(fault).__struct_config__.tag
     fields = {name: getattr(fault, name) for name in fault.__struct_fields__ if name != "at"}

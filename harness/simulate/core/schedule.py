@@ -86,12 +86,15 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fault", kw_only=True):
-    """A fault at `at` seconds. Classes have the names of the chaos fault types; tags are those of schedule files."""
+    """A fault at `at` seconds. The tags are the names in schedule files.
+
+    Chaos has the same faults as `Kill`, `Cut` and so on, but with ranks and roles for targets and triggers for times.
+    """
 
     at: float
 
 
-class Kill(_Fault, frozen=True, tag="crash"):
+class KillProcess(_Fault, frozen=True, tag="crash"):
     """A process ends."""
 
     process: int
@@ -115,7 +118,7 @@ class KillShare(_Fault, frozen=True, tag="crash_share"):
     share: float
 
 
-class Pause(_Fault, frozen=True, tag="pause"):
+class PauseProcess(_Fault, frozen=True, tag="pause"):
     """A process is paused for `seconds` (SIGSTOP), and then continues."""
 
     process: int
@@ -134,13 +137,13 @@ class AtPoint(_Fault, frozen=True, tag="at_point"):
             raise ValueError(f"no fault point {self.point!r}; there are {', '.join(POINTS)}")
 
 
-class Join(_Fault, frozen=True, tag="restart"):
+class StartProcess(_Fault, frozen=True, tag="restart"):
     """A new process starts on a host and wants to take part."""
 
     host: int
 
 
-class Cut(_Fault, frozen=True, tag="cut"):
+class CutPath(_Fault, frozen=True, tag="cut"):
     """Nothing gets through from one host to another, one way."""
 
     source: int
@@ -148,7 +151,7 @@ class Cut(_Fault, frozen=True, tag="cut"):
     seconds: float
 
 
-class Partition(_Fault, frozen=True, tag="isolate"):
+class PartitionHosts(_Fault, frozen=True, tag="isolate"):
     """These hosts and the others do not reach each other; these do not reach the register either, unless `register`."""
 
     hosts: tuple[int, ...]
@@ -156,7 +159,7 @@ class Partition(_Fault, frozen=True, tag="isolate"):
     register: bool = False
 
 
-class Delay(_Fault, frozen=True, tag="clog"):
+class DelayPath(_Fault, frozen=True, tag="clog"):
     """Every message from one host to another takes longer by `delay`; order is kept."""
 
     source: int
@@ -165,7 +168,7 @@ class Delay(_Fault, frozen=True, tag="clog"):
     seconds: float
 
 
-class Slow(_Fault, frozen=True, tag="slow"):
+class SlowProcess(_Fault, frozen=True, tag="slow"):
     """Everything that a process does takes longer by `delay`."""
 
     process: int
@@ -173,14 +176,14 @@ class Slow(_Fault, frozen=True, tag="slow"):
     seconds: float
 
 
-class Drift(_Fault, frozen=True, tag="drift"):
+class DriftClock(_Fault, frozen=True, tag="drift"):
     """From now on a process's clock runs faster by `share` (slower if negative)."""
 
     process: int
     share: float
 
 
-class RegisterAway(_Fault, frozen=True, tag="register_away"):
+class BlockRegister(_Fault, frozen=True, tag="register_away"):
     """The register does not answer. With `writes` its writes take effect all the same."""
 
     seconds: float
@@ -188,19 +191,19 @@ class RegisterAway(_Fault, frozen=True, tag="register_away"):
 
 
 Fault = (
-    Kill
+    KillProcess
     | KillHost
     | KillRack
     | KillShare
-    | Pause
+    | PauseProcess
     | AtPoint
-    | Join
-    | Cut
-    | Partition
-    | Delay
-    | Slow
-    | Drift
-    | RegisterAway
+    | StartProcess
+    | CutPath
+    | PartitionHosts
+    | DelayPath
+    | SlowProcess
+    | DriftClock
+    | BlockRegister
 )
 
 
@@ -234,7 +237,7 @@ def _check(fault: Fault, layout: JobLayout) -> None:
         value = getattr(fault, name, 0)
         if not 0 <= value < limit:
             raise ValueError(f"{fault}: {name} {value} is out of range, 0 to {limit - 1}")
-    if isinstance(fault, Partition) and not all(0 <= host < layout.hosts for host in fault.hosts):
+    if isinstance(fault, PartitionHosts) and not all(0 <= host < layout.hosts for host in fault.hosts):
         raise ValueError(f"{fault}: there are hosts 0 to {layout.hosts - 1}")
     if isinstance(fault, KillShare) and not 0 < fault.share < 1:
         raise ValueError(f"{fault}: share must be above 0 and below 1")

@@ -14,21 +14,21 @@ from msgspec.structs import replace
 from holdfast.ft.faultpoints import POINTS
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Cut,
-    Delay,
-    Drift,
+    BlockRegister,
+    CutPath,
+    DelayPath,
+    DriftClock,
     Fault,
     JobLayout,
-    Join,
-    Kill,
     KillHost,
+    KillProcess,
     KillRack,
     NetworkModel,
-    Partition,
-    Pause,
-    RegisterAway,
+    PartitionHosts,
+    PauseProcess,
     Schedule,
-    Slow,
+    SlowProcess,
+    StartProcess,
 )
 
 LAST = 2.5
@@ -85,28 +85,28 @@ def _network(rng: random.Random) -> NetworkModel:
 
 def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
     makers: list[Callable[[float], Fault]] = [
-        lambda at: Kill(at=at, process=rng.randrange(layout.ranks + layout.spares)),
-        lambda at: Pause(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
+        lambda at: KillProcess(at=at, process=rng.randrange(layout.ranks + layout.spares)),
+        lambda at: PauseProcess(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
         lambda at: AtPoint(
             at=at, point=rng.choice(POINTS_REACHED), nth=rng.randint(1, 12), seconds=rng.choice((0, 0, 0.9))
         ),
-        lambda at: Join(at=at, host=rng.randrange(layout.hosts)),
-        lambda at: RegisterAway(at=at, seconds=rng.choice((0.01, 0.2, 1.0)), writes=rng.random() < 0.5),
-        lambda at: Slow(at=at, process=rng.randrange(layout.ranks), delay=rng.choice((0.01, 0.1)), seconds=1.0),
-        lambda at: Drift(at=at, process=rng.randrange(layout.ranks), share=rng.choice((-0.05, 0.05))),
+        lambda at: StartProcess(at=at, host=rng.randrange(layout.hosts)),
+        lambda at: BlockRegister(at=at, seconds=rng.choice((0.01, 0.2, 1.0)), writes=rng.random() < 0.5),
+        lambda at: SlowProcess(at=at, process=rng.randrange(layout.ranks), delay=rng.choice((0.01, 0.1)), seconds=1.0),
+        lambda at: DriftClock(at=at, process=rng.randrange(layout.ranks), share=rng.choice((-0.05, 0.05))),
     ]
     if layout.hosts > 1:
         makers += [
             lambda at: KillHost(at=at, host=rng.randrange(layout.hosts)),
             lambda at: KillRack(at=at, rack=rng.randrange(layout.racks)),
-            lambda at: Partition(
+            lambda at: PartitionHosts(
                 at=at,
                 hosts=(rng.randrange(layout.hosts),),
                 seconds=rng.choice((0.3, 1.0, 2.0)),
                 register=rng.random() < 0.5,
             ),
-            lambda at: Cut(at=at, **_pair(rng, layout), seconds=rng.choice((0.3, 0.6, 0.8, 1.2))),
-            lambda at: Delay(
+            lambda at: CutPath(at=at, **_pair(rng, layout), seconds=rng.choice((0.3, 0.6, 0.8, 1.2))),
+            lambda at: DelayPath(
                 at=at, **_pair(rng, layout), delay=rng.choice((0.05, 0.3, 0.7)), seconds=rng.choice((0.2, 0.6))
             ),
         ]
@@ -122,7 +122,7 @@ def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
             continue
         broken |= risk
         faults.append(fault)
-        if rng.random() < 0.4 and isinstance(fault, Kill | AtPoint | Pause) and layout.hosts == 1:
+        if rng.random() < 0.4 and isinstance(fault, KillProcess | AtPoint | PauseProcess) and layout.hosts == 1:
             faults.append(rng.choice(kinds)(round(at + rng.choice((0.0, 0.0005, 0.003)), 4)))
     return faults
 
@@ -132,7 +132,7 @@ def _flapping(rng: random.Random, hosts: int) -> list[Fault]:
     victim, *others = rng.sample(range(hosts), hosts)
     gap, seconds = rng.choice((1.0, 1.7, 2.3)), rng.choice((0.6, 0.75, 0.9))
     return [
-        Cut(at=round(0.3 + gap * turn, 3), source=victim, target=others[turn % len(others)], seconds=seconds)
+        CutPath(at=round(0.3 + gap * turn, 3), source=victim, target=others[turn % len(others)], seconds=seconds)
         for turn in range(rng.randint(2, 6))
     ]
 
@@ -145,11 +145,11 @@ def _pair(rng: random.Random, layout: JobLayout) -> dict[str, int]:
 def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
     """The hosts that the fault may silence. A fault at a point may be anywhere: it counts as a host of its own."""
     match fault:
-        case Kill(process=process) | Pause(process=process):
+        case KillProcess(process=process) | PauseProcess(process=process):
             return {layout.host_of(process)}
         case KillHost(host=host) | KillRack(rack=host):
             return {host}
-        case Partition(hosts=hosts):
+        case PartitionHosts(hosts=hosts):
             return set(hosts)
         case AtPoint():
             return {-1 - number}

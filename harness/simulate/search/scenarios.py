@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from holdfast.harness.simulate.core.schedule import (
+    BlockRegister,
     Fault,
     JobLayout,
-    Kill,
     KillHost,
+    KillProcess,
     KillRack,
     KillShare,
     NetworkModel,
-    Partition,
-    RegisterAway,
+    PartitionHosts,
     Schedule,
 )
 
@@ -29,7 +29,7 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
         "quiet": ("nothing happens", lambda layout: ()),
         "crash": (
             "one process ends; others of its host see it",
-            lambda layout: (Kill(at=AT, process=layout.ranks // 2),),
+            lambda layout: (KillProcess(at=AT, process=layout.ranks // 2),),
         ),
         "host-loss": (
             "all processes of one host end at once: only silence tells of it",
@@ -46,11 +46,11 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
         ),
         "host-loss-register-away": (
             "a host ends while the register is away for two seconds",
-            lambda layout: (KillHost(at=AT, host=layout.hosts // 2), RegisterAway(at=AT, seconds=2.0)),
+            lambda layout: (KillHost(at=AT, host=layout.hosts // 2), BlockRegister(at=AT, seconds=2.0)),
         ),
         "cut-off": (
             "one host is cut off from all others for three seconds",
-            lambda layout: (Partition(at=AT, hosts=(layout.hosts // 2,), seconds=3.0),),
+            lambda layout: (PartitionHosts(at=AT, hosts=(layout.hosts // 2,), seconds=3.0),),
         ),
     }
 )

@@ -14,12 +14,12 @@ from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     Fault,
     JobLayout,
-    Kill,
     KillHost,
+    KillProcess,
     KillRack,
     KillShare,
     NetworkModel,
-    Partition,
+    PartitionHosts,
     Schedule,
 )
 
@@ -126,8 +126,8 @@ def _weaker_faults(fault: Fault, layout: JobLayout) -> Iterator[Fault]:
         case KillRack(at=at, rack=rack):
             yield from (KillHost(at=at, host=h) for h in range(layout.hosts) if layout.rack_of(h) == rack)
         case KillHost(at=at, host=host):
-            yield from (Kill(at=at, process=p) for p in range(layout.ranks) if layout.host_of(p) == host)
-        case Partition(hosts=hosts) if len(hosts) > 1:
+            yield from (KillProcess(at=at, process=p) for p in range(layout.ranks) if layout.host_of(p) == host)
+        case PartitionHosts(hosts=hosts) if len(hosts) > 1:
             yield from (replace(fault, hosts=(host,)) for host in hosts)
         case AtPoint(nth=nth) if nth > 1:
             yield replace(fault, nth=nth // 2)

@@ -24,12 +24,12 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
-    Cut,
+    CutPath,
     Fault,
     JobLayout,
-    Kill,
+    KillProcess,
     NetworkModel,
-    Partition,
+    PartitionHosts,
     Schedule,
     load,
     save,
@@ -146,7 +146,8 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "cut", [Partition(at=0.3, hosts=(0,), seconds=3.0, register=True), Cut(at=0.3, source=0, target=1, seconds=3.0)]
+    "cut",
+    [PartitionHosts(at=0.3, hosts=(0,), seconds=3.0, register=True), CutPath(at=0.3, source=0, target=1, seconds=3.0)],
 )
 @pytest.mark.parametrize("ranks", [4, 5])
 def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: Fault) -> None:
@@ -196,7 +197,7 @@ def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
         '[[faults]]\nfault = "crash"\nat = 0.5\nprocess = 2\n'
         '[[faults]]\nfault = "isolate"\nat = 1\nhosts = [1]\nseconds = 0.5\n'
     )
-    faults = (Kill(at=0.5, process=2), Partition(at=1, hosts=(1,), seconds=0.5))
+    faults = (KillProcess(at=0.5, process=2), PartitionHosts(at=1, hosts=(1,), seconds=0.5))
     assert load(toml) == Schedule(4, JobLayout(ranks=6, hosts=3), NetworkModel(loss=0.01), faults)
 
 
@@ -284,10 +285,10 @@ def test_a_known_bug_is_gone_when_it_is_taken_out() -> None:
 
 
 def test_shrinking_deletes_what_does_not_matter() -> None:
-    faults = tuple(Kill(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
+    faults = tuple(KillProcess(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
 
     def fails(schedule: Schedule) -> bool:
-        return any(isinstance(fault, Kill) and fault.process == 5 for fault in schedule.faults)
+        return any(isinstance(fault, KillProcess) and fault.process == 5 for fault in schedule.faults)
 
     small = shrink(Schedule(layout=JobLayout(steps=20), network=NetworkModel(duplicate=0.1), faults=faults), fails)
     assert len(small.faults) == 1 and fails(small)
