@@ -8,11 +8,19 @@ from typing import Any
 
 
 def on_demand(homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are in the modules `homes` (name -> module)."""
+    """The `__getattr__` of a package whose public names are in the modules `homes` (name -> module).
+
+    An AttributeError from within such a module becomes an ImportError, with it as the cause: `from PACKAGE import NAME`
+    reports any AttributeError as "cannot import name", without its cause.
+    """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"no public name {name!r}: there are {', '.join(homes)}")
-        return getattr(importlib.import_module(homes[name]), name)
+        try:
+            module = importlib.import_module(homes[name])
+        except AttributeError as error:
+            raise ImportError(f"{homes[name]} cannot be imported: AttributeError: {error}") from error
+        return getattr(module, name)
 
     return get

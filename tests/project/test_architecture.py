@@ -348,3 +348,16 @@ def test_every_public_name_is_imported_on_demand(package: str) -> None:
     assert all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(AttributeError, match="no public name 'nothing'"):
         _ = module.nothing
+
+
+def test_an_attribute_error_in_a_module_imported_on_demand_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("import os\nos.nothing_of_this_name\n")
+    (tmp_path / "lazy_package.py").write_text(
+        "from holdfast.ft.on_demand import on_demand\n__getattr__ = on_demand({'Name': 'broken_module'})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"broken_module cannot be imported: .* 'nothing_of_this_name'") as caught:
+        exec("from lazy_package import Name", {})
+    assert isinstance(caught.value.__cause__, AttributeError)
