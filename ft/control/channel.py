@@ -1,4 +1,4 @@
-"""Authenticated connections over TCP, in asyncio: `listen` and `dial`, which both give `Connection`s.
+"""Authenticated connections over TCP, in asyncio: `Listener` and `dial`, which both give `Connection`s.
 
 Addresses are "host:port". A listener binds to one interface (loopback unless said otherwise), never to all.
 """
@@ -136,7 +136,11 @@ class _Wire(asyncio.Protocol):
 
 
 class Listener:
-    """Where others dial in. `refused` counts connections that did not authenticate."""
+    """Listens on one interface. `on_connection` gets each connection that authenticates.
+
+    A dialler that fails the handshake, or takes longer than `handshake_timeout` seconds, is turned away; `refused`
+    counts these.
+    """
 
     def __init__(
         self,
@@ -159,8 +163,9 @@ class Listener:
         self._listener = BoundedListener(self._accept, most=max_pending, seconds=handshake_timeout)
 
     async def start(self, host: str, port: int) -> None:
-        """Bind and listen. Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot
-        be bound.
+        """Bind and listen; port 0 takes a free one.
+
+        Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot be bound.
         """
         check_interface(host)
         self.address = join_address(*await self._listener.start(host, port))
@@ -193,37 +198,6 @@ class Listener:
             for connection in connections:
                 connection.abort()
             await asyncio.wait(closing, timeout=0.5)
-
-
-async def listen(
-    on_connection: Callable[[Connection], None],
-    *,
-    key: bytes,
-    job: str,
-    identity: str,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    limit: int = DEFAULT_LIMIT,
-    handshake_timeout: float = HANDSHAKE_SECONDS,
-    max_pending: int = MAX_PENDING,
-) -> Listener:
-    """Listen on one interface; port 0 takes a free one. `on_connection` gets each authenticated connection.
-
-    Who fails the handshake, or is slower than `handshake_timeout` seconds, is turned away without a trace but
-    in `Listener.refused`. Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot
-    be bound.
-    """
-    listener = Listener(
-        on_connection,
-        key=key,
-        job=job,
-        identity=identity,
-        limit=limit,
-        handshake_timeout=handshake_timeout,
-        max_pending=max_pending,
-    )
-    await listener.start(host, port)
-    return listener
 
 
 async def dial(

@@ -10,9 +10,9 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.comms.errors import CorruptData, Revoked
-from holdfast.ft.control.calls import Handler
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
+from holdfast.ft.control.rpc import Handler
 from holdfast.ft.control.table import KeyValue, Table
 
 __all__ = ["ControlStore", "KeyValue", "RemoteTable", "Table", "handlers"]

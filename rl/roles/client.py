@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from holdfast.comms.errors import HoldfastError, OpTimeout
-from holdfast.ft.control.rpc import ConnectionLost, RpcClient
+from holdfast.ft.control.client import RpcClient
+from holdfast.ft.control.errors import ConnectionLost
 from holdfast.rl.crew import Site
 from holdfast.rl.roles import wire
 from holdfast.rl.units import Unit

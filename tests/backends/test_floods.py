@@ -18,9 +18,10 @@ import torch
 from holdfast.backends.gloo.sockets import is_listening, name_of, sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
-from holdfast.ft.control.rpc import RpcClient, RpcServer
+from holdfast.ft.control.client import RpcClient
 from holdfast.ft.telemetry import metrics_server as served
 from holdfast.harness import LocalCluster
+from support.rpc_servers import rpc_server_thread
 
 KNOWN = {"key": b"k" * 32, "job": "job"}
 
@@ -83,7 +84,7 @@ def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
 def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """An asyncio server would log a traceback and not listen for a second."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with RpcServer(identity="server", handlers={"echo": lambda peer, body: body}, **KNOWN) as server:
+    with rpc_server_thread(identity="server", handlers={"echo": lambda peer, body: body}, **KNOWN) as server:
         port = int(server.address.rpartition(":")[2])
         with flood([port], 150):
             time.sleep(0.3)

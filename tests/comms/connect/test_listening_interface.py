@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.control import interface
-from holdfast.ft.control.channel import listen
+from holdfast.ft.control.channel import Listener
 from holdfast.ft.control.interface import check_interface, check_ours
 
 NONE_OF_OURS = "192.0.2.1"
@@ -57,9 +57,9 @@ def test_what_is_not_one_interface_is_refused(host: Any, kind: type[Exception], 
 
 
 @pytest.mark.parametrize(("host", "kind", "words"), BAD)
-def test_nobody_listens_there_either(host: Any, kind: type[Exception], words: str) -> None:
+def test_a_listener_refuses_it_too(host: Any, kind: type[Exception], words: str) -> None:
     async def try_it() -> None:
-        await listen(lambda connection: None, key=b"k" * 32, job="j", identity="i", host=host)
+        await Listener(lambda connection: None, key=b"k" * 32, job="j", identity="i").start(host, 0)
 
     with pytest.raises(kind, match=words):
         asyncio.run(try_it())

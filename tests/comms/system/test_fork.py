@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -20,7 +21,9 @@ from holdfast.comms import Communicator, UsedAfterFork, Work
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.system import forks
 from holdfast.ft import Session
-from holdfast.ft.control.rpc import RpcClient, RpcServer
+from holdfast.ft.control.client import RpcClient
+from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
@@ -255,27 +258,30 @@ def test_a_forked_child_of_a_session_leaves_it_alone() -> None:
 
 def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Path) -> None:
     known: dict[str, Any] = {"key": b"k" * 32, "job": "job"}
-    handlers = {"echo": lambda peer, body: body}
+    server = AsyncRpcServer(identity="server", handlers={"echo": lambda peer, body: body}, **known)
     with (
         WeightStore(f"sqlite://{tmp_path}/job.sqlite", replicas=1) as store,
-        RpcServer(identity="server", handlers=handlers, **known) as server,
-        RpcClient(server.address, identity="client", **known) as client,
+        contextlib.closing(LoopThread("holdfast-rpc-server")) as loop,
     ):
+        loop.run(server.start(), 10.0)
+        client = RpcClient(server.address, identity="client", **known)
         store.publish(1, {"w": torch.ones(4)})
         lease = store.pin(1)
 
         def child() -> object:
-            said = [refusal(lambda: store.latest()), refusal(lambda: client.call("echo"))]
+            said = [refusal(lambda: store.latest()), refusal(lambda: client.call("echo")), refusal(lambda: loop.alive)]
             lease.release()
             store.close()
             client.close()
-            server.close()
+            loop.close()
             return [bool(each) for each in said]
 
-        assert in_child(child) == [True, True]
+        assert in_child(child) == [True, True, True]
         assert client.call("echo", b"still here") == b"still here"
         assert store.latest() == 1
         lease.release()
+        client.close()
+        loop.run(server.close(), 10.0)
 
 
 def test_only_one_helper_asks_for_the_current_process() -> None:

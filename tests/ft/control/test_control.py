@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.ft.control import frames
-from holdfast.ft.control.channel import dial, listen, split_address
+from holdfast.ft.control.channel import Listener, dial, split_address
+from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.connection import Connection
 from holdfast.ft.control.errors import (
     BadFrame,
@@ -35,9 +36,11 @@ from holdfast.ft.control.errors import (
     WrongKey,
 )
 from holdfast.ft.control.frames import DiallerHandshake, ListenerHandshake, Session
-from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcClient, RpcConnection, RpcServer, dial_rpc
+from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from support.children import Child, children
+from support.leaks import descriptors
 from support.mutations import mutated
+from support.rpc_servers import rpc_server_thread
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(32)
@@ -288,7 +291,8 @@ def test_one_wrong_bit_anywhere_in_the_handshake_opens_no_pair_of_sessions(step:
 async def listening(**options: Any) -> AsyncIterator[tuple[str, asyncio.Queue[Connection]]]:
     """A listener's address, and the connections that it takes."""
     taken: asyncio.Queue[Connection] = asyncio.Queue()
-    listener = await listen(taken.put_nowait, **(SERVER | options))
+    listener = Listener(taken.put_nowait, **(SERVER | options))
+    await listener.start("127.0.0.1", 0)
     try:
         yield listener.address, taken
     finally:
@@ -414,7 +418,7 @@ def test_dialling_something_else_is_a_typed_error(answer: bytes) -> None:
 def test_a_listener_never_binds_to_every_interface(host: str) -> None:
     async def talk() -> None:
         with pytest.raises(ValueError, match="every interface"):
-            await listen(lambda connection: None, **SERVER, host=host)
+            await Listener(lambda connection: None, **SERVER).start(host, 0)
 
     asyncio.run(talk())
 
@@ -527,13 +531,13 @@ HANDLERS: dict[str, Handler] = {
 
 
 @pytest.fixture
-def server() -> Iterator[RpcServer]:
-    with RpcServer(**SERVER, handlers=HANDLERS) as running:
+def server() -> Iterator[AsyncRpcServer]:
+    with rpc_server_thread(**SERVER, handlers=HANDLERS) as running:
         yield running
 
 
 @pytest.fixture
-def client(server: RpcServer) -> Iterator[RpcClient]:
+def client(server: AsyncRpcServer) -> Iterator[RpcClient]:
     with RpcClient(server.address, **ME) as connected:
         yield connected
 
@@ -600,7 +604,7 @@ def test_a_call_ends_at_its_timeout_and_its_handler_is_cancelled() -> None:
         return b""
 
     with (
-        RpcServer(**SERVER, handlers=HANDLERS | {"forever": forever}) as server,
+        rpc_server_thread(**SERVER, handlers=HANDLERS | {"forever": forever}) as server,
         RpcClient(server.address, **ME) as client,
     ):
         started = time.monotonic()
@@ -623,18 +627,19 @@ def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
             cancelled.set()
         return b""
 
-    def lost(peer: str) -> None:
-        events.append(f"-{peer}")
+    def lost(rpc: RpcConnection, reason: ControlError) -> None:
+        events.append(f"-{rpc.peer}")
+        assert rpc.lost is reason
         gone.set()
 
     def body(pipe: Pipe, address: str) -> None:
         RpcClient(address, **ME).call("forever")
 
     with (
-        RpcServer(
+        rpc_server_thread(
             **SERVER,
             handlers={"forever": forever},
-            on_connect=lambda peer: events.append(f"+{peer}"),
+            on_connect=lambda rpc: events.append(f"+{rpc.peer}"),
             on_disconnect=lost,
         ) as server,
         children() as start,
@@ -647,7 +652,7 @@ def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
     assert events == ["+me", "-me"]
 
 
-def test_closing_a_client_ends_its_calls_in_other_threads(server: RpcServer) -> None:
+def test_closing_a_client_ends_its_calls_in_other_threads(server: AsyncRpcServer) -> None:
     client = RpcClient(server.address, **ME)
     errors: list[BaseException] = []
     threads = waiting_calls(client, errors, 3)
@@ -678,17 +683,16 @@ def waiting_calls(client: RpcClient, errors: list[BaseException], count: int) ->
 
 
 def serve_until_killed(pipe: Pipe, forks: bool = False) -> None:
-    server = RpcServer(**SERVER, handlers=HANDLERS)
-    server.start()
-    pipe.send(server.address)
-    if forks:
-        pipe.recv()
-        worker = os.fork()
-        if worker == 0:
-            time.sleep(20)
-            os._exit(0)
-        pipe.send(worker)
-    time.sleep(60)
+    with rpc_server_thread(**SERVER, handlers=HANDLERS) as server:
+        pipe.send(server.address)
+        if forks:
+            pipe.recv()
+            worker = os.fork()
+            if worker == 0:
+                time.sleep(20)
+                os._exit(0)
+            pipe.send(worker)
+        time.sleep(60)
 
 
 @pytest.fixture
@@ -742,15 +746,7 @@ def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Calla
         assert client.call("echo", b"awake") == b"awake"
 
 
-def test_a_server_that_cannot_start_leaves_nothing(server: RpcServer) -> None:
-    before = set(threading.enumerate())
-    taken = RpcServer(**SERVER, handlers={}, port=int(server.address.rpartition(":")[2]))
-    with pytest.raises(OSError):
-        taken.start()
-    assert set(threading.enumerate()) <= before
-
-
-def test_garbage_from_a_member_drops_its_connection_only(server: RpcServer, client: RpcClient) -> None:
+def test_garbage_from_a_member_drops_its_connection_only(server: AsyncRpcServer, client: RpcClient) -> None:
     for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
         with RpcClient(server.address, **(ME | {"identity": "fuzzer"})) as fuzzer:
             fuzzer._socket.sendall(fuzzer._session.seal(payload))
@@ -770,6 +766,25 @@ async def serving(handlers: dict[str, Handler], **options: Any) -> AsyncIterator
         yield server
     finally:
         await server.close()
+
+
+def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> None:
+    async def talk() -> None:
+        async with serving(HANDLERS) as running:
+            host, port = split_address(running.address)
+            before = descriptors()
+            refused = AsyncRpcServer(**SERVER, handlers={})
+            with pytest.raises(OSError, match="in use"):
+                await refused.start(host, port)
+            assert refused.address == ""
+            assert descriptors() == before
+            await refused.close()
+            mine = await dial_rpc(running.address, **ME)
+            assert await mine.call("echo", b"still served") == b"still served"
+            mine.close()
+            await mine.wait_closed()
+
+    asyncio.run(talk())
 
 
 def test_either_side_of_a_connection_may_call_the_other() -> None:

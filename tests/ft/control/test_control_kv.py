@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
+from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import ConnectionLost, KeyTimeout, RemoteError
 from holdfast.ft.control.kv import ControlStore, KeyValue, RemoteTable, Table, handlers
-from holdfast.ft.control.rpc import RpcClient, RpcServer
 from support.children import children
+from support.rpc_servers import rpc_server_thread
 
 KEY = bytes(range(32))
 EPOCH = 7
@@ -31,7 +32,7 @@ EPOCH = 7
 def served(table: KeyValue) -> Iterator[RpcClient]:
     """A client of a server of this table."""
     with (
-        RpcServer(key=KEY, job="job", identity="host", handlers=handlers(table)) as server,
+        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table)) as server,
         RpcClient(server.address, key=KEY, job="job", identity="guest") as client,
     ):
         yield client
@@ -194,7 +195,7 @@ def test_gloo_builds_its_group_over_it_between_two_processes(table: KeyValue) ->
 
     with (
         children() as start,
-        RpcServer(key=KEY, job="job", identity="rank 0", handlers=handlers(table)) as server,
+        rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(table)) as server,
     ):
         child = start(body)
         child.tell(server.address)
@@ -205,7 +206,7 @@ def test_gloo_builds_its_group_over_it_between_two_processes(table: KeyValue) ->
 
 def test_a_group_that_is_being_built_fails_at_once_when_the_host_is_killed() -> None:
     def body(pipe: Pipe) -> None:
-        with RpcServer(key=KEY, job="job", identity="rank 0", handlers=handlers(KeyValue())) as server:
+        with rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(KeyValue())) as server:
             pipe.send(server.address)
             time.sleep(60)
 
