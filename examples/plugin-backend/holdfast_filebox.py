@@ -1,7 +1,10 @@
-"""`filebox`: a holdfast backend over files in a folder that all ranks share. Slow, complete, and short enough to read.
+"""The holdfast backend `filebox`: messages are files in a folder that all ranks share.
 
-A message is a file named after sender, receiver, tag and number. It appears whole, by a rename, and is removed by who
-read it. holdfast makes every collective of such messages; this file moves them, and tells of ends.
+It is slow and complete. To make it a backend of your own, replace `_post_send`, `_post_recv` and `_complete`, then the
+rest of the class, and describe the result in `holdfast_backends`. holdfast makes every collective of these messages.
+
+A message is a file named after sender, receiver, tag and number. A rename makes it appear whole. Its receiver removes
+it.
 """
 
 from __future__ import annotations
@@ -24,18 +27,18 @@ from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.plugins.spec import Available, BackendInfo, Capabilities, hookimpl
+from holdfast.comms.plugins.spec import Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
-_SHORTEST_NAP, _LONGEST_NAP = 0.0001, 0.002  # seconds
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.002  # seconds between two looks
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that is to come from `src`, as the file `path`, into `tensor`."""
+    """A message that `src` will write to the file `path`, and that is read into `tensor`."""
 
     tensor: torch.Tensor
     src: int
@@ -43,7 +46,7 @@ class Message:
 
 
 class FileboxTransport(MessageTransport):
-    """One rank's view of the folder."""
+    """One rank of a communicator."""
 
     def __init__(self, context: Context, folder: Path) -> None:
         super().__init__(context, Link(latency=200e-6, bandwidth=1e9))
@@ -54,8 +57,10 @@ class FileboxTransport(MessageTransport):
         self._left = False
         self._liveness = Liveness(context.peers, context.rank)
 
+    # -- messages: contiguous CPU tensors of the announced dtypes, one op at a time
+
     def _post_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Posted:
-        """Write the file: the message is complete, for the sender, at once."""
+        """Write the file. The message is complete for the sender at once: None."""
         self._check()
         draft = self._folder / f"draft-{self.rank}"
         draft.write_bytes(ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b"")
@@ -64,24 +69,27 @@ class FileboxTransport(MessageTransport):
         return None
 
     def _post_recv(self, tensor: torch.Tensor, src: int, tag: int) -> Posted:
+        """Note the file to wait for. Messages of one source and tag arrive in order, hence the number."""
         self._check()
         path = self._folder / f"{src}-{self.rank}-{tag}-{self._received[src, tag]}"
         self._received[src, tag] += 1
         return Message(tensor, src, path)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        """Wait for all of `posted`, until a peer has ended, `abort` is called or the deadline has passed."""
         waiting = [cast(Message, each) for each in posted if each is not None]
-        began, nap = time.monotonic(), _SHORTEST_NAP
-        while waiting := [each for each in waiting if not self._taken(each)]:
+        began, pause = time.monotonic(), _SHORTEST_PAUSE
+        while waiting := [each for each in waiting if not self._receive(each)]:
             self._check()
-            self._look_for_ends(waiting, sources := sorted({each.src for each in waiting}))
+            sources = sorted({each.src for each in waiting})
+            self._raise_for_ended_peers(waiting, sources)
             if time.monotonic() > deadline:
                 raise OpTimeout(op, seq, time.monotonic() - began, sources)
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _taken(self, message: Message) -> bool:
-        """Read the message into its tensor if it is there."""
+    def _receive(self, message: Message) -> bool:
+        """Read the message into its tensor if it is there; return whether it was."""
         try:
             data = message.path.read_bytes()
         except FileNotFoundError:
@@ -92,26 +100,29 @@ class FileboxTransport(MessageTransport):
         ctypes.memmove(message.tensor.data_ptr(), data, len(data))
         return True
 
+    # -- the end: of peers, and of this rank
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error.again()
 
-    def _look_for_ends(self, waiting: Sequence[Message], sources: Sequence[int]) -> None:
-        """Raise if a message can never come. A farewell is written after the last message: look in this order."""
-        left = {rank: self._farewell(rank) for rank in sources}
+    def _raise_for_ended_peers(self, waiting: Sequence[Message], sources: Sequence[int]) -> None:
+        """Raise if a message can never come. A farewell follows the last message, so read farewells before messages."""
+        farewells = {rank: self._farewell(rank) for rank in sources}
         dead = [rank for rank in self._liveness.dead() if not self._farewell(rank)]
         if any(each.path.exists() for each in waiting):
             return
         if dead:
             raise PeerFailed(dead, "the kernel says that the process is gone")
-        for rank, why in left.items():
+        for rank, why in farewells.items():
             if why.startswith("aborted"):
                 raise Revoked(self._epoch, f"rank {rank} {why}")
             if why:
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
 
     def _farewell(self, rank: int) -> str:
-        with suppress(FileNotFoundError):  # it has not left, or all have, and the last one has removed the folder
+        """Why `rank` left; "" if it did not, or if all have and the folder is gone."""
+        with suppress(FileNotFoundError):
             return (self._folder / f"left-{rank}").read_text()
         return ""
 
@@ -119,16 +130,17 @@ class FileboxTransport(MessageTransport):
         if not self._left:
             self._left = True
             draft = self._folder / f"farewell-{self.rank}"
-            with suppress(FileNotFoundError):  # another thread of this rank was quicker
+            with suppress(FileNotFoundError):  # another thread of this rank renamed it first
                 draft.write_text(why)
                 draft.rename(self._folder / f"left-{self.rank}")
 
     def abort(self, error: HoldfastError) -> None:
+        """End the running op and all later ones with `error`, and tell the peers. From any thread."""
         self._error = self._error or error
         self._leave(f"aborted: {error}")
 
     def close(self) -> None:
-        """Say farewell; the last to leave removes the folder."""
+        """Say farewell and release the pidfds. The last rank to leave removes the folder."""
         self._leave("closed")
         dead = self._liveness.dead()
         if all(rank in dead or self._farewell(rank) for rank in range(self.size)):
@@ -137,13 +149,18 @@ class FileboxTransport(MessageTransport):
 
 
 def connect(context: Context) -> FileboxTransport:
-    """Share the folder that rank 0 makes."""
+    """Make this rank's transport; collective. Rank 0 makes the folder and tells the others its name."""
     if context.rank == 0:
         context.store.set("folder", tempfile.mkdtemp(prefix="holdfast-filebox-"))
     return FileboxTransport(context, Path(fetch(context.store, "folder", context.deadline).decode()))
 
 
+def probe() -> Available | Unavailable:
+    """Whether it can run here. Import heavy libraries in here; for one that is missing say what to install."""
+    return Available()
+
+
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
     capabilities = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
-    return [BackendInfo("filebox", (1, 0), "files in a shared folder", capabilities, Available, connect)]
+    return [BackendInfo("filebox", (1, 0), "files in a shared folder", capabilities, probe, connect)]

@@ -14,6 +14,7 @@ from holdfast.ft.console.visible import replace_unencodable
 from holdfast.harness.bench.command import app as bench_app
 from holdfast.harness.blame.command import blame
 from holdfast.harness.chaos.command import app as chaos_app
+from holdfast.harness.cli.new_plugin import new_plugin
 from holdfast.harness.cli.tune import tune
 from holdfast.harness.conformance.command import conformance
 from holdfast.harness.demo.command import demo
@@ -36,6 +37,7 @@ app.command()(blame)
 app.command()(demo)
 app.command()(conformance)
 app.command()(gate)
+app.command()(new_plugin)
 app.command()(simulate)
 app.command()(top)
 app.command()(tune)

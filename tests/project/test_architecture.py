@@ -221,7 +221,7 @@ def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {installed_path(path) for path in modules()} <= names
     assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
-    kinds = ("*.j2", "*.toml")
+    kinds = ("*.j2", "*.toml", "*.template")
     data = {
         str(path.relative_to(ROOT)) for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)
     }
