@@ -1,1 +1,1 @@
-"""What a process asks of its operating system: forks, files, keys, environment, and what it ran out of."""
+"""Operating system helpers: forks, files, keys, environment variables, exhausted resources."""

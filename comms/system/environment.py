@@ -1,4 +1,4 @@
-"""How holdfast reads its environment variables."""
+"""`flag`: reads on/off environment variables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ OFF = ("", "0", "false", "no", "off")
 
 
 def flag(variable: str, default: bool = False) -> bool:
-    """Whether an environment variable turns something on; `default` if it is not set.
+    """Whether an environment variable is on; `default` if it is not set.
 
-    Raises ValueError for a value that says neither.
+    Raises ValueError for a value that is neither on nor off.
     """
     text = os.environ.get(variable)
     if text is None:

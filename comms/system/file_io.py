@@ -1,7 +1,7 @@
-"""Reads and writes of file descriptors that go on after a short result.
+"""Reads and writes of file descriptors that continue after a short result.
 
-The kernel moves at most 0x7ffff000 bytes in one call, and fewer when a signal comes, a pipe is full or a disk is nearly
-so. That is no error, and no end. `at_once` is what one call is asked for, for tests.
+The kernel moves at most 0x7ffff000 bytes in one call, and fewer when a signal comes, or when a pipe or a disk is nearly
+full. That is neither an error nor the end of the file. `at_once` limits the bytes of one call; tests lower it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ AT_ONCE = 1 << 30
 
 
 def read_all(fd: int, at_once: int = 1 << 16) -> bytes:
-    """All bytes from where a descriptor stands to its end."""
+    """Read all bytes from a descriptor's current position to its end."""
     parts = []
     while part := os.read(fd, at_once):
         parts.append(part)
@@ -20,7 +20,7 @@ def read_all(fd: int, at_once: int = 1 << 16) -> bytes:
 
 
 def read_at(fd: int, nbytes: int, offset: int, at_once: int = AT_ONCE) -> bytes:
-    """`nbytes` from an offset of a file; fewer only where the file ends."""
+    """Read `nbytes` from an offset of a file; fewer only where the file ends."""
     parts: list[bytes] = []
     end = offset + nbytes
     while offset < end and (part := os.pread(fd, min(at_once, end - offset), offset)):
@@ -30,7 +30,7 @@ def read_at(fd: int, nbytes: int, offset: int, at_once: int = AT_ONCE) -> bytes:
 
 
 def write_all(fd: int, data: bytes, at_once: int = AT_ONCE) -> None:
-    """Write all of `data` where a descriptor stands."""
+    """Write all of `data` at a descriptor's current position."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view[:at_once]) :]

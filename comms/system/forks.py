@@ -1,8 +1,8 @@
-"""What a forked child does with the things of its parent: it cannot use, close or destroy them.
+"""Makes inherited objects unusable in forked children: every call on them raises `UsedAfterFork`.
 
 A child inherits communicators, windows, sessions and their sockets without the threads behind them. An op in the child
-would count as one of its parent's rank, and to destroy a thing would take it away from the parent. So in a child each
-thing refuses every call but those that let go of it, which do nothing, and lives until the child ends.
+would count as one of its parent's rank, and destroying an object would take it away from the parent. So in a child each
+object refuses every call, except that releasing it does nothing; it is kept alive until the child ends.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from typing import Any, Protocol, TypeVar
 
 from holdfast.comms.errors import UsedAfterFork
 
-LETTING_GO = ("abort", "close", "release", "shutdown", "__exit__", "__aexit__", "__del__")
-"""The methods that do nothing in a child; and `aclose`, which is awaited."""
+RELEASE_METHODS = ("abort", "close", "release", "shutdown", "__exit__", "__aexit__", "__del__")
+"""The methods that do nothing in a child. So does `aclose`, which is awaited."""
 
 _REFUSED = ("__enter__", "__aenter__", "__iter__", "__next__", "__aiter__", "__anext__", "__call__", "__len__")
-"""Methods that Python finds without asking `__getattribute__`."""
+"""Methods that Python looks up without `__getattribute__`."""
 
 
 Start = TypeVar("Start", bound=Callable[[], None])
 
 
 class HasSocket(Protocol):
-    """What has a socket: it says the number while that is open, and -1 otherwise."""
+    """An owner of a socket. `fileno` returns its descriptor while it is open, and -1 otherwise."""
 
     def fileno(self) -> int: ...
 
 
 _owned: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...], int]] = weakref.WeakKeyDictionary()
-_anew: weakref.WeakSet[Any] = weakref.WeakSet()
+_reset: weakref.WeakSet[Any] = weakref.WeakSet()
 _starts: list[Callable[[], None]] = []
 _sockets: weakref.WeakSet[HasSocket] = weakref.WeakSet()
-_told: dict[int, tuple[UsedAfterFork, dict[str, object]]] = {}
-"""In a child, by the id of a thing of its parent: the error, and what can still be read of it."""
+_refusals: dict[int, tuple[UsedAfterFork, dict[str, object]]] = {}
+"""In a child, by the id of an inherited object: its error, and the attributes that can still be read."""
 
 
 def own(thing: Any, what: str, readable: Iterable[str] = ()) -> None:
-    """`thing`, called `what` in the error, is this process's: in forked children it refuses every call.
+    """Let `thing` refuse every call in forked children of this process. The error calls it `what`.
 
-    `readable` are the attributes and properties that keep their values of the moment of the fork.
+    `readable` are the attributes and properties that keep the values they had at the fork.
     """
     _owned[thing] = (what, tuple(readable), os.getpid())
 
 
 def begin_anew(thing: Any) -> None:
     """Call `thing.begin_in_child()` in forked children, before anything else runs there."""
-    _anew.add(thing)
+    _reset.add(thing)
 
 
 def in_child(start: Start) -> Start:
@@ -65,19 +65,19 @@ def around(before: Callable[[], None], after: Callable[[], None]) -> None:
 
 
 def guard_socket(owner: HasSocket) -> None:
-    """Let go of this owner's socket in forked children: a copy would keep the connection up when its process dies."""
+    """Release this owner's socket in forked children: a copy would keep the connection open after its owner dies."""
     _sockets.add(owner)
 
 
 def keep(thing: object) -> None:
-    """Never destroy `thing`, not even when the interpreter ends."""
+    """Never destroy `thing`, not even at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def error_of(thing: object) -> UsedAfterFork | None:
     """Why `thing` refuses calls; None in the process that owns it."""
-    told = _told.get(id(thing))
-    return None if told is None else told[0].again()
+    refusal = _refusals.get(id(thing))
+    return None if refusal is None else refusal[0].again()
 
 
 def _begin_child() -> None:
@@ -85,7 +85,7 @@ def _begin_child() -> None:
     _sockets.clear()
     for start in _starts:
         start()
-    for thing in list(_anew):
+    for thing in list(_reset):
         thing.begin_in_child()
     owned = list(_owned.items())
     _owned.clear()
@@ -93,15 +93,15 @@ def _begin_child() -> None:
         keep(thing)
         values: dict[str, object] = {}
         for name in readable:
-            with contextlib.suppress(Exception):  # of a property whose thing is at its end: refused like the rest
+            with contextlib.suppress(Exception):  # a property may raise on a closed object: then it is refused, too
                 values[name] = getattr(thing, name)
-        _told[id(thing)] = UsedAfterFork(what, pid), values
+        _refusals[id(thing)] = UsedAfterFork(what, pid), values
     for thing, _ in owned:
         thing.__class__ = _refusing(type(thing))
 
 
 def replace_by_nothing(numbers: Iterable[int]) -> None:
-    """Let go of sockets. Their numbers stay taken: objects that a child inherited may yet close them."""
+    """Release sockets, but keep their descriptor numbers taken: inherited objects may still close them."""
     if numbers := list(numbers):
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in numbers:
@@ -116,47 +116,47 @@ _classes: dict[type, type] = {}
 
 
 def _refusing(kind: type) -> type:
-    """The class that a thing of class `kind` has in a child."""
+    """The class that an inherited object of class `kind` gets in a child."""
     found = _classes.get(kind)
     if found is None:
         body: dict[str, Any] = {"__slots__": (), "__getattribute__": _read, "__setattr__": _set, "__repr__": _show}
         body.update((name, _refusal(name)) for name in _REFUSED if hasattr(kind, name))
-        body.update((name, _let_go) for name in LETTING_GO if hasattr(kind, name))
+        body.update((name, _release) for name in RELEASE_METHODS if hasattr(kind, name))
         for name in ("__aexit__", "aclose"):
             if hasattr(kind, name):
-                body[name] = _let_go_soon
+                body[name] = _release_async
         found = _classes[kind] = type(kind)(kind.__name__, (kind,), body)
     return found
 
 
 def _read(self: object, name: str) -> object:
-    error, values = _told[id(self)]
+    error, values = _refusals[id(self)]
     if name in values:
         return values[name]
-    if name in LETTING_GO or name == "aclose" or (name.startswith("__") and name.endswith("__")):
+    if name in RELEASE_METHODS or name == "aclose" or (name.startswith("__") and name.endswith("__")):
         return object.__getattribute__(self, name)
     raise error.again()
 
 
 def _set(self: object, name: str, value: object) -> None:
-    raise _told[id(self)][0].again()
+    raise _refusals[id(self)][0].again()
 
 
 def _show(self: object) -> str:
-    return f"<{type(self).__name__} of a parent process: {_told[id(self)][0]}>"
+    return f"<{type(self).__name__} of a parent process: {_refusals[id(self)][0]}>"
 
 
 def _refusal(name: str) -> Callable[..., object]:
     def refuse(self: object, *_: object) -> object:
-        raise _told[id(self)][0].again()
+        raise _refusals[id(self)][0].again()
 
     refuse.__name__ = name
     return refuse
 
 
-def _let_go(self: object, *_: object, **__: object) -> None:
-    """Nothing: the thing is the parent's."""
+def _release(self: object, *_: object, **__: object) -> None:
+    """Do nothing: the object belongs to the parent."""
 
 
-async def _let_go_soon(self: object, *_: object, **__: object) -> None:
-    """Nothing: the thing is the parent's."""
+async def _release_async(self: object, *_: object, **__: object) -> None:
+    """Do nothing: the object belongs to the parent."""

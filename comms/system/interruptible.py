@@ -1,4 +1,4 @@
-"""Runs a call that nothing can interrupt, and stops waiting for it when there is a reason to."""
+"""`run_interruptible`: waits for an uninterruptible call, and abandons it when a check raises."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The job's key: 32 random bytes in an owner-only file, made by whoever starts the job.
+"""The job's key: 32 random bytes in an owner-only file, which the launcher makes.
 
-Trust ends here: who has the key belongs to the job.
+A process that has the key is trusted as a member of the job.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class KeyRefused(HoldfastError):
 
 
 def create_key(path: str | os.PathLike[str]) -> bytes:
-    """Make a new key, write it (as 64 hexadecimal digits) to a new file with mode 0600, and return its 32
-    bytes.
+    """Write a new key to a new file of mode 0600, as 64 hexadecimal digits, and return its 32 bytes.
 
-    Raises FileExistsError, and leaves the file as it is, if there is one.
+    Raises FileExistsError if the file exists, and leaves it unchanged.
     """
     key = os.urandom(KEY_BYTES)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -42,14 +41,13 @@ def create_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def load_key(path: str | os.PathLike[str]) -> bytes:
-    """The 32 bytes of the key in a file that only this user can read.
+    """Read the key, 32 bytes, from a file that only this user can read.
 
-    Raises `KeyRefused` for a file that is missing, is somebody else's, can be read by others, or holds no
-    key.
+    Raises `KeyRefused` for a file that is missing, belongs to another user, can be read by others, or holds no key.
     """
     path = Path(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us up
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # so that a FIFO does not block
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(file.fileno())
             text = file.read(2 * KEY_BYTES + 2)
@@ -69,12 +67,12 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def job_key() -> bytes | None:
-    """The key in the file that HOLDFAST_KEY_FILE names; None if it names none. Raises `KeyRefused`."""
+    """Read the key from the file that HOLDFAST_KEY_FILE names; None if it is not set. Raises `KeyRefused`."""
     path = os.environ.get(KEY_FILE)
     return load_key(path) if path else None
 
 
 def mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
-    """The HMAC of parts whose borders matter, under a label that no other use of the key has."""
+    """The HMAC of `parts`, each hashed separately so that boundaries count. `label` names this use of the key."""
     hashed = b"".join(sha256(part).digest() for part in parts)
     return hmac.digest(key, b"holdfast " + label + b"\0" + hashed, "sha256")

@@ -1,4 +1,4 @@
-"""Failures that have their cause in this process: what it ran out of, told as that and not as the end of a peer."""
+"""Turns errors that this process caused by exhausting a resource into `ResourceExhausted`, so no peer is blamed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _WORDS = {
     os.strerror(number): number
     for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOMEM)
 }
-"""What libraries that raise without a number say: they end their messages with the C library's words."""
+"""Errno by its C library message, for libraries that raise errors without an errno but end them with that text."""
 
 
 def local_cause(error: BaseException, doing: str) -> HoldfastError | None:
-    """The error to raise instead of `error`, which happened while `doing`, if this process ran out of something; None
-    if it did not, so that a peer may be to blame.
+    """The `ResourceExhausted` behind `error`, if this process ran out of a resource while `doing`.
+
+    None if it did not: then a peer may have caused the error.
     """
     if isinstance(error, HoldfastError):
         return error if isinstance(error, ResourceExhausted) else None
@@ -44,7 +45,7 @@ def local_cause(error: BaseException, doing: str) -> HoldfastError | None:
 
 @contextlib.contextmanager
 def reraise_local_cause(doing: str) -> Iterator[None]:
-    """Raise the `local_cause` of an error instead of it, if it has one. Also a decorator."""
+    """Replace an error by its `local_cause`, if it has one. A context manager and a decorator."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -55,7 +56,7 @@ def reraise_local_cause(doing: str) -> Iterator[None]:
 
 
 def exhausted(number: int | None, doing: str, path: str | bytes | None = None) -> ResourceExhausted | None:
-    """The error for an errno of a system call; None unless it says that this process or host ran out of something."""
+    """The error for an errno that means that this process or host ran out of a resource; None for other errnos."""
     where = "the file system" if path is None else repr(os.fsdecode(path))
     match number:
         case errno.EMFILE:
@@ -73,7 +74,7 @@ def exhausted(number: int | None, doing: str, path: str | bytes | None = None) -
 
 
 def out_of_descriptors(doing: str) -> ResourceExhausted | None:
-    """The error for a library that failed without saying why, if this process can open nothing more."""
+    """`ResourceExhausted` if this process can open no more files, for a library that failed without a reason."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -82,7 +83,7 @@ def out_of_descriptors(doing: str) -> ResourceExhausted | None:
 
 
 def unreadable(rank: int, number: int) -> HoldfastError:
-    """What it means that the memory of `rank`, whose process lives, cannot be read: an errno of process_vm_readv."""
+    """The error for an errno of process_vm_readv on the memory of `rank`, which is still alive."""
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         reason = f"this process may not read the memory of rank {rank}: {os.strerror(number)}"
         return BackendUnavailable("shm", reason, MEMORY_HINT)
@@ -91,7 +92,7 @@ def unreadable(rank: int, number: int) -> HoldfastError:
 
 
 def not_openable(rank: int, what: str, error: OSError) -> HoldfastError:
-    """What it means that a file in /proc of the process of `rank` cannot be opened."""
+    """The error for a failed open of `what`, a /proc file of the process of `rank`."""
     if error.errno in (errno.EPERM, errno.EACCES):
         reason = f"this process may not open {what} of rank {rank}: {error.strerror}"
         return BackendUnavailable("shm", reason, MEMORY_HINT)
@@ -100,7 +101,7 @@ def not_openable(rank: int, what: str, error: OSError) -> HoldfastError:
 
 
 def check_shared_memory(nbytes: int, doing: str, hint: str) -> None:
-    """Raise `ResourceExhausted` unless /dev/shm has `nbytes` free: pages that it cannot give would be a SIGBUS."""
+    """Raise `ResourceExhausted` unless /dev/shm has `nbytes` free; to touch a missing page would be a SIGBUS."""
     resource_name, need = f"shared memory ({_SHARED})", f"{nbytes / _MIB:.1f} MiB for {doing}"
     try:
         found = os.statvfs(_SHARED)

@@ -1,4 +1,4 @@
-"""File paths in URLs, and as the addresses of Unix sockets: any path that the system takes."""
+"""Converts any file path to and from URLs, and binds and connects Unix sockets at paths of any length."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 _LONGEST_ADDRESS = 107
-"""Bytes that the kernel takes as the address of a Unix socket."""
+"""The longest Unix socket address that the kernel accepts, in bytes."""
 
 
 def url_of(scheme: str, path: str | os.PathLike[str]) -> str:
-    """The URL of an absolute path, such as `sqlite:///run/job.sqlite`; `path_of` gives the path back."""
+    """The URL of an absolute path, such as `sqlite:///run/job.sqlite`. `path_of` reverses it."""
     if not Path(path).is_absolute():
         raise ValueError(f"{os.fspath(path)!r} is not an absolute path")
     return f"{scheme}:///{quote(os.fsencode(path).lstrip(b'/'))}"
 
 
 def path_of(url: str, scheme: str, example: str) -> Path:
-    """The absolute path that a URL of this scheme names. Raises ValueError, showing an `example`, for another URL.
+    """The absolute path that a URL of this scheme names. Raises ValueError, showing `example`, for other URLs.
 
-    `#`, `?` and `%` in a path are quoted (`%23`, `%3F`, `%25`): a fragment or a query would be another path's.
+    `#`, `?` and `%` in a path must be quoted (`%23`, `%3F`, `%25`): a URL with a fragment or a query is refused.
     """
     wrong = f"{url!r} does not name a file: write {example}"
     try:
@@ -50,14 +50,14 @@ def bind_unix(sock: socket.socket, path: str | os.PathLike[str]) -> None:
 
 
 def connect_unix(sock: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Connect a Unix socket to the one at a path of any length."""
+    """Connect a Unix socket to a path of any length."""
     with _short(path) as address:
         sock.connect(address)
 
 
 @contextlib.contextmanager
 def _short(path: str | os.PathLike[str]) -> Iterator[str]:
-    """An address that means `path`: itself, or its name in its folder, held open, if it is too long."""
+    """An address for `path`: the path itself, or if it is too long, its name below /proc/self/fd of its open folder."""
     path = Path(path)
     if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
         yield str(path)

@@ -1,4 +1,4 @@
-"""What a backend implements, and what it is told."""
+"""The interface that a communicator backend implements, and the types it is given."""
 
 from holdfast.comms.transport.base import Context, FastPath, Form, Observed, Peer, Transport
 

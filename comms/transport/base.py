@@ -1,7 +1,7 @@
-"""The seam between a `Communicator` and a backend: what every transport must do, and what it is told.
+"""`Transport`: the ops that a backend implements for a `Communicator`, and `Context`, what it is connected with.
 
-A transport sees only clean work: the communicator has checked ranks, shapes, dtypes and devices, made tensors
-contiguous, put ops in order, and turned timeouts into deadlines. It knows nothing of views, sessions or threads.
+The communicator has checked ranks, shapes, dtypes and devices, made tensors contiguous, put ops in order, and turned
+timeouts into deadlines. A transport knows nothing of views, sessions or threads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from holdfast.comms.work import Work
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """The process behind a rank. `host` identifies the machine's boot and pid namespace, `started` the process
-    (its start time in clock ticks since boot, so that a recycled pid is told apart)."""
+    """The process behind a rank.
+
+    `host` identifies the machine's boot and the pid namespace. `started` is the process's start time in clock ticks since
+    boot: it distinguishes the process from a later one with the same pid.
+    """
 
     host: str
     pid: int
@@ -35,17 +38,17 @@ class Peer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All that a backend needs to connect one rank: who it is, who the others are, and where they meet.
+    """The arguments of a backend's `connect`: the rank, its peers, and the store through which they meet.
 
-    `store` is private to this communicator (nobody else's keys are in it). `peers` is in rank order. `deadline` is
-    on `time.monotonic()`. `over()` says why there is no point in connecting any more; None while there is. A `journal`,
-    if there is one, is to be told of long waits (`Journal.waits`).
+    `store` holds the keys of this communicator alone. `peers` is in rank order. `deadline` is on `time.monotonic()`.
+    `over()` returns the reason to stop connecting, or None. The backend reports long waits to `journal`, if there is
+    one (`Journal.waits`).
 
-    `previous` is the transport of the epoch before, whose ops have ended; what is good of it may be kept.
-    `connect_payload` is up to four whole numbers for the others, which a transport may carry
-    (`Transport.connect_payloads`). A backend whose rank has done its part, and waits for the others, may call
-    `meanwhile(transport)`: what is to be made of the transport is made while they come. If the backend then raises, or
-    returns another transport, it closes this one itself.
+    `previous` is the transport of the epoch before; its ops have ended, and the backend may reuse its parts.
+    `connect_payload` is up to four integers for the other ranks; a transport may deliver them
+    (`Transport.connect_payloads`). While a backend waits for the other ranks, it may call `meanwhile(transport)`: the
+    caller then builds the communicator over `transport` during that wait. If the backend raises afterwards, or returns
+    another transport, it must close this one itself.
     """
 
     rank: int
@@ -65,8 +68,10 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of an op before its tensors are. `op`: all_reduce, broadcast, barrier; all_gather, reduce_scatter
-    or all_to_all of single tensors. `nbytes` is the size of its input, `timeout` in seconds.
+    """An op without its tensors: the key under which a transport prepares a function for it.
+
+    `op` is all_reduce, broadcast or barrier, or all_gather, reduce_scatter or all_to_all of single tensors. `nbytes` is
+    the size of the input; `timeout` is in seconds.
     """
 
     op: str
@@ -78,17 +83,17 @@ class Form:
 
 
 class Observed(Protocol):
-    """Says whether anybody watches ops."""
+    """`observed` is true while a plugin observes ops."""
 
     observed: bool
 
 
 class FastPath(Protocol):
-    """A shorter way for the ops that are most usual, past the checks and the bookkeeping of all others.
+    """Runs the most frequent ops without the general argument checks and bookkeeping.
 
-    Each returns whether the op was done. If not it may have begun: it must be called as any other then, with the same
-    arguments, and goes on. What is not usual (arguments, an op before it that is still running, an observer) is never
-    done here, and nothing is refused here.
+    Each method returns whether it completed the op. On False the op may have begun: the caller must issue it through
+    the general path with the same arguments, which continues it. A fast path declines unusual arguments, observed ops
+    and ops behind one that is still running; it never refuses an op with an error.
     """
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, /) -> bool: ...
@@ -106,24 +111,24 @@ class Transport(ABC):
     (`time.monotonic()` seconds). Ops are called one at a time, in the same order on every rank. Only `abort` may be
     called from another thread while an op is running.
 
-    Transports of a device with streams (`streams` is true) return once an op is in order on the current stream, as
-    torch's own NCCL group does; what goes wrong later ends the next op, or whoever waits.
+    Transports of a device with streams (`streams` is true) return once an op is enqueued on the current stream, as
+    torch's own NCCL group does. A later failure is raised by the next op, or by a wait for the work.
     """
 
     rank: int
     size: int
     streams: ClassVar[bool] = False
     device: torch.device | None = None
-    """The one device whose tensors it takes; None for any of the context's type."""
+    """The only device that this transport accepts; None if it accepts any device of the context's type."""
     ends_before_exit: ClassVar[bool] = False
     """Whether a communicator that was never closed must be closed before the interpreter ends."""
     connect_payloads: Sequence[tuple[int, ...]] | None = None
-    """Each rank's `Context.connect_payload`, if connecting has carried them."""
+    """Each rank's `Context.connect_payload`, if connecting has delivered them."""
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
-        """Run `op()`, which calls ops of this transport, beside the current stream: an asynchronous op, if `streams`.
+        """Run an asynchronous op on a side stream: `op()` calls ops of this transport. Only if `streams` is true.
 
-        The work's `wait` puts what follows on the then current stream behind it.
+        The work's `wait` makes the stream that is current at that time wait for the op.
         """
         raise NotImplementedError
 
@@ -133,28 +138,28 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        """Reduce `tensor` into rank `dst`'s; the others' stay as they were."""
+        """Reduce all ranks' `tensor` into that of rank `dst`; on other ranks it is unchanged."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
-        """Copy rank `src`'s tensor to all."""
+        """Copy rank `src`'s tensor to all ranks."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
-        """Rank i's `tensor` into `outputs[i]` on every rank; sizes may differ from rank to rank."""
+        """Copy rank i's `tensor` into `outputs[i]` on every rank; sizes may differ from rank to rank."""
 
     @abstractmethod
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, deadline: float
     ) -> None:
-        """The reduction of every rank's `inputs[rank]` into `output`; sizes may differ from rank to rank."""
+        """Reduce every rank's `inputs[rank]` into `output`; sizes may differ from rank to rank."""
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
-        """`inputs[j]` of rank i into `outputs[i]` of rank j."""
+        """Copy `inputs[j]` of rank i into `outputs[i]` of rank j."""
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        """`all_gather` into equal parts of one contiguous tensor. A transport may have a faster way."""
+        """`all_gather` into equal parts of one contiguous tensor. A transport may override it with a faster one."""
         self.all_gather(parts(output, self.size), tensor, deadline)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
@@ -167,11 +172,11 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
-        """Rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None elsewhere."""
+        """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on other ranks."""
 
     @abstractmethod
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
-        """`inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None elsewhere."""
+        """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on other ranks."""
 
     @abstractmethod
     def barrier(self, deadline: float) -> None:
@@ -179,7 +184,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int, tag: int, deadline: float) -> None:
-        """Send to one rank; returns when `tensor` may be changed."""
+        """Send `tensor` to one rank; return when the caller may change `tensor`."""
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int, tag: int, deadline: float) -> None:
@@ -192,14 +197,14 @@ class Transport(ABC):
         recvs: Sequence[tuple[torch.Tensor, int, int]],
         deadline: float,
     ) -> None:
-        """All of the (tensor, peer, tag) sends and receives at once, without deadlock whatever their order."""
+        """Run all (tensor, peer, tag) sends and receives at once, without deadlock in any order."""
 
     def fast_path(self, order: Order, observers: Observed, journal: Journal | None) -> FastPath | None:
-        """The fast path of a communicator that keeps this order, if this transport has one of its own."""
+        """The transport's own fast path for a communicator with this op order; None if it has none."""
         return None
 
     def function(self, form: Form) -> Callable[..., None]:
-        """Ops of a form, as a function of their output, tensor and deadline, as far as they have them."""
+        """A function that runs ops of this form. It takes those of (output, tensor, deadline) that the op has."""
         reduction, root = form.reduction, form.root
         if reduction is None:
             calls: dict[str, Callable[..., None]] = {
@@ -214,29 +219,29 @@ class Transport(ABC):
         return lambda output, tensor, deadline: self.reduce_scatter_single(output, tensor, reduction, deadline)
 
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
-        """Expose a contiguous `tensor` to all ranks and reach theirs; collective. For backends that have windows."""
+        """Expose a contiguous `tensor` to all ranks, and access theirs; collective. For backends with windows."""
         raise Unsupported("windows over this backend", "use comms.memory() for one-sided reads and writes")
 
     @abstractmethod
     def abort(self, error: HoldfastError) -> None:
-        """End the op that is running, and all later ones, with `error`, within milliseconds. From any thread."""
+        """Make the running op, and all later ones, raise `error` within milliseconds. From any thread."""
 
-    def rest(self) -> None:  # noqa: B027  (most have nothing to do)
-        """A rank is gone: no op of all ranks can end any more but by `abort`. Do not keep a processor busy with waiting
-        for that. From any thread.
-        """
+    def rest(self) -> None:  # noqa: B027  (most transports do not spin)
+        """Stop spinning in waits: a rank is gone, so only `abort` can end a collective. From any thread."""
 
     def announce(self, word: bytes) -> bool:
-        """End the ops of all other ranks, whose `announced` is `word` from then on: faster than to write to them. From
-        any thread, by one rank at most. False if this transport cannot, or not so much; nothing has happened then.
+        """End the ops of all other ranks, and set their `announced` to `word`; faster than a message to each.
+
+        From any thread, by one rank at most. Returns False, and does nothing, if the transport has no such channel or
+        `word` is too long for it.
         """
         return False
 
     @property
     def announced(self) -> bytes | None:
-        """What another rank has announced here; None if none has."""
+        """The word that another rank has announced; None if none has."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Release every descriptor, thread and segment. The communicator calls it once, with no op running."""
+        """Release every descriptor, thread and segment. The communicator calls this once, while no op runs."""

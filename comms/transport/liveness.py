@@ -1,4 +1,4 @@
-"""Which processes of this host are gone, by pidfds, and which are stopped, as the kernel tells it."""
+"""Detects which peer processes of this host have ended (by pidfds) or are stopped (by /proc and cgroups)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from holdfast.comms.system.local_causes import exhausted
 from holdfast.comms.transport.base import Peer
 
 HOST = "HOLDFAST_HOST"
-"""The environment variable that sets processes of one machine apart: those with different values take themselves to be
-on different hosts, and judge each other by what comes over the network alone.
+"""The environment variable that simulates several hosts on one machine.
+
+Processes with different values treat each other as remote: they use only what arrives over the network.
 """
 
 
 _LOOK_SECONDS = 0.05
-"""How often to look at processes where pidfds cannot be had."""
+"""The polling interval where pidfds are not available."""
 
 
 @functools.cache
 def this_host() -> str:
-    """This boot of this machine and this pid namespace: within it, a (pid, start time) names one process."""
+    """Identify this boot of this machine and this pid namespace: there, (pid, start time) names one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join(filter(None, (boot, str(Path("/proc/self/ns/pid").readlink()), os.environ.get(HOST))))
 
@@ -42,18 +43,18 @@ def started(pid: int) -> int:
 
 
 def this_process() -> Peer:
-    """How this process names itself to its peers."""
+    """This process, as its peers identify it."""
     return Peer(this_host(), os.getpid(), started(os.getpid()))
 
 
 class PidfdsRefused(OSError):
-    """This process may not have pidfds: it looks at other processes from time to time instead (`is_gone`)."""
+    """This process may not open pidfds; it polls other processes with `is_gone` instead."""
 
 
 def open_pidfd(peer: Peer) -> int | None:
-    """A descriptor that becomes readable when the process ends; None if it is gone already.
+    """Open a descriptor that becomes readable when the process ends; None if it has ended already.
 
-    Only for peers of this host; the caller closes it. Raises `PidfdsRefused` where a container profile forbids it.
+    Only for peers of this host; the caller closes it. Raises `PidfdsRefused` where a container profile forbids pidfds.
     """
     try:
         fd = os.pidfd_open(peer.pid)
@@ -78,13 +79,16 @@ def is_gone(peer: Peer) -> bool:
         return False
     try:
         fields = stat(peer.pid)
-    except OSError:  # of this process, and no proof of anything
+    except OSError:  # this process lacks a descriptor: no evidence about the peer
         return False
     return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
 
 
 def stat(pid: int) -> list[bytes]:
-    """/proc/pid/stat from the state on; empty for a process that is gone. OSError if this one lacks a descriptor."""
+    """The fields of /proc/pid/stat from the state on; empty for a process that has ended.
+
+    Raises OSError if this process has no free descriptor.
+    """
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -93,7 +97,7 @@ def stat(pid: int) -> list[bytes]:
         return []
     try:
         text = read_all(fd)
-    except OSError:  # it went while we looked
+    except OSError:  # the process ended between open and read
         return []
     finally:
         os.close(fd)
@@ -101,8 +105,9 @@ def stat(pid: int) -> list[bytes]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger, a frozen cgroup) now. False for one that is gone, or
-    cannot be looked at.
+    """Whether a process is stopped now: by SIGSTOP, Ctrl-Z, a debugger or a frozen cgroup.
+
+    False for a process that has ended or cannot be inspected.
     """
     try:
         state = stat(pid)[:1]
@@ -112,7 +117,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Whether its cgroup (version 2) is frozen: such a process looks as if it slept."""
+    """Whether the cgroup (version 2) of a process is frozen; /proc/pid/stat then shows it as sleeping."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
@@ -122,16 +127,16 @@ def _is_frozen(pid: int) -> bool:
 
 
 def stopped(peers: Sequence[Peer]) -> tuple[int, ...]:
-    """The ranks whose process, another one of this host, is stopped now: an op of all ranks waits for these."""
+    """The ranks with a stopped process, among the other processes of this host. A collective waits for these."""
     others = [rank for rank, peer in enumerate(peers) if peer.host == this_host() and peer.pid != os.getpid()]
     return tuple(rank for rank in others if is_stopped(peers[rank].pid))
 
 
 class Liveness:
-    """Watches the processes behind the ranks that are on this host; says nothing about those elsewhere.
+    """Watches the processes of the other ranks on this host; it knows nothing of ranks on other hosts.
 
-    `dead` raises what `over()` gives, if that is not None: nobody need wait any longer then. The processes are opened
-    when somebody first asks, for who never waits never does.
+    `dead` raises the error that `over()` returns, if it returns one, to end a wait. Pidfds are opened on first use: a
+    communicator that never waits needs none.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class Liveness:
         self._poll = select.poll()
 
     def _open(self) -> None:
-        """The lock is held."""
+        """Open a pidfd for each peer that has none yet. The caller holds the lock."""
         while self._unopened:
             peer_rank, peer = self._unopened.popitem()
             if peer.host != this_host() or peer.pid == os.getpid():
@@ -167,7 +172,7 @@ class Liveness:
                 self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> tuple[int, ...]:
-        """The ranks whose process is gone, in order. From any thread."""
+        """The ranks whose process has ended, in order. From any thread."""
         if (error := self._over()) is not None:
             raise again(error)
         with self._lock:
@@ -180,9 +185,9 @@ class Liveness:
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
         """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case.
 
-        A process that was gone before anybody looked ends the first wait. From one thread at a time.
+        The first wait ends at once if a process had ended before. From one thread at a time.
         """
-        watched = select.poll()  # of its own: others may ask for the dead meanwhile
+        watched = select.poll()  # not self._poll: another thread may call dead() during the wait
         watched.register(wake_fd, select.POLLIN)
         with self._lock:
             self._open()
@@ -205,13 +210,13 @@ class Liveness:
                 return all(fd != wake_fd for fd, _ in ready)
 
     def _look(self) -> None:
-        """Where there are no pidfds. The lock is held."""
+        """Poll the peers that have no pidfd. The caller holds the lock."""
         for peer_rank in [rank for rank, peer in self._looked_at.items() if is_gone(peer)]:
             del self._looked_at[peer_rank]
             self._dead.add(peer_rank)
 
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:
-        """The lock is held."""
+        """Record the ranks of readable pidfds as dead. The caller holds the lock."""
         for fd, _ in ready:
             if self._ranks[fd] not in self._dead:
                 self._dead.add(self._ranks[fd])

@@ -1,4 +1,4 @@
-"""What a backend implements for windows: the bytes of the other ranks."""
+"""`WindowMemory`: the one-sided access to other ranks' memory that a backend implements for windows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensor = torch.Tensor
 
 
 class WindowMemory(ABC):
-    """What a backend supplies: bytes of the other ranks. Offsets are in bytes and were checked."""
+    """Reads and writes the exposed bytes of other ranks. Offsets are in bytes; the caller has checked them."""
 
     sizes: Sequence[int]
     """The size of each rank's window, in bytes."""
     leaving = False
-    """This rank closes the window: a call that is under way ends with `closed_here()` when it next looks."""
+    """True once this rank closes the window: calls in progress then raise `closed_here()` at their next check."""
 
     @abstractmethod
     def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None:
@@ -30,36 +30,36 @@ class WindowMemory(ABC):
 
     @abstractmethod
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        """Add to an integer, atomically, wrapping around; what it was before."""
+        """Add to an integer, atomically, wrapping around; return the old value."""
 
     @abstractmethod
     def compare_swap(
         self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
     ) -> int:
-        """Set an integer to `desired` if it is `expected`, atomically; what it was before."""
+        """Set an integer to `desired` if it is `expected`, atomically; return the old value."""
 
     @abstractmethod
     def signal(self, rank: int, deadline: float) -> None:
-        """Count one more signal from this rank to `rank`."""
+        """Add one to the count of signals from this rank to `rank`."""
 
     @abstractmethod
     def wait_signal(self, rank: int, deadline: float) -> None:
-        """Return when `rank` has signalled once more than was waited for. Raises `OpTimeout`, `RegionGone`."""
+        """Wait for, and consume, one signal from `rank`. Raises `OpTimeout`, `RegionGone`."""
 
     @abstractmethod
     def flush(self, rank: int | None, deadline: float) -> None:
-        """Return when everything issued to `rank` (to all, for None) has taken effect there."""
+        """Return when everything issued to `rank` (None: to all ranks) has taken effect there."""
 
     @abstractmethod
     def close(self) -> None:
-        """From here on the others get `RegionGone`. No call of this rank is under way. Idempotent."""
+        """Withdraw this rank's memory: other ranks get `RegionGone`. No call of this rank is running. Idempotent."""
 
 
 def closed_here() -> RegionGone:
-    """What a call gets whose own rank has closed the window."""
+    """The error of a call on a window that this rank has closed."""
     return RegionGone("this rank has closed the window; make another one")
 
 
 def closed_there(rank: int) -> RegionGone:
-    """What a call gets that reaches for the window of a rank that has closed it."""
+    """The error of a call that accesses memory of a rank that has closed its window."""
     return RegionGone(f"rank {rank} has closed its window; make another one")
