@@ -1,1 +1,1 @@
-"""How ops are checked and run."""
+"""Checks ops and runs them in order."""

@@ -1,7 +1,7 @@
-"""Checks that all ranks issue the same op: what HOLDFAST_CHECK=1 turns on.
+"""Checks that all ranks issue the same op. HOLDFAST_CHECK=1 turns it on.
 
-Before each collective every rank tells the others, in one small all-gather, what it is about to do. If they differ,
-all ranks raise the same `Mismatch`, and no byte of the op has moved.
+Before each collective the ranks exchange a description of it in one small all-gather. If the descriptions differ, all
+ranks raise the same `Mismatch`, and no byte of the op has moved.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Agreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._mine = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
+        self._own = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
         self._all = [torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
 
     def check(self, words: str, deadline: float) -> None:
-        """Raise `Mismatch` unless every rank says the same words of its next collective: the op and its number.
+        """Raise `Mismatch` unless `words` (the next collective and its number) is the same on every rank.
 
-        Sends and receives do not count: ranks may well differ in those.
+        Sends and receives are not counted in that number, since ranks may differ in them.
         """
-        said = words.encode()[:_BYTES]
-        self._mine.zero_()
-        self._mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        self._transport.all_gather(self._all, self._mine, deadline)
+        encoded = words.encode()[:_BYTES]
+        self._own.zero_()
+        self._own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._transport.all_gather(self._all, self._own, deadline)
         self._compare()
 
     def _compare(self) -> None:

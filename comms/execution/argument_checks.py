@@ -1,4 +1,4 @@
-"""Checks of what users pass to a communicator. All of them run before any byte moves."""
+"""Checks the arguments of a communicator's ops, before any byte moves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.comms.tensors.packing import names, plain
 Tensor = torch.Tensor
 
 TAGS = 1 << 30
-"""Tags of users are below. Above are those of collectives over messages, for which mpi has just enough room."""
+"""User tags are below this. Collectives over messages use the tags above, for which mpi has just enough room."""
 
 
 class ArgumentChecks:
-    """The checks of one communicator: its rank, size, device, and what its backend can do."""
+    """Checks arguments against one communicator's rank, size, device and backend capabilities."""
 
     def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:
         self._rank, self._size, self._device = rank, size, device
@@ -37,34 +37,36 @@ class ArgumentChecks:
         self._carriers: dict[tuple[torch.dtype, str], torch.dtype] = {}
 
     def operand(self, tensor: Any, what: str = "tensor") -> Tensor:
-        """`tensor`, or its memory as a plain tensor. TypeError, ValueError or `Unsupported`, naming it as `what`,
-        unless it is a dense tensor that has memory of its own on this communicator's device.
+        """`tensor`, or its memory as a plain tensor.
+
+        Raises TypeError, ValueError or `Unsupported`, naming it as `what`, unless it is a dense tensor with memory of
+        its own on this communicator's device.
         """
         return plain_tensor(tensor, what, self._device)
 
     def operands(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
-        """Each as `operand`."""
+        """`operand` of each tensor."""
         return [self.operand(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
 
     def output(self, tensor: Any, what: str = "tensor") -> Tensor:
-        """As `operand`; ValueError if elements of it share memory."""
+        """As `operand`. Raises ValueError if elements of the tensor share memory with each other."""
         given = self.operand(tensor, what)
         if not given.is_contiguous():
             check_outputs([given], [what])
         return given
 
     def outputs(self, tensors: Sequence[Any], what: str) -> list[Tensor]:
-        """Each as `output`; ValueError if two share memory."""
+        """`output` of each tensor. Raises ValueError if two of them share memory."""
         given = self.operands(tensors, what)
         check_outputs(given, [f"{what}[{i}]" for i in range(len(given))])
         return given
 
     def as_it_is(self, tensor: Tensor) -> bool:
-        """Whether `packed(tensor)` would be itself."""
+        """Whether `packed(tensor)` would return `tensor` itself."""
         return self._on_cpu and plain(tensor)
 
     def movable(self, tensor: Tensor) -> bool:
-        """As `as_it_is`; `Unsupported` unless the backend moves its dtype."""
+        """As `as_it_is`. Raises `Unsupported` unless the backend moves the tensor's dtype."""
         itself = self.as_it_is(tensor)
         if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
@@ -74,8 +76,9 @@ class ArgumentChecks:
         return itself
 
     def reducible(self, tensor: Tensor, op: Any) -> bool:
-        """Whether `carrier(packed(tensor))` would be itself; `Unsupported` unless the backend reduces its dtype by
-        `op`, itself or as float32.
+        """Whether `carrier(packed(tensor))` would return `tensor` itself.
+
+        Raises `Unsupported` unless the backend reduces the tensor's dtype by `op`, natively or as float32.
         """
         itself = self.as_it_is(tensor)
         if not isinstance(op, ReduceOp):
@@ -96,24 +99,25 @@ class ArgumentChecks:
         return wide if wide is not None and names([wide]) <= self._reduces else dtype
 
     def carrier(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """What is reduced in the place of `tensor`, which `reducible` has seen: itself, or a copy in a wider dtype."""
+        """The tensor to reduce instead of `tensor`: itself, or a copy in a wider dtype. Call `reducible` before."""
         return tensor.to(self._carriers[tensor.dtype, op.name])
 
     def carried(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
-        """The reduction of carriers that is `op` of `dtype`: an average's inputs are divided before they are added."""
+        """The reduction of carriers that gives `op` of `dtype`: for avg, inputs are divided before they are added."""
         widened = op.name == "avg" and wider(dtype, op) == self._carriers[dtype, op.name] == torch.float32
         return ReduceOp.premul_sum(1 / self._size) if widened else op
 
     def rank(self, rank: Any, what: str) -> int:
-        """`rank` as an int; ValueError unless it is one of this communicator's."""
+        """`rank` as an int. Raises ValueError unless it is a rank of this communicator."""
         number = integer(rank, what)
         if not 0 <= number < self._size:
             raise ValueError(f"{what}={number} is out of range: ranks are 0 to {self._size - 1}")
         return number
 
     def message(self, tensor: Tensor, peer: Any, what: str, tag: Any) -> tuple[int, int]:
-        """As `movable`; `peer` and `tag` as ints. ValueError unless `peer` is another rank, and `tag` one that every
-        backend can tell.
+        """Check a message, and return `peer` and `tag` as ints.
+
+        Raises as `movable`; ValueError unless `peer` is another rank and `tag` is below `TAGS`.
         """
         self.movable(tensor)
         peer, tag = self.rank(peer, what), integer(tag, "tag")
@@ -124,7 +128,7 @@ class ArgumentChecks:
         return peer, tag
 
     def one_for_each(self, items: Sequence[Tensor], what: str, dtype: torch.dtype) -> None:
-        """ValueError unless there is one tensor for each rank, all of `dtype`."""
+        """Raise ValueError unless there is one tensor for each rank, all of `dtype`."""
         if len(items) != self._size:
             raise ValueError(f"{what} has {len(items)} tensors; it needs one for each of {self._size} ranks")
         for item in items:
@@ -132,7 +136,7 @@ class ArgumentChecks:
                 raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; they must be alike")
 
     def of_root(self, items: Sequence[Tensor] | None, what: str, root: int, tensor: Tensor) -> None:
-        """ValueError unless the root, and it alone, gives one tensor for each rank."""
+        """Raise ValueError unless the root passes one tensor for each rank, and the other ranks pass none."""
         if self._rank != root:
             if items:
                 raise ValueError(f"{what} belongs to rank {root} alone; pass None on rank {self._rank}")
@@ -143,7 +147,7 @@ class ArgumentChecks:
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
     def like(self, tensor: Tensor, checked: Tensor) -> None:
-        """ValueError unless it has the dtype of one that has been checked already."""
+        """Raise ValueError unless `tensor` has the dtype of `checked`, which was checked before."""
         if tensor.dtype != checked.dtype:
             raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
 
@@ -152,13 +156,13 @@ class ArgumentChecks:
             raise ValueError(f"{what} has {tensor.numel()} elements; it needs {count}: {meaning}")
 
     def whole(self, tensor: Tensor, part: Tensor, what: str, whose: str) -> None:
-        """ValueError unless `tensor` has as many elements as all ranks' `part` together."""
+        """Raise ValueError unless `tensor` has as many elements as all ranks' `part` together."""
         count = part.numel() * self._size
         if tensor.numel() != count:
             self.same_count(tensor, count, what, f"size times {whose}")
 
     def divided(self, tensor: Tensor, what: str) -> None:
-        """ValueError unless the rows of dimension 0 can be divided evenly over the ranks."""
+        """Raise ValueError unless the rows of dimension 0 divide evenly over the ranks."""
         shape = tensor.shape
         total = shape[0] if shape else 1
         if total % self._size:
@@ -176,7 +180,7 @@ class ArgumentChecks:
         return counts
 
     def own_part(self, output: Tensor, to_output: Sequence[int], tensor: Tensor, of_tensor: Sequence[int]) -> None:
-        """ValueError unless what this rank keeps of `tensor` fills its own part of `output`."""
+        """Raise ValueError unless the part of `tensor` that this rank sends to itself fills its part of `output`."""
         kept, room = (
             counts[self._rank] * (each.numel() // (sum(counts) or 1))
             for each, counts in ((tensor, of_tensor), (output, to_output))

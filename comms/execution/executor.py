@@ -1,6 +1,7 @@
-"""How ops run: in the order issued, each by its deadline, here or on a worker thread; and how they all end.
+"""`Executor`: runs a communicator's ops in issue order, in the calling thread or on a worker thread.
 
-An `Executor` knows nothing of what an op does. It holds a communicator's order, its observers, and its end.
+It keeps the order and the numbers of ops, calls observers and the journal, and ends the communicator when an op fails.
+What an op does is not its concern.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
 
 Prepare = Callable[[], Body]
-"""Makes the body of an op once its turn has come, and moves no byte: its errors leave the communicator as it was."""
+"""Makes the body of an op when its turn has come. It moves no byte, so its errors leave the communicator usable."""
 
 _CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.0005
-"""How often `close` looks whether the op that it has aborted is over."""
+"""How often `close` checks whether the op that it aborted has ended."""
 
 
 _until_exit: weakref.WeakSet[Executor] = weakref.WeakSet()
@@ -92,7 +93,7 @@ class Executor:
         forks.begin_anew(self)
 
     def begin_in_child(self) -> None:
-        """A forked child has no thread that would run what is queued."""
+        """Fail the running and the queued ops in a forked child, which has no thread to run them."""
         error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
         self._running.abandon(error)
         with contextlib.suppress(queue.Empty):
@@ -100,7 +101,7 @@ class Executor:
                 item[0].abandon(error)
 
     def fast_path(self, check: ArgumentChecks) -> FastPath | None:
-        """For ops that ranks need not compare before they run: the transport's own, or one that calls its functions."""
+        """The transport's own fast path, or one that calls its functions; None if agreement checks are on."""
         if self._agreement is not None:
             return None
         own = self._transport.fast_path(self._order, self._registry, self._journal)
@@ -130,7 +131,7 @@ class Executor:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """How many ops of all ranks together were issued, and whether any op is running. From any thread."""
+        """How many collectives were issued, and whether any op is running. From any thread."""
         return self._order.joint, self._order.busy or not self._last.done()
 
     def issue(
@@ -140,7 +141,7 @@ class Executor:
         async_op: bool,
         timeout: float | None,
     ) -> Work:
-        """Put an op in order and run it in this thread, or on the worker thread behind earlier asynchronous ops."""
+        """Give an op its number, and run it in this thread, or with `async_op` queue it on the worker thread."""
         order = self._order
         if not order.enter():
             if self._over is not None:
@@ -182,7 +183,7 @@ class Executor:
             order.leave()
 
     def _after(self, earlier: Work, body: Body, deadline: float) -> None:
-        """Run `body` once an earlier op is complete, which may have more time than this one."""
+        """Run `body` once the `earlier` op is complete. That op may have a later deadline than this one."""
         began = time.monotonic()
         with contextlib.suppress(Exception):
             earlier.wait(max(deadline - began, 0.0))
@@ -202,9 +203,9 @@ class Executor:
             self._failed(op.description.name, op.seq, op.joint, error)
 
     def _reuse_number(self, seq: int, joint: int) -> None:
-        """No byte of an op has moved: the next has its number, as on ranks where it was not refused.
+        """Give the number of a refused op to the next one, as on ranks where it was not issued.
 
-        Not on the worker: ops are issued meanwhile, and what it refuses all ranks refuse.
+        Not on the worker thread: later ops have numbers already, and all ranks refuse what the worker refuses.
         """
         order = self._order
         if order.seq == seq and threading.current_thread() is not self._worker:
@@ -212,8 +213,9 @@ class Executor:
             order.joint -= 1 if joint else 0
 
     def _failed(self, name: str, seq: int, joint: int, error: BaseException) -> NoReturn:
-        """An op has failed, and with it the communicator, unless no byte has moved, as `Unsupported` says. Raises
-        `error`, or what it means here.
+        """Raise the error of a failed op, and end the communicator.
+
+        `Unsupported` does not end it: no byte has moved. An error of this process is raised as its local cause.
         """
         try:
             if isinstance(error, Unsupported):
@@ -229,10 +231,10 @@ class Executor:
             self._end(Revoked(self._epoch, f"an earlier op failed: {describe(error)}", type(error)))
             raise error
         finally:
-            del error  # this frame is in its traceback: together they would keep all that was tried alive
+            del error  # breaks the cycle of the error and this frame, which is in its traceback
 
     def _named(self, error: OpTimeout, name: str, seq: int, joint: int) -> OpTimeout:
-        """A transport's timeout as that of an op of this communicator. Ranks that are stopped are to blame first."""
+        """A transport's timeout as that of a communicator's op. It blames stopped local ranks first, if any."""
         missing = (stopped(self._peers) if joint else ()) or error.missing_ranks
         named = OpTimeout(name, seq, error.waited, missing)
         named.communicator, named.joint = self._name, joint if error.seq else 0
@@ -265,7 +267,7 @@ class Executor:
         while (item := self._queue.get()) is not None:
             self._running, task = item
             self._running.run(task)
-            del item, task  # or this thread would keep the communicator that they are of
+            del item, task  # they refer to the communicator, which this thread must not keep alive
 
     def _observed(self, body: Body, op: _IssuedOp) -> Body:
         def observed(deadline: float) -> None:
@@ -285,11 +287,11 @@ class Executor:
         return observed
 
     def abort(self, reason: str | HoldfastError) -> None:
-        """End the op that is running, and all later ones. The first reason stays."""
+        """Make the running op, and all later ones, raise. The first reason stays."""
         self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
 
     def abort_part_on_end(self, part: Executor) -> None:
-        """End `part` when this ends, unless that is by being closed."""
+        """Abort `part` when this communicator ends for another reason than `close`."""
         with self._ending:
             if self._over is None:
                 if self._parts is None:
@@ -299,7 +301,7 @@ class Executor:
         part.abort(self._end_of_whole(self._over))
 
     def announce(self, word: bytes) -> bool:
-        """`Transport.announce`, while ops can run here."""
+        """`Transport.announce`; False once this communicator is over."""
         with self._ending:
             return self._over is None and self._transport.announce(word)
 
@@ -317,21 +319,21 @@ class Executor:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
 
     def close_when_done(self) -> None:
-        """Close once what was issued is done: nobody is left to issue more, but somebody may wait for that."""
+        """Wait for the ops that were issued, then close. For a collected communicator: a work may still be awaited."""
         with contextlib.suppress(Exception):
             self._last.wait(self.timeout)
         with contextlib.suppress(HoldfastError):
             self.close()
 
     def discard(self) -> None:
-        """Refuse all ops, and leave the transport alone: its owner has closed it. For an executor that ran none."""
+        """Refuse all ops, and do not touch the transport: its owner has closed it. For an executor that ran none."""
         with self._ending:
             self._closed = True
             if self._over is None:
                 self._over, self._order.over = Revoked(self._epoch, "closed"), True
 
     def close(self) -> None:
-        """Abort what is pending and release the transport. Idempotent."""
+        """Abort pending ops and close the transport. Idempotent."""
         with self._ending:
             if self._closed:
                 return
@@ -359,7 +361,7 @@ class Executor:
 
 
 class _IssuedOp:
-    """One op from its issue to its end. `begun`: a fast path has begun it, and has told the journal."""
+    """One op from its issue to its end. `begun`: a fast path has begun it and entered it in the journal."""
 
     __slots__ = ("begun", "check", "description", "joint", "prepare", "refused", "seq")
 
@@ -367,7 +369,7 @@ class _IssuedOp:
         self.description, self.seq, self.joint, self.prepare, self.begun = description, seq, joint, prepare, begun
         self.check: Body | None = None
         self.refused = False
-        """Whether it has failed before any byte moved."""
+        """Whether it failed before any byte moved."""
 
     def run(self, deadline: float) -> None:
         try:
@@ -381,7 +383,7 @@ class _IssuedOp:
 
 
 def _local_failure(error: BaseException, op: str) -> HoldfastError | None:
-    """What a failure of this process's own libraries or resources is told as; None if it tells all by itself."""
+    """The error that says that this process, not a peer, caused `error`; None if `error` says enough itself."""
     if isinstance(error, OSError | RuntimeError | MemoryError) and not isinstance(error, HoldfastError):
         if (cause := local_cause(error, op)) is not None:
             return cause
@@ -412,7 +414,7 @@ def _plan(
     root: int,
     reduction: Any,
 ) -> Callable[..., None] | None:
-    """The transport's function for an op; None if tensors like this one must be checked or prepared each time."""
+    """The transport's function for an op; None if such tensors must be checked or copied on each call."""
     op = op.removesuffix("_single")
     if tensor is None:
         return transport.function(Form(op, None, 0, root, None, timeout))
@@ -426,7 +428,7 @@ def _plan(
 
 @atexit.register
 def _close_before_exit() -> None:
-    """Threads that come out of C++ once the interpreter is ending would end the process with SIGABRT."""
+    """Close communicators before the interpreter ends: a thread that returns from C++ later would cause SIGABRT."""
     for executor in list(_until_exit):
         with contextlib.suppress(HoldfastError):
             executor.abort("the process ends")

@@ -1,4 +1,4 @@
-"""Where ranks meet before they are connected: places, the store behind them, and what the ranks offer each other."""
+"""Rendezvous: resolves a URL or store to a meeting place, and exchanges what each rank can run."""
 
 from __future__ import annotations
 

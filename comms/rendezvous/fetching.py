@@ -1,4 +1,4 @@
-"""Waits for what another rank writes to the store, and decodes it."""
+"""`fetch`: waits for a value that another rank writes to the store, and decodes it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from holdfast.comms.transport.liveness import Liveness
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.25
-"""How long one wait at a store lasts, which a signal cannot interrupt."""
+"""The length of one wait at a store. A signal cannot interrupt it."""
 
 MAX_BYTES = 1 << 16
-"""How much one rank may have to say to the others."""
+"""The longest value that a rank may publish to the others."""
 
 
 def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:
-    """The value of `key`, waited for until `deadline`; TimeoutError then.
+    """Wait for the value of `key`; raise TimeoutError at `deadline`.
 
-    With `liveness` the wait ends early, with `PeerFailed`, when a peer is gone. `CorruptData` for a value of more than
+    With `liveness`, raises `PeerFailed` as soon as a peer is gone. Raises `CorruptData` for a value of more than
     `MAX_BYTES`.
     """
     while True:
         step = min(deadline - time.monotonic(), LOOK_SECONDS)
         try:
             store.wait([key], timedelta(seconds=max(step, 0.001)))
-        except (RuntimeError, TimeoutError) as error:  # each store has a type of its own for a timeout
+        except (RuntimeError, TimeoutError) as error:  # stores raise different types on a timeout
             if isinstance(error, HoldfastError) and not isinstance(error, TimeoutError):
                 raise
             if isinstance(error, dist.DistNetworkError):
@@ -48,12 +48,12 @@ def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | Non
 
 
 def fetch_as(store: dist.Store, key: str, kind: type[T], deadline: float, liveness: Liveness | None = None) -> T:
-    """`fetch`, decoded from JSON as a value of type `kind`; `CorruptData` if it is none."""
+    """`fetch` a value and decode it from JSON as type `kind`. Raises `CorruptData` if it does not decode."""
     return decode(key, fetch(store, key, deadline, liveness), kind)
 
 
 def decode(key: str, value: bytes, kind: type[T]) -> T:
-    """`value`, which was found under `key`, as a value of type `kind`. Raises `CorruptData`."""
+    """Decode `value`, found under `key`, from JSON as type `kind`. Raises `CorruptData`."""
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -64,5 +64,5 @@ def decode(key: str, value: bytes, kind: type[T]) -> T:
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says was wrong, without its traceback."""
+    """The first line of a torch error, without its C++ traceback."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""Ranks come together: each gives its offer and takes everybody's, in a numbered meeting that all agree on.
+"""Exchanges the offers of all ranks through the store, in numbered meetings.
 
-A rank counts the meetings of a name by itself. A meeting in which some rank failed is over for all of them, which is
-written in the store: the others pass over it, so that ranks which failed at different times meet again at the next.
+Each rank counts the meetings of a name itself. If a rank fails in a meeting, it marks the meeting in the store as over;
+the other ranks then skip to the next number. So ranks that failed at different times meet again in the same meeting.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from holdfast.comms.transport.liveness import is_gone, this_process
 T = TypeVar("T")
 
 _LEFT = "left"
-"""Counts the ranks that have given up a meeting; it is over for all once there is one."""
+"""Key of the number of ranks that gave up a meeting. One is enough: the meeting is over for all ranks."""
 
 _LINGER_SECONDS, _LATE_SECONDS = 1.0, 0.25
-"""How long a rank that serves the store lets the others read why the meeting failed: in time, and at the deadline."""
+"""How long a failed rank that serves the store keeps it up for the others: normally, and at the deadline."""
 
 
 _FORGED_SECONDS, _PAUSE = 2.0, 0.02
-"""How long an offer that does not verify may stand before its rank replaces it, and how often to look."""
+"""How long to wait for a rank to replace an offer that does not verify, and how often to read it again."""
 
 
 connected: set[str] = set()
-"""The nonces of the offers by which this process is connected, or connects, now."""
+"""The nonces of the offers with which this process is connected or connecting."""
 
 
 class _MeetingOver(Exception):
-    """Another rank has given up this meeting."""
+    """Another rank gave up this meeting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting(Generic[T]):
-    """The offers of all ranks in rank order, what was decided by them, and the store for what the ranks say next."""
+    """A successful meeting: all offers in rank order, the decision, and the store for the transport's keys."""
 
     number: int
     offers: tuple[Offer, ...]
@@ -54,14 +54,14 @@ class Meeting(Generic[T]):
 
 
 def run_scope() -> str:
-    """What sets this run apart at a place that outlives it: torchrun's run, and how often that was restarted."""
+    """A key prefix for this run, from torchrun's run id and restart count: a store may outlive the run."""
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return f"{run}.{restart}/" if run or restart else ""
 
 
 @dataclass(slots=True)
 class MeetingCount:
-    """The number of the next meeting that a rank goes to. A meeting at which its place is taken does not count."""
+    """The number of a rank's next meeting. A meeting where the rank was already taken does not advance it."""
 
     number: int = 0
 
@@ -69,9 +69,9 @@ class MeetingCount:
 class Gathering:
     """Takes one rank through the meetings of a `name` at a `place`, until `deadline`.
 
-    `count` numbers the meetings. `key` is the job's key, if the job has one. `check_abort` is called during waits, and
-    may raise. `renew` finds the place again after the store was lost with the process that served it: that process may
-    have been one of an earlier run.
+    `count` numbers the meetings. `key` is the job's key, if the job has one. Waits call `check_abort`, which may raise.
+    If the store is lost with the process that served it, `renew` resolves the place again: the server may have belonged
+    to an earlier run.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Gathering:
 
     @contextlib.contextmanager
     def meeting(self, offer: Offer, decide: Callable[[Sequence[Offer]], T]) -> Iterator[Meeting[T]]:
-        """Meet, and give up the meeting for all ranks if `decide(offers)` or the body fails.
+        """Meet all ranks. If `decide(offers)` or the body fails, give up the meeting for all of them.
 
-        Raises `Mismatch` (ranks disagree, or this rank is taken), `OpTimeout` (naming the ranks that did not come),
-        `PeerFailed`, `CorruptData`, and what `decide` raises: it must come to the same on all ranks.
+        `decide` must reach the same result on all ranks. Raises `Mismatch` (ranks disagree, or this rank is taken),
+        `OpTimeout` (naming the missing ranks), `PeerFailed`, `CorruptData`, and what `decide` raises.
         """
         while True:
             number = self._count.number
@@ -163,13 +163,13 @@ class Gathering:
         return Meeting(number, tuple(offers), decision, self._open(f"{prefix}/transport", seal))
 
     def _take_rank(self, store: MeetingStore, offer: Offer) -> None:
-        """Put the offer where this rank's belongs. What a stranger without the key has put there is replaced."""
+        """Write this rank's offer to the store. Replaces a value that was written without the job's key."""
         key = f"offer/{self.place.rank}"
-        mine = store.sealed(key, offer.encode())
+        sealed_offer = store.sealed(key, offer.encode())
         expected = b""
         for _ in range(3):
-            found = store.swap(key, expected, mine)
-            if found == mine:
+            found = store.swap(key, expected, sealed_offer)
+            if found == sealed_offer:
                 return
             if store.check([_LEFT]):
                 raise _MeetingOver
@@ -181,7 +181,7 @@ class Gathering:
                 expected = found
             else:
                 if holder.peer == this_process() and holder.nonce not in connected:
-                    raise _MeetingOver  # this process came here before, through another store object
+                    raise _MeetingOver  # this process was here before, through another store object
                 raise Mismatch(self._taken_by(holder))
         raise CorruptData(f"strangers keep writing to {key!r} at {self.place.where}; meet where they cannot")
 
@@ -225,11 +225,11 @@ class Gathering:
                 raise OpTimeout("connect", 0, self._timeout, sorted(self._absent))
 
     def _note_absent(self, store: MeetingStore) -> None:
-        """Keep in mind which ranks have come to no meeting that this one was at."""
+        """Drop from `_absent` the ranks that came to this meeting; it keeps those that came to none."""
         self._absent = {rank for rank in self._absent if not store.check([f"offer/{rank}"])}
 
     def _check_over(self, store: MeetingStore, known: Sequence[Offer]) -> None:
-        """Raise `_MeetingOver` if a rank has given up, or `PeerFailed` if it did because one of the `known` died."""
+        """If a rank gave up this meeting, raise `PeerFailed` if a `known` rank has died, else `_MeetingOver`."""
         if store.check([_LEFT]):
             self._check_alive(known)
             raise _MeetingOver
@@ -255,12 +255,12 @@ class Gathering:
             )
 
     def _give_up(self, store: MeetingStore, error: BaseException) -> None:
-        """Say that this meeting is over. The rank that serves the store lets the others read that."""
+        """Mark this meeting as over. A rank that serves the store keeps it up until the others have read that."""
         if store.lost or isinstance(error, StoreLost) or not self._has_joined:
             return
         try:
             self._check_abort()
-        except HoldfastError:  # what the ranks were to be part of is over itself
+        except HoldfastError:  # the communicator that is being split has ended: its ranks know
             return
         now = time.monotonic()
         left = max(0.0, self._deadline - now)

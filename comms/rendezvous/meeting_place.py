@@ -1,4 +1,4 @@
-"""Places to meet: four ways to name one, and one `torch.distributed.Store` behind all."""
+"""`meet`: resolves a rendezvous (`env://`, `tcp://`, `file://` or a store) to a `torch.distributed.Store`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.paths import path_of
 
 _OWN_PORT_SECONDS = 5.0
-"""How long rank 0 gives what listens at its port already to show that it is a store."""
+"""How long rank 0 waits for a store's answer from a server that already listens at its port."""
 
 _FILE = "file:///path"
 
@@ -35,9 +35,9 @@ log = logging.getLogger("holdfast.comms")
 class MeetingPlace:
     """A rank, the number of ranks, and the store they share.
 
-    `key` is equal for equal places in this process. `where` names the place in messages, and `file` is set if it is a
-    file, which outlives those who met there. `served` says that this process serves the store, `by_rank_0` that rank 0
-    does: it goes with its process.
+    `key` is equal for equal places in this process. `where` names the place in messages. `file` is set if the store is
+    a file, which outlives its ranks. `served`: this process serves the store. `by_rank_0`: rank 0 serves it, and it
+    ends with that process.
     """
 
     rank: int
@@ -64,9 +64,9 @@ def _begin_child() -> None:
 def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> MeetingPlace:
     """Resolve a rendezvous: `env://`, `tcp://host:port`, `file:///path`, or a store.
 
-    `rank` and `size` default to the environment's RANK and WORLD_SIZE. Raises ValueError for what cannot be
-    understood, `OpTimeout` when the store's server does not answer in `timeout` seconds, `HoldfastError` for a place
-    that cannot be used here.
+    `rank` and `size` default to the environment's RANK and WORLD_SIZE. Raises ValueError for a malformed rendezvous,
+    `OpTimeout` when the store's server does not answer in `timeout` seconds, `HoldfastError` for a place that cannot be
+    used here.
     """
     rank = _number("rank", "RANK", rank)
     size = _number("size", "WORLD_SIZE", size)
@@ -99,7 +99,7 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
 
 
 def _number_of(store: dist.Store) -> int:
-    """A number that no other store of this process ever has; its `id` may come again once it is gone."""
+    """A number for this store, unique in this process: `id` values are reused after a store is freed."""
     with _lock:
         return _numbers.setdefault(store, next(_next_number))
 
@@ -116,8 +116,8 @@ def _number(what: str, variable: str, given: int | None) -> int:
 
 
 def _in_file(path: Path, rank: int, size: int) -> MeetingPlace:
-    """A FileStore would try for five minutes to open a file that cannot be opened."""
-    try:
+    """A FileStore at `path`. Raises HoldfastError if the file cannot be opened."""
+    try:  # a FileStore itself would retry for five minutes
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise HoldfastError(
@@ -127,7 +127,7 @@ def _in_file(path: Path, rank: int, size: int) -> MeetingPlace:
 
 
 def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> MeetingPlace:
-    """At a TCPStore; rank 0 serves it, once per process and address, unless torchrun's agent or somebody else does."""
+    """A TCPStore at host:port. Rank 0 serves it, unless torchrun's agent or a store of this process does already."""
     address = f"{host}:{port}"
     key = f"tcp:{address}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -153,9 +153,9 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Meet
 
 
 def _interface(host: str) -> str:
-    """Where rank 0 listens: at `host`, but for the name of this machine if that means loopback here.
+    """The address where rank 0 listens: `host`, or all interfaces if `host` is this machine's name and a loopback.
 
-    Debian writes it so into /etc/hosts, and other machines see another address behind the same name.
+    Debian maps the machine's name to loopback in /etc/hosts; other machines resolve it to another address.
     """
     if host == "localhost" or host not in (socket.gethostname(), socket.getfqdn()):
         return host

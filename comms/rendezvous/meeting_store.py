@@ -1,4 +1,4 @@
-"""`MeetingStore`: a rendezvous' store whose calls end in time, hear signals, and raise typed errors."""
+"""`MeetingStore`: a rendezvous store with calls that time out, react to signals and raise typed errors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from holdfast.comms.system.interruptible import run_interruptible
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-"""Seconds between looks for a key, at first and at most."""
+"""Seconds between polls for a key: the first, and the longest."""
 
 _LEAST_SECONDS = 0.5
-"""What a call gets that begins at the deadline: most are over in far less than a millisecond."""
+"""The time that a call gets even at the deadline; most calls take far less than a millisecond."""
 
 
 class StoreLost(PeerFailed):
-    """The store at which the ranks meet went away with the process that serves it."""
+    """The rendezvous store is gone: the process that served it has ended."""
 
 
 class StoreSilent(OpTimeout):
-    """The store at which the ranks meet does not answer."""
+    """The rendezvous store does not answer."""
 
     def __init__(self, where: str, waited: float, missing_ranks: Sequence[int] = ()) -> None:
         super().__init__("connect", 0, waited, missing_ranks)
@@ -40,11 +40,11 @@ class StoreSilent(OpTimeout):
 
 
 class MeetingStore(dist.Store):
-    """The keys of one meeting in a store that several meetings share.
+    """The keys of one meeting, under a prefix of a store that several meetings share.
 
-    torch's stores wait for an answer for as long as it takes. Here a call ends with `StoreSilent` at `deadline`, or
-    after `timeout` seconds if that is earlier or `deadline` is None. Values are sealed if there is a `seal`.
-    `check_abort` is called while a call waits, and may raise. `serving_rank` is told as failed if the store goes away.
+    torch's stores wait for an answer without a limit. Here a call raises `StoreSilent` at `deadline`, or after
+    `timeout` seconds if that is earlier or `deadline` is None. Values are sealed if there is a `seal`. A waiting call
+    runs `check_abort`, which may raise. If the store goes away, `serving_rank` is reported as failed.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class MeetingStore(dist.Store):
         self._seconds, self._check_abort = timeout, check_abort
         self.deadline = deadline
         self.lost = False
-        """Whether a call did not come back, or the store is gone: no other call would be answered."""
+        """True after a call got no answer, or the store is gone: later calls would get no answer either."""
         self.set_timeout(timedelta(seconds=timeout))
 
-    # -- torch's names
+    # -- torch's Store interface
 
     def set(self, key: str, value: str | bytes) -> None:
         data = self.sealed(key, value)
@@ -79,11 +79,11 @@ class MeetingStore(dist.Store):
         return self.read(key)
 
     def read(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """The value of a key that exists."""
         return self.opened(key, self._call(lambda: self._store.get(self._name(key))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Look again and again: torch's own waits cannot be ended, and those of a FileStore last a second or more."""
+        """Poll for the keys: torch's own waits cannot be interrupted, and a FileStore's last a second or more."""
         names = [self._name(key) for key in keys]
         until = self._until(self._seconds if timeout is None else timeout.total_seconds())
         enough = threading.Event()
@@ -114,7 +114,7 @@ class MeetingStore(dist.Store):
         return self.opened(key, self.swap(key, expected, self.sealed(key, desired_value)))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """`compare_set` of values as the store holds them."""
+        """`compare_set` on the stored (sealed) bytes."""
         return bytes(
             self._call(lambda: self._store.compare_set(self._name(key), expected, desired))  # type: ignore[arg-type]
         )
@@ -141,18 +141,18 @@ class MeetingStore(dist.Store):
     deleteKey = delete_key  # noqa: N815  (torch's C++ side calls these two under their C++ names)
     getNumKeys = num_keys  # noqa: N815
 
-    # -- how a call runs
+    # -- sealing, deadlines
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
     def sealed(self, key: str, value: str | bytes) -> bytes:
-        """`value` as the store is to hold it under `key`."""
+        """The bytes to store under `key` for `value`."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         return data if self._seal is None else self._seal.close(self._name(key), data)
 
     def opened(self, key: str, data: bytes) -> bytes:
-        """The value in what the store holds under `key`. Raises `CorruptData`, `Mismatch`."""
+        """The value in the bytes stored under `key`. Raises `CorruptData`, `Mismatch`."""
         data, name = bytes(data), self._name(key)
         return check_unsealed(name, data) if self._seal is None else self._seal.open(name, data)
 

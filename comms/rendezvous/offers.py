@@ -1,4 +1,4 @@
-"""What a rank says of itself before anything is connected, and its form at the rendezvous."""
+"""`Offer`: what a rank publishes about itself at the rendezvous, and its JSON form."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Reason = Annotated[str, msgspec.Meta(max_length=_REASON_CHARACTERS)]
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank says to the others: who it is, what it was asked for, why each backend it cannot run fails.
+    """One rank's process, its arguments of `connect`, and why it cannot run some backends.
 
-    `nonce` is new for every offer.
+    `nonce` is new for every offer. `preference` is the requested backends in order; `unavailable` maps those that this
+    rank cannot run to the reason. `check`: agreement checks are on at this rank.
     """
 
     nonce: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -34,12 +35,12 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shorten(reasons: dict[str, str]) -> dict[str, str]:
-    """Reasons that fit an offer."""
+    """Cut reasons to the length that fits an offer."""
     return {name: reason[:_REASON_CHARACTERS] for name, reason in reasons.items()}
 
 
 def decode_offer(key: str, data: bytes) -> Offer:
-    """The offer in `data`, found under `key`; `CorruptData` if it is none."""
+    """Decode the offer in `data`, found under `key`. Raises `CorruptData`."""
     if len(data) > MAX_BYTES:
         raise CorruptData(f"{key!r} at the rendezvous has {len(data)} bytes, more than {MAX_BYTES}")
     offer = decode(key, data, Offer)

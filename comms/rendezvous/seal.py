@@ -1,4 +1,4 @@
-"""Values at a rendezvous that only a holder of the job's key can have written."""
+"""`Seal`: authenticates values at a rendezvous with the job's key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Binds values to the job's key, to one meeting (`scope`) and to the name under which they are stored."""
+    """Adds and checks MACs that bind a value to the job's key, to one meeting (`scope`) and to its key name."""
 
     key: bytes = field(repr=False)
     scope: bytes
@@ -24,7 +24,7 @@ class Seal:
         return MAGIC + self._mac(name, value) + value
 
     def open(self, name: str, data: bytes) -> bytes:
-        """The value in `data`; `CorruptData` if a holder of the key did not write it, under this name, here."""
+        """The value in `data`. Raises `CorruptData` unless its MAC fits the job's key, this meeting and `name`."""
         if not data.startswith(MAGIC):
             raise CorruptData(
                 f"{name!r} at the rendezvous was written without this job's key: a stranger writes there, or a rank "
@@ -39,7 +39,7 @@ class Seal:
         return value
 
     def within(self, transcript: bytes) -> Seal:
-        """A seal for what the ranks say once `transcript` is known to all of them."""
+        """A seal bound also to `transcript`, the offers of all ranks: for values written after the meeting."""
         return Seal(mac(self.key, b"rendezvous transcript", self.scope, transcript), self.scope)
 
     def _mac(self, name: str, value: bytes) -> bytes:
@@ -47,7 +47,7 @@ class Seal:
 
 
 def check_unsealed(name: str, data: bytes) -> bytes:
-    """`data`, if it has no seal. Raises `Mismatch`: this process has no key to verify it with."""
+    """Return `data` if it has no seal; else raise `Mismatch`, since this process has no key to verify it."""
     if data.startswith(MAGIC):
         raise Mismatch(
             f"{name!r} at the rendezvous is sealed with a job key, and this process has none; start every rank with "

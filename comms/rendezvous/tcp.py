@@ -1,4 +1,4 @@
-"""torch's TCPStore: served on one interface only, and dialled within a time limit whatever answers there."""
+"""Serves torch's TCPStore on one interface only, and connects to one within a time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.comms.system.interruptible import run_interruptible
 _BACKLOG = 1024
 
 _END_SECONDS = 0.5
-"""How long an abandoned call may take to end: one that comes back while the interpreter ends would abort it."""
+"""How long to wait for an abandoned call: if it returned during interpreter exit, the process would abort."""
 
 _lock = threading.Lock()
 _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
@@ -29,7 +29,7 @@ _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.W
 
 @forks.in_child
 def _begin_child() -> None:
-    """The threads that serve its parent's stores are not in a forked child."""
+    """Forget the parent's served stores: their threads do not exist in a forked child."""
     global _lock
     _lock = threading.Lock()
     for store in _served.values():
@@ -38,14 +38,14 @@ def _begin_child() -> None:
 
 
 class NoAnswer(ConnectionError):
-    """Nothing that is a TCPStore answered in time."""
+    """No TCPStore answered in time."""
 
 
 def serve(host: str, port: int, timeout: float, interface: str | None = None) -> dist.TCPStore:
-    """A store that this process serves at one interface (default: `host`); the same one while anybody refers to it.
+    """Serve a store at one interface (default: `host`); return the existing one while it is still referenced.
 
-    A group that torch makes in this process at the same port shares the server. Port 0 takes a free one. Raises OSError
-    if `host` is not an address of this machine, or the port is in use.
+    A group that torch makes in this process at the same port shares the server. Port 0 takes a free port. Raises
+    OSError if `host` is not an address of this machine, or the port is in use.
     """
     place = (host, port)
     with _lock:
@@ -67,7 +67,7 @@ def serve(host: str, port: int, timeout: float, interface: str | None = None) ->
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at the first address of `host` that can be bound."""
+    """Listen at the first address of `host` that can be bound."""
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         listener = socket.socket(family, kind, protocol)
@@ -84,13 +84,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def dial(host: str, port: int, timeout: float, answer_seconds: float | None = None) -> dist.TCPStore:
-    """A client of the store at host:port.
+    """Connect a client to the store at host:port. Raises `NoAnswer`.
 
-    torch dials until `timeout`, and then waits for the first answer for ever; here that ends as well. With
-    `answer_seconds` each later call ends with torch's error after so long without an answer; the client must not be
-    used again then, for it would take a late answer for that to the next question. Raises `NoAnswer`.
+    torch limits only the connect, and waits for the first answer forever; here that wait ends, too. With
+    `answer_seconds`, each later call raises torch's error after so long without an answer. The client must not be used
+    after that: it would take a late answer for the answer to its next request.
     """
-    patience = max(timeout, answer_seconds or 0.0) + 0.25  # torch gives up by itself if nobody listens
+    patience = max(timeout, answer_seconds or 0.0) + 0.25  # if no process listens, torch gives up first
     deadline = time.monotonic() + patience
 
     ended = threading.Event()
@@ -107,33 +107,33 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
             raise NoAnswer(f"what listens there did not answer as a TCPStore does within {patience:.3g} s")
 
     before = _sockets_to(port)
-    mine: dict[int, socket.socket] = {}
+    new: dict[int, socket.socket] = {}
     try:
         try:
             store = run_interruptible(connect, check_abort, every=0.02, delays_exit=False)
         except dist.DistError as error:
             raise NoAnswer(first_line(error)) from error
         except BaseException:
-            mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
-            for each in mine.values():
+            new = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
+            for each in new.values():
                 with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # the abandoned call ends
+                    each.shutdown(socket.SHUT_RDWR)  # ends the abandoned call
             ended.wait(_END_SECONDS)
             raise
         if answer_seconds is not None:
-            mine = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
+            new = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
             limit = struct.pack("ll", int(answer_seconds), 0)
-            for each in mine.values():
+            for each in new.values():
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return store
     finally:
-        for each in (*before.values(), *mine.values()):
+        for each in (*before.values(), *new.values()):
             each.close()
 
 
 def _sockets_to(port: int) -> dict[int, socket.socket]:
-    """Duplicates of this process's sockets that are connected to `port` somewhere, by inode; to be closed."""
+    """Duplicate this process's sockets that are connected to any host's `port`, by inode. The caller closes them."""
     found: dict[int, socket.socket] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -27,8 +27,8 @@ from holdfast.comms.work import Work
 class Peer(msgspec.Struct, frozen=True):
     """The process behind a rank.
 
-    `host` identifies the machine's boot and the pid namespace. `started` is the process's start time in clock ticks since
-    boot: it distinguishes the process from a later one with the same pid.
+    `host` identifies the machine's boot and the pid namespace. `started` is the process's start time in clock ticks
+    since boot: it distinguishes the process from a later one with the same pid.
     """
 
     host: str
