@@ -1,9 +1,9 @@
-"""The seam that a failure detector implements: what it is told, and what it may say.
+"""The interface of failure detectors: what a detector receives, and what it may report.
 
-A detector collects evidence and says so in the words of `holdfast.ft.membership.events`: `Proof` for processes that are
-gone for certain, `Stalled` for one of this host that has to be ended, `Suspicion` and `Cleared` for what only silence
-says. Who is in the next epoch is decided elsewhere. All of it runs in the event loop of the process's runtime: nothing
-may block.
+A detector reports evidence as events of `holdfast.ft.membership.events`: `ProvenDeaths` for processes that have
+certainly ended, `Stalled` for a process of this host that has to be killed, `Suspicion` and `Cleared` for members that are only
+silent. It does not decide which members the next epoch has. All methods run in the event loop of the runtime and must
+not block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.detectors.stragglers import OpPosition
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
 
@@ -45,7 +45,7 @@ class DetectorContext:
     me: Member
     timeouts: Timeouts
     loop: asyncio.AbstractEventLoop
-    tell: Callable[[v.Event], None]
+    tell: Callable[[Event], None]
     stop: Callable[[str], None]
     resign: Callable[[str], None]
     note: Note

@@ -16,7 +16,7 @@ from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
 from holdfast.ft.detectors.silence import Silence
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
 
 _log = logging.getLogger("holdfast.ft")
@@ -93,7 +93,7 @@ class Heartbeat(Detector):
                 self._hear(member_id, found[0])
                 self.surroundings.placed(member_id, found[1])
         for verdict in self._silence.look(now):
-            if isinstance(verdict, v.Stalled):
+            if isinstance(verdict, Stalled):
                 self.surroundings.note("stalled", member=verdict.member, evidence=verdict.evidence)
             self.surroundings.tell(verdict)
         self.doubtful = self._silence.somebody_is_silent

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.partition import Condemned, CutOff, Observers, Resign
 from holdfast.ft.detectors.silence import Silence, Verdict
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Cleared, Death, ProvenDeaths, Stalled, Suspicion
 from holdfast.ft.membership.view import Member, View
 
 NOBODY_LISTENS = "its host says that nobody listens at its address any more"
@@ -42,7 +42,7 @@ class Observing(Detector):
 
     def heard(self, member_id: str, now: float) -> None:
         for verdict in self._silence.hear(member_id, now):
-            if isinstance(verdict, v.Cleared):
+            if isinstance(verdict, Cleared):
                 self._observers.clear(self.surroundings.me.id, member_id)
                 self.surroundings.note("cleared", member=member_id)
                 self.surroundings.tell(verdict)
@@ -61,7 +61,7 @@ class Observing(Detector):
 
     def _suspect(self, verdicts: Iterable[Verdict], now: float) -> None:
         for seen in verdicts:
-            if isinstance(seen, v.Suspicion):
+            if isinstance(seen, Suspicion):
                 self._observers.suspect(self.surroundings.me.id, seen.member, seen.evidence, now)
                 self.surroundings.note("suspected", member=seen.member, evidence=seen.evidence)
                 self.surroundings.tell(seen)
@@ -86,9 +86,9 @@ class Observing(Detector):
         more: it has left, and may be about to join again while this process still has to learn that both were evicted.
         """
         if self._host_of(member) == self.surroundings.me.peer.host and not evidence.endswith(NOBODY_LISTENS):
-            self.surroundings.tell(v.Stalled(member, evidence))
+            self.surroundings.tell(Stalled(member, evidence))
         else:
-            self.surroundings.tell(v.Proof((v.Death(member, evidence),)))
+            self.surroundings.tell(ProvenDeaths((Death(member, evidence),)))
 
     def _host_of(self, member: str) -> str | None:
         rank = self._view.rank_of(member) if self._view is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import ProcessWatch
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import ProvenDeaths
 from holdfast.ft.membership.view import Member, View
 
 
@@ -13,7 +13,7 @@ class Pidfd(Detector):
 
     def __init__(self, surroundings: DetectorContext) -> None:
         super().__init__(surroundings)
-        self._processes = ProcessWatch(lambda deaths: surroundings.tell(v.Proof(deaths)))
+        self._processes = ProcessWatch(lambda deaths: surroundings.tell(ProvenDeaths(deaths)))
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         self._processes.follow(watched)

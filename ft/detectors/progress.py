@@ -16,7 +16,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import cpu_ticks
 from holdfast.ft.detectors.stragglers import OpPosition, Progress
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -76,7 +76,7 @@ class Progressing(Detector):
         for member in behind:
             words = f"it held up {failure.op} until its time was up: {self._progress.words(member.id, now)}"
             if member.peer.host == me.peer.host:
-                self.surroundings.tell(v.Stalled(member.id, words))
+                self.surroundings.tell(Stalled(member.id, words))
             else:
                 self.surroundings.accuse(member.id, words)
         if not behind:

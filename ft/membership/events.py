@@ -1,4 +1,4 @@
-"""The words of the membership core: what can happen to it (events) and what it asks for (effects)."""
+"""Events: what the membership state machine is told."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from holdfast.ft.membership.view_delta import ViewDelta
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A member that is gone for certain, and how that is known."""
+    """A process that has certainly ended, and the evidence for it."""
 
     id: str
     evidence: str
 
 
-# Events -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
-    """This process wants to take part."""
+    """This process asks to take part in the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewRead:
-    """The register, or the member `teller`, shows this view (None: the register is empty)."""
+    """The register, or the member `teller`, holds this view (None: the register is empty)."""
 
     view: View | None
     teller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """The member `teller` tells of the view that follows another, by what is different."""
+class ViewDeltaReceived:
+    """The member `teller` sent the next view, as its difference from the one before."""
 
     change: ViewDelta
     teller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """`member` lives, and the newest epoch that it knows is `epoch`. To be told when that is not the newest here."""
+class EpochHeard:
+    """A sign of life of `member` carried `epoch`, which is not the newest epoch known here."""
 
     member: Member
     epoch: int
@@ -51,35 +48,35 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class CasWon:
-    """The register took the view that was proposed."""
+    """The compare-and-set succeeded: the register holds the proposed view."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class CasLost:
-    """Somebody else was first; `view` is what the register holds now."""
+    """Another process was first; `view` is what the register holds now."""
 
     view: View | None
 
 
 @dataclass(frozen=True, slots=True)
 class CasFailed:
-    """The register could not be reached. Whether the view was written is not known."""
+    """The register could not be reached; the view may have been written or not."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """Processes that are gone: the kernel says so, or they said good-bye."""
+class ProvenDeaths:
+    """Processes that have ended: the kernel reported it, or they announced that they leave."""
 
     deaths: tuple[Death, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """An op of this process failed in `epoch`, and nobody is found to be to blame: the epoch cannot go on."""
+class EpochBroken:
+    """An op of this process failed in `epoch` without a dead or suspected member: the epoch cannot go on."""
 
     epoch: int
     reason: str
@@ -87,7 +84,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A member of this host that was looked at and did not run at all for the whole suspect time."""
+    """A member of this host was observed not to run at all for the whole suspect time."""
 
     member: str
     evidence: str
@@ -95,8 +92,10 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """`observer`, on another host than `member`, does not hear from it any more. `word` counts what it has said of it:
-    what is told late does not take the place of what was said later. 0: it is said here and now.
+    """`observer` no longer hears from `member`, which is on another host.
+
+    `word` numbers the statements of `observer` about `member`, so that a late message does not replace a newer one.
+    0 marks a new statement of this process.
     """
 
     member: str
@@ -116,14 +115,14 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class SpareAnnounced:
-    """A process outside the view is ready to be taken into it."""
+    """A process outside the view is ready to join it."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class SpareGone:
-    """A spare that cannot be promoted any more."""
+    """A spare can no longer be promoted."""
 
     member: str
     evidence: str
@@ -131,13 +130,15 @@ class SpareGone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: `wake_at` is reached."""
+    """The time `wake_at` has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFinished:
-    """This process has committed the last step of the job, and said so in `epoch`: in the next one somebody may have to
-    be given the state first. `stopped`: all members have left the steps before the last one, as `reason` says.
+    """This process has committed the last step of the job, in `epoch`.
+
+    It holds for that epoch only: in the next one a new member may need the state first. `stopped`: all members left
+    the steps before the last one, for `reason`.
     """
 
     epoch: int
@@ -147,7 +148,7 @@ class LocalFinished:
 
 @dataclass(frozen=True, slots=True)
 class LocalFailed:
-    """The user's code raised `error` here, and the job is to end with it, as `reason` says."""
+    """The user's code raised `error` here, and the job has to end with it, for `reason`."""
 
     error: StepError
     reason: str
@@ -156,13 +157,13 @@ class LocalFailed:
 Event = (
     Started
     | ViewRead
-    | Changed
-    | Heard
+    | ViewDeltaReceived
+    | EpochHeard
     | CasWon
     | CasLost
     | CasFailed
-    | Proof
-    | Broken
+    | ProvenDeaths
+    | EpochBroken
     | Stalled
     | Suspicion
     | Cleared
@@ -172,102 +173,3 @@ Event = (
     | LocalFailed
     | LocalFinished
 )
-
-
-# Effects ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Revoke:
-    """End every pending op of `epoch`. `dead` are the members of it that are gone: none if it is just
-    replaced.
-    """
-
-    epoch: int
-    dead: tuple[Death, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Propose:
-    """Compare-and-set the register from `expected` (0: empty) to `view`; answer with CasWon, CasLost or
-    CasFailed.
-    """
-
-    expected: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell `to` that `view` is the view now. With `change`, what is different from the one before is enough: whoever
-    has missed that one asks the register.
-    """
-
-    view: View
-    to: tuple[Member, ...]
-    change: ViewDelta | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Read the register soon, and answer with ViewRead if that succeeds: somebody knows of `epoch`."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tell `to` of deaths that they cannot see themselves."""
-
-    deaths: tuple[Death, ...]
-    to: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Testify:
-    """Tell `to` what this process, as an observer, sees of another host's members."""
-
-    seen: tuple[Suspicion | Cleared, ...]
-    to: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceSelf:
-    """Tell `to`, members of `view`, that this process is a spare."""
-
-    view: View
-    to: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """`view` holds from here on: build its communicator, or end if its phase says so."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """This process is not in `view` though it was in one before: it can do nothing more in this job."""
-
-    view: View
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """This process cannot take part, and has changed nothing."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """End the member's process for certain (SIGKILL), so that its silence becomes a proof."""
-
-    member: Member
-    reason: str
-
-
-Effect = Revoke | Propose | Announce | Ask | Report | Testify | AnnounceSelf | Install | Evicted | Refused | Fence

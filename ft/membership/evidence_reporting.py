@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from holdfast.ft.membership.events import Cleared, Death, Effect, Event, Proof, Report, SpareGone, Suspicion, Testify
+from holdfast.ft.membership.effects import Effect, ReportDeaths, ReportSuspicions
+from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, SpareGone, Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.topology import Shape, heads
 from holdfast.ft.membership.view import Member, View
@@ -38,8 +39,8 @@ def news(event: Event, me: Member, view: View, evidence: Evidence, before: Evide
     deaths: tuple[Death, ...] = ()
     seen: tuple[Suspicion | Cleared, ...] = ()
     match event:
-        case Proof() | SpareGone():
-            told = [death.id for death in event.deaths] if isinstance(event, Proof) else [event.member]
+        case ProvenDeaths() | SpareGone():
+            told = [death.id for death in event.deaths] if isinstance(event, ProvenDeaths) else [event.member]
             new = (who for who in dict.fromkeys(told) if who in evidence.dead and who not in before.dead)
             deaths = _seen_dead(me, view, evidence, new)
         case Suspicion(who, me.id) | Cleared(who, me.id) if who in view.ranks:
@@ -85,9 +86,9 @@ def addressed(
     blind = tuple(m for m in to if m.peer.host != me.peer.host)
     effects: list[Effect] = []
     if words.deaths and blind:
-        effects.append(Report(words.deaths, blind))
+        effects.append(ReportDeaths(words.deaths, blind))
     if words.seen and to:  # whom it is about too: where one way alone is cut, they learn that this side has stopped
-        effects.append(Testify(words.seen, to))
+        effects.append(ReportSuspicions(words.seen, to))
     return tuple(effects)
 
 

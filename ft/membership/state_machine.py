@@ -23,34 +23,36 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.membership.admission import refusal, too_far
-from holdfast.ft.membership.events import (
+from holdfast.ft.membership.effects import (
     AnnounceSelf,
-    Ask,
-    Broken,
+    Effect,
+    Evicted,
+    Fence,
+    Install,
+    Propose,
+    ReadRegister,
+    Refused,
+    Revoke,
+)
+from holdfast.ft.membership.events import (
     CasFailed,
     CasLost,
     CasWon,
-    Changed,
     Cleared,
     Death,
-    Effect,
+    EpochBroken,
+    EpochHeard,
     Event,
-    Evicted,
-    Fence,
-    Heard,
-    Install,
     LocalFailed,
     LocalFinished,
-    Proof,
-    Propose,
-    Refused,
-    Revoke,
+    ProvenDeaths,
     SpareAnnounced,
     SpareGone,
     Stalled,
     Started,
     Suspicion,
     Tick,
+    ViewDeltaReceived,
     ViewRead,
 )
 from holdfast.ft.membership.evidence import Evidence
@@ -167,9 +169,9 @@ class Membership(Struct, frozen=True):
                 return replace(self, started_at=now), ()
             case ViewRead(view, teller):
                 return self._adopt(view, teller)
-            case Changed(change, teller):
+            case ViewDeltaReceived(change, teller):
                 return self._follow(change, teller)
-            case Heard(member, epoch):
+            case EpochHeard(member, epoch):
                 return self, answered(self.view, member, epoch, self.shape)
             case CasWon(view):
                 state, effects = replace(self, in_flight=None)._adopt(view)
@@ -181,11 +183,11 @@ class Membership(Struct, frozen=True):
                 return lost._adopt(view)
             case CasFailed():
                 return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
-            case Proof(deaths):
+            case ProvenDeaths(deaths):
                 return self._bury(deaths), ()
             case SpareGone(member, evidence):
                 return self._bury((Death(member, evidence),)), ()
-            case Broken(epoch, reason):
+            case EpochBroken(epoch, reason):
                 if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
                     return self, ()
                 return replace(self, revoked=epoch, broken=reason), (Revoke(epoch, (), reason),)
@@ -216,11 +218,11 @@ class Membership(Struct, frozen=True):
         if view is not None and change.epoch <= view.epoch:
             return self, ()
         if view is None or change.epoch != view.epoch + 1:
-            return self, (Ask(change.epoch),)
+            return self, (ReadRegister(change.epoch),)
         try:
             return self._adopt(applied(view, change), teller)
         except CorruptData:
-            return self, (Ask(change.epoch),)
+            return self, (ReadRegister(change.epoch),)
 
     def _adopt(self, view: View | None, teller: str = "") -> Step:
         """Take over a newer view. Older ones, and ones already known, change nothing: epochs never go back."""

@@ -6,7 +6,7 @@ learns of it those around itself, once: the news reaches all in about log N step
 
 from __future__ import annotations
 
-from holdfast.ft.membership.events import Announce, Ask, Effect
+from holdfast.ft.membership.effects import Announce, Effect, ReadRegister
 from holdfast.ft.membership.topology import Shape, host_mates, observers
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import ViewDelta, between, latest
@@ -35,7 +35,7 @@ def passed_on(
 def answered(view: View | None, member: Member, epoch: int, shape: Shape) -> tuple[Effect, ...]:
     """What follows when `member` shows that it is in `epoch`: tell it of the newest view, or ask for that."""
     if view is None or epoch > view.epoch:
-        return (Ask(epoch),)
+        return (ReadRegister(epoch),)
     if epoch == view.epoch:
         return ()
     change: ViewDelta | None = None

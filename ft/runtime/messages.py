@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Cleared, Death, Event, SpareAnnounced, Suspicion, ViewDeltaReceived, ViewRead
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 
@@ -48,7 +48,7 @@ def spare(me: Member) -> Notice:
     return "spare", _encode(me)
 
 
-def deaths(seen: Iterable[v.Death]) -> Notice:
+def deaths(seen: Iterable[Death]) -> Notice:
     """These processes have ended: this one has seen it."""
     return "deaths", _encode([(death.id, death.evidence) for death in seen])
 
@@ -63,9 +63,9 @@ def share(epoch: int, items: Mapping[str, bytes]) -> Notice:
     return "share", _encode((epoch, items))
 
 
-def testimony(said: v.Suspicion | v.Cleared) -> Notice:
+def testimony(said: Suspicion | Cleared) -> Notice:
     """This process hears a member no more, or hears it again."""
-    if isinstance(said, v.Suspicion):
+    if isinstance(said, Suspicion):
         return "suspect", _encode((said.member, said.evidence, said.word))
     return "clear", _encode((said.member, said.word))
 
@@ -82,9 +82,9 @@ class Listener:
     `core` hears what is an event of the membership core as it stands.
     """
 
-    core: Callable[[v.Event], None]
+    core: Callable[[Event], None]
     beat: Callable[[str, int], None]
-    deaths: Callable[[tuple[v.Death, ...]], None]
+    deaths: Callable[[tuple[Death, ...]], None]
     share: Callable[[int, dict[str, bytes]], None]
     testimony: Callable[[str, str, str | None], None]
     """peer, member, evidence: `peer` hears `member` no more, or hears it (None)."""
@@ -98,20 +98,20 @@ def handlers(listener: Listener) -> dict[str, Callable[[str, bytes], bytes]]:
     def suspect(peer: str, body: bytes) -> None:
         member, evidence, number = _suspicion.decode(body)
         listener.testimony(peer, member, evidence)
-        core(v.Suspicion(member, peer, evidence, number))
+        core(Suspicion(member, peer, evidence, number))
 
     def clear(peer: str, body: bytes) -> None:
         member, number = _clearance.decode(body)
         listener.testimony(peer, member, None)
-        core(v.Cleared(member, peer, number))
+        core(Cleared(member, peer, number))
 
     heard: dict[str, Callable[[str, bytes], None]] = {
         "beat": lambda peer, body: listener.beat(peer, _epoch.decode(body)),
-        "install": lambda peer, body: core(v.ViewRead(View.decode(body), peer)),
-        "change": lambda peer, body: core(v.Changed(ViewDelta.decode(body), peer)),
-        "spare": lambda peer, body: core(v.SpareAnnounced(_member.decode(body))),
-        "deaths": lambda peer, body: listener.deaths(tuple(v.Death(*death) for death in _deaths.decode(body))),
-        "leave": lambda peer, body: listener.deaths((v.Death(peer, f"it left: {_text.decode(body)}"),)),
+        "install": lambda peer, body: core(ViewRead(View.decode(body), peer)),
+        "change": lambda peer, body: core(ViewDeltaReceived(ViewDelta.decode(body), peer)),
+        "spare": lambda peer, body: core(SpareAnnounced(_member.decode(body))),
+        "deaths": lambda peer, body: listener.deaths(tuple(Death(*death) for death in _deaths.decode(body))),
+        "leave": lambda peer, body: listener.deaths((Death(peer, f"it left: {_text.decode(body)}"),)),
         "share": lambda peer, body: listener.share(*_items.decode(body)),
         "suspect": suspect,
         "clear": clear,

@@ -22,7 +22,31 @@ from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.error_history import StepFailed
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.effects import (
+    Announce,
+    AnnounceSelf,
+    Effect,
+    Evicted,
+    Fence,
+    Install,
+    Propose,
+    ReadRegister,
+    Refused,
+    ReportDeaths,
+    ReportSuspicions,
+    Revoke,
+)
+from holdfast.ft.membership.events import (
+    CasFailed,
+    CasWon,
+    Death,
+    EpochHeard,
+    Event,
+    ProvenDeaths,
+    Started,
+    Tick,
+    ViewRead,
+)
 from holdfast.ft.membership.evidence_reporting import left_to_another
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
@@ -94,9 +118,9 @@ class Reactor:
         self._following = False
         self._asking = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
         self._introduced_to: dict[str, Member] = {}
-        self._deferred: tuple[v.Death, ...] = ()
+        self._deferred: tuple[Death, ...] = ()
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
-        self._won: v.CasWon | None = None
+        self._won: CasWon | None = None
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`, of which the register shows `view`.
@@ -123,8 +147,8 @@ class Reactor:
         shape = Shape(mesh=self._settings.mesh)
         self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends), shape)
         self._events.emit("joined", address=address)
-        self.feed(v.ViewRead(view))
-        self.feed(v.Started())
+        self.feed(ViewRead(view))
+        self.feed(Started())
         self._beat()
 
     @property
@@ -153,7 +177,7 @@ class Reactor:
         """Tell the others that this process is gone for the job, as if it had died."""
         self.links.notify_all(*messages.leave(reason))
 
-    def feed(self, event: v.Event) -> None:
+    def feed(self, event: Event) -> None:
         """One event through the core, its effects into the world."""
         self._feed_won()
         before = self._core
@@ -218,47 +242,47 @@ class Reactor:
             self._timer = None
         if at is not None:
             delay = max(0.0, at - time.monotonic())
-            self._timer = self._loop.call_later(delay, self.feed, v.Tick())
+            self._timer = self._loop.call_later(delay, self.feed, Tick())
 
-    def _perform(self, effect: v.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         match effect:
-            case v.Revoke():
+            case Revoke():
                 self._revoke(effect)
-            case v.Propose(expected, view):
+            case Propose(expected, view):
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
-            case v.Announce(view, to, None):
+            case Announce(view, to, None):
                 self._spread(view, to, messages.install(view))
-            case v.Announce(view, to, change):
+            case Announce(view, to, change):
                 assert change is not None
                 self._spread(view, to, messages.change(change))
-            case v.Ask():
+            case ReadRegister():
                 self._asking.read()
-            case v.Report(deaths, to):
+            case ReportDeaths(deaths, to):
                 self._tell(to, messages.deaths(deaths))
-            case v.Testify(seen, to):
+            case ReportSuspicions(seen, to):
                 for word in seen:
                     self._tell(to, messages.testimony(word))
-            case v.AnnounceSelf(view, to):
+            case AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
                     self._events.emit("spare", epoch=view.epoch, to=[member.id for member in to])
                 self._introduced_to = {member.id: member for member in to}
                 for member in to:
                     self._introduce(member)
-            case v.Install(view):
+            case Install(view):
                 self._install(view)
-            case v.Evicted(view, reason):
+            case Evicted(view, reason):
                 self._events.emit("evicted", epoch=view.epoch, reason=reason)
                 self._tenure.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
-            case v.Refused(reason):
+            case Refused(reason):
                 self._tenure.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
-            case v.Fence(member, reason):
+            case Fence(member, reason):
                 self._events.emit("fenced", member=member.id, reason=reason)
                 if self._detectors is not None:
                     self._detectors.fence(member)
 
-    def _revoke(self, effect: v.Revoke) -> None:
+    def _revoke(self, effect: Revoke) -> None:
         view = self._tenure.view
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
@@ -301,12 +325,12 @@ class Reactor:
         self._asking.propose(expected, view)
 
     def _answered(self, answer: Answer) -> None:
-        if isinstance(answer, v.CasFailed):
+        if isinstance(answer, CasFailed):
             self._events.emit("register_away", reason=answer.reason)
             if self._tenure.view is None and self._asking.away >= self._settings.timeouts.rebuild:
                 why = f"nobody runs the job, and nothing can be agreed for {self._asking.away:.3g} s: {answer.reason}"
                 self._tenure.end(RegisterAway(self._settings.register, why))
-        if isinstance(answer, v.CasWon):
+        if isinstance(answer, CasWon):
             self._reach("rebuild.after_propose")
             if self._announce(answer.view):
                 self._won = answer
@@ -355,7 +379,7 @@ class Reactor:
 
     # What is heard --------------------------------------------------------------------------------------------
 
-    def _buried(self, deaths: tuple[v.Death, ...]) -> None:
+    def _buried(self, deaths: tuple[Death, ...]) -> None:
         deaths, self._deferred = (*self._deferred, *deaths), ()
         if not deaths:
             return
@@ -366,7 +390,7 @@ class Reactor:
             evidence="; ".join(death.evidence for death in deaths),
             silent=silent or (),
         )
-        self.feed(v.Proof(deaths))
+        self.feed(ProvenDeaths(deaths))
 
     def failed(self, failure: HoldfastError) -> None:
         """An op of this process's communicator has failed."""
@@ -395,9 +419,9 @@ class Reactor:
         if self._detectors is not None:
             self._detectors.beat()
 
-    def _tell_core(self, event: v.Event) -> None:
+    def _tell_core(self, event: Event) -> None:
         """What a detector says."""
-        if not isinstance(event, v.Proof):
+        if not isinstance(event, ProvenDeaths):
             self.feed(event)
             return
         view = self._tenure.view
@@ -442,7 +466,7 @@ class Reactor:
         view = self._core.view if self._core is not None else None
         rank = view.rank_of(peer) if view is not None else None
         if view is not None and rank is not None and epoch not in (0, view.epoch):
-            self.feed(v.Heard(view.members[rank], epoch))
+            self.feed(EpochHeard(view.members[rank], epoch))
 
     def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
         with contextlib.suppress(Revoked):  # it is about an epoch that is over here

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import CasFailed, CasLost, CasWon, ViewRead
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway, RegisterBusy
 from holdfast.ft.runtime.register import Register
 
-Answer = v.CasWon | v.CasLost | v.CasFailed
+Answer = CasWon | CasLost | CasFailed
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -36,7 +36,7 @@ class RegisterClient:
         register: Register,
         pool: Executor,
         patience: float,
-        shown: Callable[[v.ViewRead], None],
+        shown: Callable[[ViewRead], None],
         answered: Callable[[Answer], None],
     ) -> None:
         self._register, self._pool, self._patience = register, pool, patience
@@ -73,7 +73,7 @@ class RegisterClient:
             else:
                 self._take(self._number, answer)
                 return
-        number, late = self._number, v.CasFailed(f"the register did not answer within {self._patience:g} s")
+        number, late = self._number, CasFailed(f"the register did not answer within {self._patience:g} s")
         ask = self._register.compare_and_set
         self._deadline = self._loop.call_later(self._patience, self._take, number, late)
         self._pool.submit(lambda: self._soon(self._take, number, self._compare_and_set(ask, expected, view)))
@@ -88,7 +88,7 @@ class RegisterClient:
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
             self._loop.call_soon_threadsafe(take, *answer)
 
-    def _show(self, found: v.ViewRead | None) -> None:
+    def _show(self, found: ViewRead | None) -> None:
         self._reading = False
         if found is not None and not self._ended:
             self._shown(found)
@@ -99,16 +99,16 @@ class RegisterClient:
         self._number += 1
         if self._deadline is not None:
             self._deadline.cancel()
-        if not isinstance(answer, v.CasFailed):
+        if not isinstance(answer, CasFailed):
             self._away_since = None
         elif self._away_since is None:
             self._away_since = time.monotonic()
             _log.warning("nothing can be agreed for now: %s", answer.reason)
         self._answered(answer)
 
-    def _read(self, ask: Callable[[], View | None]) -> v.ViewRead | None:
+    def _read(self, ask: Callable[[], View | None]) -> ViewRead | None:
         try:
-            return v.ViewRead(ask())
+            return ViewRead(ask())
         except RegisterBusy:
             raise
         except (RegisterAway, CorruptData) as error:
@@ -118,9 +118,9 @@ class RegisterClient:
     def _compare_and_set(self, ask: Callable[[int, View], bool], expected: int, view: View) -> Answer:
         try:
             if ask(expected, view):
-                return v.CasWon(view)
-            return v.CasLost(self._register.read())
+                return CasWon(view)
+            return CasLost(self._register.read())
         except RegisterBusy:
             raise
         except (RegisterAway, CorruptData) as error:
-            return v.CasFailed(str(error))
+            return CasFailed(str(error))

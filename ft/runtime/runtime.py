@@ -21,7 +21,7 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.control import kv
 from holdfast.ft.control.errors import ConnectionLost
 from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import EpochBroken, Event, LocalFailed, LocalFinished, ViewRead
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.registers import RegisterAway
@@ -99,19 +99,19 @@ class Runtime:
 
     def broken(self, epoch: int, failure: HoldfastError) -> None:
         """An op of `epoch` has failed, and nobody was found to be to blame: the members need another epoch."""
-        self._feed_soon(v.Broken(epoch, str(failure)))
+        self._feed_soon(EpochBroken(epoch, str(failure)))
 
     def finish(self, epoch: int) -> None:
         """All steps are committed on this rank, which works in `epoch`."""
-        self._feed_soon(v.LocalFinished(epoch))
+        self._feed_soon(LocalFinished(epoch))
 
     def stop(self, epoch: int, reason: str) -> None:
         """All members of `epoch` have left the steps before the last one: the job is finished."""
-        self._feed_soon(v.LocalFinished(epoch, reason, stopped=True))
+        self._feed_soon(LocalFinished(epoch, reason, stopped=True))
 
     def fail(self, error: StepError, reason: str) -> None:
         """The user's code raised `error` here, and the job is to end with it."""
-        self._feed_soon(v.LocalFailed(error, reason))
+        self._feed_soon(LocalFailed(error, reason))
 
     def others_go_on(self) -> bool:
         """Whether another member of this host is seen to have entered more ops of the epoch than this process."""
@@ -143,7 +143,7 @@ class Runtime:
         with contextlib.suppress(TimeoutError):
             self._thread.run(self._reactor.end(), START_SECONDS)
 
-    def _feed_soon(self, event: v.Event) -> None:
+    def _feed_soon(self, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
             self._thread.loop.call_soon_threadsafe(self._reactor.feed, event)
 
@@ -204,7 +204,7 @@ class Runtime:
                 continue
             if newest is not None and newest != view:
                 view = newest
-                self._feed_soon(v.ViewRead(view))
+                self._feed_soon(ViewRead(view))
 
 
 def new_identity() -> str:

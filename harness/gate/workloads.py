@@ -99,7 +99,7 @@ def _store(rank: int, ranks: int, folder: Path) -> Op:
 
 def _membership(rank: int, ranks: int, folder: Path) -> Op:
     from holdfast.comms.transport.base import Peer
-    from holdfast.ft.membership.events import Death, Proof, ViewRead
+    from holdfast.ft.membership.events import Death, ProvenDeaths, ViewRead
     from holdfast.ft.membership.state_machine import Membership
     from holdfast.ft.membership.view import Job, Member, View
     from holdfast.ft.timeouts import Timeouts
@@ -112,7 +112,7 @@ def _membership(rank: int, ranks: int, folder: Path) -> Op:
     def op() -> None:
         state, _ = fresh.on(ViewRead(view), 0.0)
         for index in (63, 17, 40):
-            state, _ = state.on(Proof((Death(members[index].id, "the kernel says so"),)), 1.0)
+            state, _ = state.on(ProvenDeaths((Death(members[index].id, "the kernel says so"),)), 1.0)
 
     return op
 

@@ -13,7 +13,35 @@ from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.observers import Observing
 from holdfast.ft.detectors.silence import Silence
 from holdfast.ft.detectors.stragglers import OpPosition
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.effects import (
+    Announce,
+    AnnounceSelf,
+    Effect,
+    Evicted,
+    Fence,
+    Install,
+    Propose,
+    ReadRegister,
+    Refused,
+    ReportDeaths,
+    ReportSuspicions,
+    Revoke,
+)
+from holdfast.ft.membership.events import (
+    CasFailed,
+    CasLost,
+    CasWon,
+    Cleared,
+    Death,
+    EpochHeard,
+    Event,
+    ProvenDeaths,
+    SpareAnnounced,
+    Suspicion,
+    Tick,
+    ViewDeltaReceived,
+    ViewRead,
+)
 from holdfast.ft.membership.evidence_reporting import left_to_another
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import Member, View
@@ -85,7 +113,7 @@ class SimulatedProcess:
         self.tenure = EpochGuard(member.id, self)
         self.announced: tuple[int, frozenset[str]] = (0, frozenset())
         self.word = (0, b"")
-        self.deferred: tuple[v.Death, ...] = ()
+        self.deferred: tuple[Death, ...] = ()
         self.silence: Silence | None = None
         self.observing: Observing | None = None
         self.watched: dict[str, Member] = {}
@@ -112,7 +140,7 @@ class SimulatedProcess:
 
     # The core -------------------------------------------------------------------------------------------------
 
-    def feed(self, event: v.Event) -> None:
+    def feed(self, event: Event) -> None:
         before = self.core
         try:
             core, effects = before.on(event, self.local())
@@ -138,19 +166,19 @@ class SimulatedProcess:
     def _tick(self, timer: int) -> None:
         if timer == self.timer and self.core.wake_at is not None:
             self.timer_at = -1.0
-            self.feed(v.Tick())
+            self.feed(Tick())
 
-    def _perform(self, effect: v.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         world = self.world
         match effect:
-            case v.Revoke():
+            case Revoke():
                 self._revoke(effect)
-            case v.Propose(expected, view):
+            case Propose(expected, view):
                 world.emit(self, "proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self.reach("rebuild.before_propose", lambda: self._ask_register(expected, view))
-            case v.Announce(view, to, change):
-                told: v.Event = (
-                    v.ViewRead(view, self.member.id) if change is None else v.Changed(change, self.member.id)
+            case Announce(view, to, change):
+                told: Event = (
+                    ViewRead(view, self.member.id) if change is None else ViewDeltaReceived(change, self.member.id)
                 )
                 epoch, announced_to = self.announced
                 if epoch == view.epoch:
@@ -158,30 +186,30 @@ class SimulatedProcess:
                     to = tuple(member for member in to if member.id not in announced_to)
                     self.after(world.rng.choice(ANNOUNCED_SECONDS), world.send_all, self, later, told)
                 world.send_all(self, to, told)
-            case v.Ask():
+            case ReadRegister():
                 world.read_register(self)
-            case v.Report(deaths, to):
-                world.send_all(self, to, v.Proof(deaths))
-            case v.Testify(seen, to):
+            case ReportDeaths(deaths, to):
+                world.send_all(self, to, ProvenDeaths(deaths))
+            case ReportSuspicions(seen, to):
                 for word in seen:
                     world.send_all(self, to, word)
-            case v.AnnounceSelf(view, to):
+            case AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
                     world.emit(self, "spare", epoch=view.epoch)
-                world.send_all(self, to, v.SpareAnnounced(self.member))
-            case v.Install(view):
+                world.send_all(self, to, SpareAnnounced(self.member))
+            case Install(view):
                 self._install(view)
-            case v.Evicted(view, reason):
+            case Evicted(view, reason):
                 world.emit(self, "evicted", epoch=view.epoch, reason=reason)
                 self.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
-            case v.Refused(reason):
+            case Refused(reason):
                 self.end(Mismatch(f"cannot join: {reason}"))
-            case v.Fence(member, reason):
+            case Fence(member, reason):
                 world.emit(self, "fenced", member=member.id, reason=reason)
                 world.after(world.network.local, world.kill_member, member.id, f"fenced: {reason}")
 
-    def _revoke(self, effect: v.Revoke) -> None:
+    def _revoke(self, effect: Revoke) -> None:
         view = self.tenure.view
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
@@ -216,23 +244,23 @@ class SimulatedProcess:
     def _ask_register(self, expected: int, view: View) -> None:
         self.proposal += 1
         number = self.proposal
-        late = v.CasFailed("the register did not answer in time")
+        late = CasFailed("the register did not answer in time")
         self.after(self.core.timeouts.rebuild, self.answered, number, late)
         self.world.propose(self, number, expected, view)
 
-    def answered(self, number: int, event: v.CasWon | v.CasLost | v.CasFailed) -> None:
+    def answered(self, number: int, event: CasWon | CasLost | CasFailed) -> None:
         """Handle the register's answer to proposal `number`; only the first counts."""
         if number != self.proposal:
             return
         self.proposal += 1
-        if isinstance(event, v.CasFailed):
+        if isinstance(event, CasFailed):
             self.world.emit(self, "register_away", reason=event.reason)
-        if isinstance(event, v.CasWon):
+        if isinstance(event, CasWon):
             self.reach("rebuild.after_propose", lambda: self._won(event))
         else:
             self.feed(event)
 
-    def _won(self, event: v.CasWon) -> None:
+    def _won(self, event: CasWon) -> None:
         self._announce(event.view)
         self.feed(event)
 
@@ -325,7 +353,7 @@ class SimulatedProcess:
             fields["of"] = self.world.jury(self, str(fields["member"]))
         self.world.emit(self, kind, **fields)
 
-    def prove(self, deaths: tuple[v.Death, ...]) -> None:
+    def prove(self, deaths: tuple[Death, ...]) -> None:
         """Handle the kernel's report that these have ended."""
         self.deferred += deaths
         gone = {death.id for death in self.deferred}
@@ -337,17 +365,17 @@ class SimulatedProcess:
     def _bury_deferred(self) -> None:
         if self.deferred:
             deaths, self.deferred = self.deferred, ()
-            self.hear(v.Proof(deaths))
+            self.hear(ProvenDeaths(deaths))
 
-    def hear(self, event: v.Event) -> None:
+    def hear(self, event: Event) -> None:
         """Handle a finding of a detector of this or another process."""
-        if isinstance(event, v.Proof):
+        if isinstance(event, ProvenDeaths):
             ids = tuple(death.id for death in event.deaths)
             self.world.emit(self, "detected", ids=ids, evidence=event.deaths[0].evidence)
         elif self.observing is not None:
-            if isinstance(event, v.Suspicion) and event.observer != self.member.id:
+            if isinstance(event, Suspicion) and event.observer != self.member.id:
                 self.observing.testified(event.observer, event.member, event.evidence, self.local())
-            elif isinstance(event, v.Cleared) and event.observer != self.member.id:
+            elif isinstance(event, Cleared) and event.observer != self.member.id:
                 self.observing.testified(event.observer, event.member, None, self.local())
         self.feed(event)
 
@@ -374,7 +402,7 @@ class SimulatedProcess:
         self.observing.heard(sender.member.id, now)
         view = self.core.view
         if view is not None and epoch not in (0, view.epoch) and sender.member.id in view.ranks:
-            self.feed(v.Heard(sender.member, epoch))
+            self.feed(EpochHeard(sender.member, epoch))
 
     def look(self) -> None:
         """Check the silent members, and again soon if there are any."""

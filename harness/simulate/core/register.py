@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import CasFailed, CasLost, CasWon
 from holdfast.ft.membership.view import View
 
-Answer = v.CasWon | v.CasLost | v.CasFailed
+Answer = CasWon | CasLost | CasFailed
 
 
 class SimulatedRegister:
@@ -30,9 +30,9 @@ class SimulatedRegister:
         if view.epoch != expected + 1:
             raise ValueError(f"the view after epoch {expected} has epoch {expected + 1}, not {view.epoch}")
         if self.away and not self.writes:
-            return v.CasFailed("the register is away")
+            return CasFailed("the register is away")
         if self.epoch == expected:
             self.view = view
             self.on_write(view)
-            return v.CasFailed("the answer was lost") if self.away else v.CasWon(view)
-        return v.CasFailed("the register is away") if self.away else v.CasLost(self.view)
+            return CasFailed("the answer was lost") if self.away else CasWon(view)
+        return CasFailed("the register is away") if self.away else CasLost(self.view)

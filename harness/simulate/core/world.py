@@ -15,7 +15,8 @@ import msgspec
 
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.console.units import counted
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import CasFailed, Death, EpochHeard, ProvenDeaths, Started, ViewRead
+from holdfast.ft.membership.events import Event as MembershipEvent
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
@@ -66,9 +67,9 @@ class World:
         self._silent = False
         self._by_id: dict[str, SimulatedProcess] = {}
         self._hosts: list[list[SimulatedProcess]] = [[] for _ in range(self.layout.hosts)]
-        self._dead: tuple[tuple[v.Death, ...], View | None, tuple[int, ...]] = ((), None, ())
+        self._dead: tuple[tuple[Death, ...], View | None, tuple[int, ...]] = ((), None, ())
         self._points: list[tuple[AtPoint, list[int]]] = []
-        self._sizes: dict[int, tuple[v.Event, int]] = {}
+        self._sizes: dict[int, tuple[MembershipEvent, int]] = {}
         self._job = Job("job", self.layout.ranks, self.layout.min_size, self.layout.ranks, ("gloo",), "gloo")
         self._begin()
 
@@ -115,8 +116,8 @@ class World:
         self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
 
     def _begin_process(self, process: SimulatedProcess, view: View | None) -> None:
-        process.feed(v.ViewRead(view))
-        process.feed(v.Started())
+        process.feed(ViewRead(view))
+        process.feed(Started())
 
     def wake(self, fault: Fault) -> None:
         """In a quiet world, start the heartbeats of a fault's targets and of their observers some time before it.
@@ -144,7 +145,7 @@ class World:
                 other = self._by_id[member.id]
                 if not self.paths.loses(process.host, other.host, self.now):
                     delay = self.paths.latency(process.host, other.host)
-                    self.at(self.now + delay, other, other.feed, v.Heard(process.member, view.epoch))
+                    self.at(self.now + delay, other, other.feed, EpochHeard(process.member, view.epoch))
         if behind:
             self.after(self.layout.heartbeat, self._sweep)
 
@@ -249,7 +250,7 @@ class World:
     def process_of(self, member_id: str) -> SimulatedProcess:
         return self._by_id[member_id]
 
-    def ranks_of(self, deaths: tuple[v.Death, ...], view: View) -> tuple[int, ...]:
+    def ranks_of(self, deaths: tuple[Death, ...], view: View) -> tuple[int, ...]:
         """The ranks of these members of `view`: one shared object for equal reports of a loss."""
         if self._dead[0] is not deaths or self._dead[1] is not view:
             ranks = (view.rank_of(death.id) for death in deaths)
@@ -288,12 +289,12 @@ class World:
         self.at(self.now + delay, process, self._proved, process, member_ids)
 
     def _proved(self, process: SimulatedProcess, member_ids: tuple[str, ...]) -> None:
-        process.prove(tuple(v.Death(member_id, "its process ended") for member_id in member_ids))
+        process.prove(tuple(Death(member_id, "its process ended") for member_id in member_ids))
 
     def leave(self, process: SimulatedProcess, why: str) -> None:
         """End a process with a farewell, as a session does when it cannot go on."""
         self.emit(process, "error", error=why)
-        proof = v.Proof((v.Death(process.member.id, f"it left: {why}"),))
+        proof = ProvenDeaths((Death(process.member.id, f"it left: {why}"),))
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
         self.after(0.0, self.kill, process, f"it left: {why}")
 
@@ -322,11 +323,11 @@ class World:
 
     # Messages -------------------------------------------------------------------------------------------------
 
-    def send_all(self, sender: SimulatedProcess, to: Iterable[Member], event: v.Event) -> None:
+    def send_all(self, sender: SimulatedProcess, to: Iterable[Member], event: MembershipEvent) -> None:
         for member in to:
             self.send(sender, member.id, event)
 
-    def send(self, sender: SimulatedProcess, member_id: str, event: v.Event) -> None:
+    def send(self, sender: SimulatedProcess, member_id: str, event: MembershipEvent) -> None:
         """Send a message. It may arrive late, twice or never."""
         receiver = self._by_id.get(member_id)
         if receiver is None or self._silent:
@@ -339,7 +340,7 @@ class World:
             self.message_bytes += size
         self._carry(sender, receiver, event, 0)
 
-    def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: v.Event, tries: int) -> None:
+    def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: MembershipEvent, tries: int) -> None:
         source, target = sender.host, receiver.host
         slow = sender.slow + receiver.slow
         cut = self.paths.is_cut(source, target)
@@ -352,7 +353,7 @@ class World:
             delay = self.paths.latency(source, target) + slow
             self.at(self.now + delay, receiver, self._deliver, sender, receiver, event)
 
-    def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: v.Event) -> None:
+    def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: MembershipEvent) -> None:
         receiver.received += 1
         if self.quiet:
             receiver.bytes += self._size(event)
@@ -362,7 +363,7 @@ class World:
         if receiver.core.view is not before:
             receiver.hops = sender.hops + 1
 
-    def _size(self, event: v.Event) -> int:
+    def _size(self, event: MembershipEvent) -> int:
         known = self._sizes.get(id(event))
         if known is None or known[0] is not event:
             body = msgspec.msgpack.encode(event)
@@ -395,7 +396,7 @@ class World:
         if self.paths.reaches_register(process.host):
             answer = self.register.compare_and_set(expected, view)
         else:
-            answer = v.CasFailed("the register cannot be reached")
+            answer = CasFailed("the register cannot be reached")
         process.hops = 0
         self.trace("register", process.member.id, f"{type(answer).__name__} epoch={view.epoch}")
         back = self.paths.register_latency() + process.slow
@@ -409,7 +410,7 @@ class World:
     def _read(self, process: SimulatedProcess) -> None:
         if not self.register.away and process.alive:
             back = self.paths.register_latency() + process.slow
-            self.at(self.now + back, process, process.feed, v.ViewRead(self.register.view))
+            self.at(self.now + back, process, process.feed, ViewRead(self.register.view))
 
 
 def _epoch(view: View | None) -> int:

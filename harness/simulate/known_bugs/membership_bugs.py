@@ -7,8 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast.ft.membership import events as v
 from holdfast.ft.membership import state_machine
+from holdfast.ft.membership.effects import AnnounceSelf, Evicted, Install, Propose, Revoke
+from holdfast.ft.membership.events import CasFailed, CasLost, CasWon, Event
 from holdfast.ft.membership.next_view import Composition
 from holdfast.ft.membership.state_machine import Membership, Step
 from holdfast.ft.membership.view import View
@@ -28,11 +29,11 @@ def _adopts_older(adopt: Adopt) -> object:
     return _adopt
 
 
-def _on_answer(change: Callable[[Membership, v.Event], v.Event]) -> Callable[[Any], object]:
+def _on_answer(change: Callable[[Membership, Event], Event]) -> Callable[[Any], object]:
     """Change the register's answers before the core gets them."""
 
     def make(absorb: Callable[..., Step]) -> object:
-        def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+        def _absorb(self: Membership, event: Event, now: float) -> Step:
             return absorb(self, change(self, event), now)
 
         return _absorb
@@ -40,24 +41,24 @@ def _on_answer(change: Callable[[Membership, v.Event], v.Event]) -> Callable[[An
     return make
 
 
-def _unknown_is_won(core: Membership, event: v.Event) -> v.Event:
-    if isinstance(event, v.CasFailed) and core.in_flight is not None:
-        return v.CasWon(core.in_flight)
+def _unknown_is_won(core: Membership, event: Event) -> Event:
+    if isinstance(event, CasFailed) and core.in_flight is not None:
+        return CasWon(core.in_flight)
     return event
 
 
 def _never_retries(absorb: Callable[..., Step]) -> object:
-    def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+    def _absorb(self: Membership, event: Event, now: float) -> Step:
         state, effects = absorb(self, event, now)
-        return (replace(state, retry_at=FAR), effects) if isinstance(event, v.CasFailed) else (state, effects)
+        return (replace(state, retry_at=FAR), effects) if isinstance(event, CasFailed) else (state, effects)
 
     return _absorb
 
 
 def _race_is_final(absorb: Callable[..., Step]) -> object:
-    def _absorb(self: Membership, event: v.Event, now: float) -> Step:
+    def _absorb(self: Membership, event: Event, now: float) -> Step:
         state, effects = absorb(self, event, now)
-        return (replace(state, in_flight=self.in_flight), effects) if isinstance(event, v.CasLost) else (state, effects)
+        return (replace(state, in_flight=self.in_flight), effects) if isinstance(event, CasLost) else (state, effects)
 
     return _absorb
 
@@ -66,7 +67,7 @@ def _installs_first(decide: Callable[..., Step]) -> object:
     def _decide(self: Membership, now: float) -> Step:
         state, effects = decide(self, now)
         for effect in effects:
-            if isinstance(effect, v.Propose) and self.rank() is not None and effect.view.phase == "running":
+            if isinstance(effect, Propose) and self.rank() is not None and effect.view.phase == "running":
                 state, more = state._adopt(effect.view)
                 return state, (*more, *proclaimed(effect.view, state.me, state.spares, state.shape), *effects)
         return state, effects
@@ -95,8 +96,8 @@ def _returns(adopt: Adopt) -> object:
         state, effects = adopt(self, view, teller)
         if state.ended != "evicted" or view is None or view.phase != "running":
             return state, effects
-        kept = tuple(effect for effect in effects if not isinstance(effect, v.Evicted))
-        return replace(state, ended=""), (*kept, v.AnnounceSelf(view, view.members))
+        kept = tuple(effect for effect in effects if not isinstance(effect, Evicted))
+        return replace(state, ended=""), (*kept, AnnounceSelf(view, view.members))
 
     return _adopt
 
@@ -104,7 +105,7 @@ def _returns(adopt: Adopt) -> object:
 def _no_revoke(adopt: Adopt) -> object:
     def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
         state, effects = adopt(self, view, teller)
-        return state, tuple(effect for effect in effects if not isinstance(effect, v.Revoke))
+        return state, tuple(effect for effect in effects if not isinstance(effect, Revoke))
 
     return _adopt
 
@@ -112,7 +113,7 @@ def _no_revoke(adopt: Adopt) -> object:
 def _install_before_revoke(adopt: Adopt) -> object:
     def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
         state, effects = adopt(self, view, teller)
-        return state, tuple(sorted(effects, key=lambda effect: isinstance(effect, v.Revoke)))
+        return state, tuple(sorted(effects, key=lambda effect: isinstance(effect, Revoke)))
 
     return _adopt
 
@@ -125,7 +126,7 @@ def _same_size_same_group(adopt: Adopt) -> object:
             return state, effects
         if len(old.members) != len(view.members) or view.phase != "running":
             return state, effects
-        return state, tuple(effect for effect in effects if not isinstance(effect, v.Revoke | v.Install))
+        return state, tuple(effect for effect in effects if not isinstance(effect, Revoke | Install))
 
     return _adopt
 

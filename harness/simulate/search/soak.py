@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.detectors.silence import Silence
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Started, Suspicion, ViewRead
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
@@ -136,7 +136,7 @@ class _SoakNode:
         rng, beat = self._rng, self._timeouts.heartbeat
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
-        head = head.on(v.ViewRead(self._view), begin)[0].on(v.Started(), begin)[0]
+        head = head.on(ViewRead(self._view), begin)[0].on(Started(), begin)[0]
         watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.jury]
         happenings: list[tuple[float, int, int]] = []
         at = begin + rng.random() * beat
@@ -154,7 +154,7 @@ class _SoakNode:
         for now, looks, path in sorted(happenings):
             watch = watches[path]
             for verdict in watch.look(now) if looks else watch.hear(self._node.id, now):
-                suspicions += isinstance(verdict, v.Suspicion)
+                suspicions += isinstance(verdict, Suspicion)
                 head, _ = head.on(verdict, now)
                 if self._node.id in head.evidence.lost:
                     return suspicions, 1

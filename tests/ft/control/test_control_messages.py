@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Cleared, Death, SpareAnnounced, Suspicion, ViewDeltaReceived, ViewRead
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 from holdfast.ft.runtime import messages
@@ -23,21 +23,21 @@ VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
 CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
 
 words, epochs = st.text(max_size=20), st.integers(1, 2**62)
-deaths = st.lists(st.builds(v.Death, words, words), max_size=4).map(tuple)
+deaths = st.lists(st.builds(Death, words, words), max_size=4).map(tuple)
 items = st.dictionaries(words, st.binary(max_size=40), max_size=4)
 SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
     "beat": epochs.map(lambda epoch: (messages.beat(View(epoch, "running", (), VIEW.job, "")), epoch)),
     "beat before any view": st.just((messages.beat(None), 0)),
-    "install": st.just((messages.install(VIEW), v.ViewRead(VIEW, "p9"))),
-    "change": st.just((messages.change(CHANGE), v.Changed(CHANGE, "p9"))),
-    "spare": st.just((messages.spare(ME), v.SpareAnnounced(ME))),
+    "install": st.just((messages.install(VIEW), ViewRead(VIEW, "p9"))),
+    "change": st.just((messages.change(CHANGE), ViewDeltaReceived(CHANGE, "p9"))),
+    "spare": st.just((messages.spare(ME), SpareAnnounced(ME))),
     "deaths": deaths.map(lambda seen: (messages.deaths(seen), seen)),
-    "leave": words.map(lambda why: (messages.leave(why), (v.Death("p9", f"it left: {why}"),))),
+    "leave": words.map(lambda why: (messages.leave(why), (Death("p9", f"it left: {why}"),))),
     "share": st.tuples(epochs, items).map(lambda given: (messages.share(*given), given)),
-    "suspect": st.builds(v.Suspicion, words, st.just("p9"), words, epochs).map(
+    "suspect": st.builds(Suspicion, words, st.just("p9"), words, epochs).map(
         lambda word: (messages.testimony(word), ((word.member, word.evidence), word))
     ),
-    "clear": st.builds(v.Cleared, words, st.just("p9"), epochs).map(
+    "clear": st.builds(Cleared, words, st.just("p9"), epochs).map(
         lambda word: (messages.testimony(word), ((word.member, None), word))
     ),
     "detect": st.binary(max_size=40).map(lambda body: (messages.detect(body), body)),

@@ -19,7 +19,7 @@ import pytest
 from holdfast.comms.errors import Revoked
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import CasFailed, CasWon
 from holdfast.ft.registers import RegisterBusy
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.runtime.register_client import RegisterClient
@@ -77,7 +77,7 @@ def test_an_event_loop_goes_on_while_the_register_is_busy(register: Register, tm
 
     with ThreadPoolExecutor(1) as pool:
         asyncio.run(propose(pool))
-    assert answers == [v.CasWon(VIEW)]
+    assert answers == [CasWon(VIEW)]
     assert ticks > 5
 
 
@@ -93,7 +93,7 @@ def test_a_busy_register_is_given_up_in_time(register: Register, tmp_path: Path)
 
     with ThreadPoolExecutor(1) as pool, held(tmp_path / "job.sqlite"):
         asyncio.run(propose(pool))
-        assert [type(answer) for answer in answers] == [v.CasFailed]
+        assert [type(answer) for answer in answers] == [CasFailed]
         assert "did not answer within 0.2 s" in answers[0].reason
 
 

@@ -31,7 +31,7 @@ from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
 from holdfast.ft.detectors.progress import Progressing
 from holdfast.ft.detectors.stragglers import OpPosition, Progress
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
@@ -146,11 +146,11 @@ def test_a_new_epoch_forgets_reports_of_the_old_one() -> None:
     assert judged(mine, 5.0) == []
 
 
-@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", v.Stalled), (NOBODY_LISTENS, v.Proof)])
+@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", Stalled), (NOBODY_LISTENS, ProvenDeaths)])
 def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, word: type) -> None:
     """It may be about to join again, having learnt sooner than this process that both were evicted."""
     view = view_of("AABBCC")
-    told: list[v.Event] = []
+    told: list[Event] = []
     loop = asyncio.new_event_loop()
     detector = Observing(surroundings(view, loop, told.append))
     detector.follow(view, view.members[1:])
@@ -167,7 +167,7 @@ def _ignore(*words: object, **fields: object) -> None: ...
 
 
 def surroundings(
-    view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[v.Event], None] = _ignore
+    view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[Event], None] = _ignore
 ) -> DetectorContext:
     """Those of the first member."""
     return DetectorContext(
@@ -240,11 +240,11 @@ def test_an_op_position_of_another_epoch_is_ignored() -> None:
     assert mine.look(1.0) == mine.look(2.0) == ()
 
 
-def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
+def after_a_late_barrier(*came: int, joint: int = 5001) -> list[Event]:
     """What p0 says of p1, p2 and p3 on its host, by whose last words none has come to a barrier that p0 was late in;
     meanwhile some did come, and say so with their next heartbeat.
     """
-    view, told = view_of("AAAA"), list[v.Event]()
+    view, told = view_of("AAAA"), list[Event]()
     around = DetectorContext(
         view.members[0],
         TIMES,
@@ -274,7 +274,7 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[v.Event]:
 
 def test_a_straggler_is_judged_by_its_reports_after_the_op_was_late() -> None:
     [stalled] = after_a_late_barrier(1, 2)
-    assert isinstance(stalled, v.Stalled)
+    assert isinstance(stalled, Stalled)
     assert stalled.member == "p3"
     assert stalled.evidence.startswith("it held up barrier until its time was up: it has entered 4000 ops, 5001 are")
     assert after_a_late_barrier(1, 2, 3) == []

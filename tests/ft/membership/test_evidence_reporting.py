@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, SpareGone, Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.evidence_reporting import news
 from holdfast.ft.membership.topology import Shape
@@ -21,29 +21,29 @@ someone = st.sampled_from([m.id for m in MEMBERS if m.id != ME.id] + ["spare"])
 observer = st.sampled_from([ME.id, "p2", "p4"])
 word = st.integers(0, 3)
 events = st.one_of(
-    st.builds(v.Suspicion, someone, observer, st.just("silent"), word),
-    st.builds(v.Cleared, someone, observer, word),
-    st.builds(lambda ids: v.Proof(tuple(v.Death(who, "ended") for who in ids)), st.lists(someone, max_size=3)),
-    st.builds(v.SpareGone, someone, st.just("ended")),
+    st.builds(Suspicion, someone, observer, st.just("silent"), word),
+    st.builds(Cleared, someone, observer, word),
+    st.builds(lambda ids: ProvenDeaths(tuple(Death(who, "ended") for who in ids)), st.lists(someone, max_size=3)),
+    st.builds(SpareGone, someone, st.just("ended")),
 )
 
 
-def after(event: v.Event, evidence: Evidence, shape: Shape) -> Evidence:
+def after(event: Event, evidence: Evidence, shape: Shape) -> Evidence:
     """As the membership core takes an event in."""
     match event:
-        case v.Suspicion():
+        case Suspicion():
             return evidence.suspecting(event, VIEW, shape)
-        case v.Cleared():
+        case Cleared():
             return evidence.cleared(event, VIEW, shape)
-        case v.Proof(deaths):
+        case ProvenDeaths(deaths):
             return evidence.buried(deaths, VIEW, shape)
-        case v.SpareGone(member, how):
-            return evidence.buried((v.Death(member, how),), VIEW, shape)
+        case SpareGone(member, how):
+            return evidence.buried((Death(member, how),), VIEW, shape)
     raise AssertionError(event)
 
 
 @given(st.lists(events, max_size=12), st.sampled_from([MESH, SPARSE]))
-def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[v.Event], shape: Shape) -> None:
+def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event], shape: Shape) -> None:
     evidence = Evidence()
     for event in happened:
         before, evidence = evidence, after(event, evidence, shape)
@@ -54,8 +54,8 @@ def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[v.Eve
 
         mine = {who for who, against in evidence.suspected.items() if ME.id in against and who in VIEW.ranks}
         was_mine = {who for who, against in before.suspected.items() if ME.id in against and who in VIEW.ranks}
-        doubted = {word.member for word in words.seen if isinstance(word, v.Suspicion)}
-        cleared = {word.member for word in words.seen if isinstance(word, v.Cleared)}
+        doubted = {word.member for word in words.seen if isinstance(word, Suspicion)}
+        cleared = {word.member for word in words.seen if isinstance(word, Cleared)}
         assert doubted == mine - was_mine
         assert cleared == {who for who in was_mine - mine if who not in evidence.dead}
         assert all(word.observer == ME.id and word.word > 0 for word in words.seen)

@@ -11,8 +11,37 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from holdfast.ft.membership import events as v
 from holdfast.ft.membership import state_machine
+from holdfast.ft.membership.effects import (
+    Announce,
+    Effect,
+    Evicted,
+    Fence,
+    Install,
+    Propose,
+    Refused,
+    ReportDeaths,
+    ReportSuspicions,
+    Revoke,
+)
+from holdfast.ft.membership.events import (
+    CasFailed,
+    CasWon,
+    Cleared,
+    Death,
+    EpochBroken,
+    Event,
+    LocalFailed,
+    LocalFinished,
+    ProvenDeaths,
+    SpareAnnounced,
+    SpareGone,
+    Stalled,
+    Started,
+    Suspicion,
+    Tick,
+    ViewRead,
+)
 from holdfast.ft.membership.next_view import runnable, successors
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
@@ -60,18 +89,18 @@ def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = (
     """The core of process `index`, started, with `view` known and installed."""
     me = view.members[index] if view is not None and index < len(view.members) else member(index)
     fresh = Membership(me, JOB, Timeouts(), frozenset({"shm"}), spares=spares)
-    state, _ = fresh.on(v.ViewRead(view), 0.0)
-    return state.on(v.Started(), 0.0)[0]
+    state, _ = fresh.on(ViewRead(view), 0.0)
+    return state.on(Started(), 0.0)[0]
 
 
-def dead(*indices: int) -> v.Proof:
-    return v.Proof(tuple(v.Death(f"p{i}", "its process ended") for i in indices))
+def dead(*indices: int) -> ProvenDeaths:
+    return ProvenDeaths(tuple(Death(f"p{i}", "its process ended") for i in indices))
 
 
 def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
     state, effects = core(1).on(dead(0), 10.0)
-    assert effects[0] == v.Revoke(3, (v.Death("p0", "its process ended"),), "rank 0: its process ended")
-    assert isinstance(effects[1], v.Propose)
+    assert effects[0] == Revoke(3, (Death("p0", "its process ended"),), "rank 0: its process ended")
+    assert isinstance(effects[1], Propose)
     assert effects[1].expected == 3
     assert effects[1].view.members == (member(1), member(2))
     assert effects[1].view.reason == "rank 0 (p0) is gone: its process ended; no spare"
@@ -80,42 +109,42 @@ def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
 
 def test_later_ranks_propose_in_order_if_the_proposer_is_silent() -> None:
     state, effects = core(2).on(dead(0), 10.0)
-    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert [type(effect) for effect in effects] == [Revoke]
     assert state.wake_at == pytest.approx(10.1)
-    assert state.on(v.Tick(), 10.05)[1] == ()
-    assert isinstance(state.on(v.Tick(), 10.1)[1][0], v.Propose)
+    assert state.on(Tick(), 10.05)[1] == ()
+    assert isinstance(state.on(Tick(), 10.1)[1][0], Propose)
 
 
 def test_a_failed_op_without_a_failed_member_costs_an_epoch_and_no_member() -> None:
-    state, effects = core(0).on(v.Broken(2, "a connection was lost"), 10.0)
+    state, effects = core(0).on(EpochBroken(2, "a connection was lost"), 10.0)
     assert effects == ()  # of an epoch that is over
-    state, effects = state.on(v.Broken(3, "a connection was lost"), 10.0)
-    assert effects[0] == v.Revoke(3, (), "a connection was lost")
-    assert isinstance(effects[1], v.Propose)
+    state, effects = state.on(EpochBroken(3, "a connection was lost"), 10.0)
+    assert effects[0] == Revoke(3, (), "a connection was lost")
+    assert isinstance(effects[1], Propose)
     assert (effects[1].view.epoch, effects[1].view.members) == (4, RUNNING.members)
     assert effects[1].view.reason == "nobody is lost, but an op has failed: a connection was lost"
-    assert state.on(v.Broken(3, "a connection was lost"), 10.1)[1] == ()
+    assert state.on(EpochBroken(3, "a connection was lost"), 10.1)[1] == ()
 
 
 def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
     state, _ = core(2).on(dead(0), 10.0)
     _, effects = state.on(dead(1), 10.001)
-    assert isinstance(effects[-1], v.Propose)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.members == (member(2),)
 
 
 def test_deaths_seen_together_are_one_epoch() -> None:
     _, effects = core(0).on(dead(1, 2), 10.0)
-    assert isinstance(effects[-1], v.Propose)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.members == (member(0),)
 
 
 def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
     small = structs.replace(RUNNING, members=(member(0), member(1)))
-    state, effects = core(1, small).on(v.SpareAnnounced(member(7)), 10.0)
+    state, effects = core(1, small).on(SpareAnnounced(member(7)), 10.0)
     assert effects == () and state.wake_at == pytest.approx(10.2)  # its turn is after rank 0's, growing can wait
     _, effects = state.on(dead(0), 10.0)
-    assert isinstance(effects[-1], v.Propose)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.members == (member(7), member(1))
     both = successors(small, {"p0": "gone"}, (member(7), member(8), member(9)))
     assert both.members == (member(7), member(1), member(8))
@@ -124,92 +153,92 @@ def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
 
 def test_a_dead_spare_is_not_promoted() -> None:
     state = core(1, spares=(member(7), member(8)))
-    state, effects = state.on(v.SpareGone("p7", "its process ended"), 1.0)
+    state, effects = state.on(SpareGone("p7", "its process ended"), 1.0)
     assert effects == ()
     _, effects = state.on(dead(0), 10.0)
-    assert isinstance(effects[-1], v.Propose)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.members == (member(8), member(1), member(2))
 
 
 def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
     state, effects = core(0).on(dead(1), 10.0)
     proposal = effects[-1]
-    assert isinstance(proposal, v.Propose)
+    assert isinstance(proposal, Propose)
     state, effects = state.on(dead(2), 10.001)
-    assert [type(effect) for effect in effects] == [v.Revoke]  # one proposal at a time
-    state, effects = state.on(v.CasWon(proposal.view), 10.002)
-    assert [type(effect) for effect in effects] == [v.Revoke, v.Install, v.Announce, v.Revoke, v.Propose]
-    assert isinstance(effects[-1], v.Propose)
+    assert [type(effect) for effect in effects] == [Revoke]  # one proposal at a time
+    state, effects = state.on(CasWon(proposal.view), 10.002)
+    assert [type(effect) for effect in effects] == [Revoke, Install, Announce, Revoke, Propose]
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.epoch == 5 and effects[-1].view.members == (member(0),)
 
 
 def test_a_job_below_min_size_waits_for_joiners_and_then_ends_with_the_reason() -> None:
     needy = structs.replace(RUNNING, job=structs.replace(JOB, min_size=3))
     state, effects = core(0, needy).on(dead(1), 10.0)
-    assert [type(effect) for effect in effects] == [v.Revoke]
+    assert [type(effect) for effect in effects] == [Revoke]
     assert state.wake_at == pytest.approx(70.0)
-    _, effects = state.on(v.SpareAnnounced(member(7)), 20.0)
-    assert isinstance(effects[-1], v.Propose)
+    _, effects = state.on(SpareAnnounced(member(7)), 20.0)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.members == (member(0), member(7), member(2))
-    _, effects = state.on(v.Tick(), 70.0)
-    assert isinstance(effects[-1], v.Propose)
+    _, effects = state.on(Tick(), 70.0)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.phase == "failed"
     assert "2 are left of the 3 needed, and nobody came within 60 s" in effects[-1].view.reason
 
 
 def test_a_member_that_is_not_in_the_newest_view_is_evicted_and_stays_silent() -> None:
     later = View(5, "running", (member(1), member(2)), JOB, "p0 was fenced")
-    state, effects = core(0).on(v.ViewRead(later), 10.0)
-    assert [type(effect) for effect in effects] == [v.Revoke, v.Evicted]
+    state, effects = core(0).on(ViewRead(later), 10.0)
+    assert [type(effect) for effect in effects] == [Revoke, Evicted]
     assert state.on(dead(1, 2), 11.0) == (state, ())
     assert state.wake_at is None
 
 
 def test_an_older_view_changes_nothing() -> None:
     state = core(0)
-    assert state.on(v.ViewRead(View(2, "running", (member(0),), JOB, "old")), 1.0)[1] == ()
+    assert state.on(ViewRead(View(2, "running", (member(0),), JOB, "old")), 1.0)[1] == ()
 
 
 def test_the_register_being_away_delays_and_breaks_nothing() -> None:
     state, effects = core(0).on(dead(1), 10.0)
-    state, effects = state.on(v.CasFailed("disk is gone"), 10.0)
+    state, effects = state.on(CasFailed("disk is gone"), 10.0)
     assert effects == () and state.wake_at == pytest.approx(10.1)
-    _, effects = state.on(v.Tick(), 10.1)
-    assert isinstance(effects[0], v.Propose)
+    _, effects = state.on(Tick(), 10.1)
+    assert isinstance(effects[0], Propose)
 
 
 def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
     state, effects = core(7).on(dead(0, 1), 10.0)
     assert effects == ()
     _, effects = state.on(dead(2), 11.0)
-    assert isinstance(effects[-1], v.Propose)
+    assert isinstance(effects[-1], Propose)
     assert effects[-1].view.phase == "failed"
     assert effects[-1].view.reason == "every member died, and the state of the job with them"
 
 
 def test_a_finished_job_releases_its_spares() -> None:
-    _, effects = core(0).on(v.LocalFinished(3), 10.0)
-    assert isinstance(effects[-1], v.Propose)
+    _, effects = core(0).on(LocalFinished(3), 10.0)
+    assert isinstance(effects[-1], Propose)
     done = effects[-1].view
     assert done.phase == "finished"
-    state, effects = core(7).on(v.ViewRead(done), 10.1)
-    assert effects == (v.Install(done),) and state.ended == "finished"
+    state, effects = core(7).on(ViewRead(done), 10.1)
+    assert effects == (Install(done),) and state.ended == "finished"
 
 
 def test_a_finished_member_does_not_end_the_job_before_a_newcomer_has_its_state() -> None:
     replaced = View(4, "running", (member(0), member(7), member(2)), JOB, "p7 takes the place of p1")
-    state, _ = core(2, spares=(member(7),)).on(v.LocalFinished(3), 10.0)
-    state, _ = state.on(v.ViewRead(replaced), 10.1)
-    state, effects = state.on(v.LocalFinished(3), 10.2)  # said before it had heard of epoch 4
+    state, _ = core(2, spares=(member(7),)).on(LocalFinished(3), 10.0)
+    state, _ = state.on(ViewRead(replaced), 10.1)
+    state, effects = state.on(LocalFinished(3), 10.2)  # said before it had heard of epoch 4
     assert effects == () and state.wake_at is None
-    state, _ = state.on(v.LocalFinished(4), 10.3)
-    _, effects = state.on(v.Tick(), 10.6)
-    assert isinstance(effects[-1], v.Propose) and effects[-1].view.phase == "finished"
+    state, _ = state.on(LocalFinished(4), 10.3)
+    _, effects = state.on(Tick(), 10.6)
+    assert isinstance(effects[-1], Propose) and effects[-1].view.phase == "finished"
 
 
 def test_members_that_all_stop_early_finish_the_job() -> None:
-    _, effects = core(0).on(v.LocalFinished(3, "all stopped", stopped=True), 10.0)
-    assert isinstance(effects[-1], v.Propose)
+    _, effects = core(0).on(LocalFinished(3, "all stopped", stopped=True), 10.0)
+    assert isinstance(effects[-1], Propose)
     done = effects[-1].view
     assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
 
@@ -217,36 +246,36 @@ def test_members_that_all_stop_early_finish_the_job() -> None:
 def test_all_present_members_learn_at_once_of_an_exception_that_ends_the_job() -> None:
     error = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
     state, _ = core(2).on(dead(0), 10.0)  # the turn of p1 comes before that of p2
-    state, effects = state.on(v.LocalFailed(error, "it came again"), 10.01)
-    assert isinstance(effects[-1], v.Propose)
+    state, effects = state.on(LocalFailed(error, "it came again"), 10.01)
+    assert isinstance(effects[-1], Propose)
     last = effects[-1].view
     assert (last.phase, last.reason, last.error) == ("failed", "it came again", error)
     assert last.members == (member(1), member(2))
-    _, effects = core(1).on(v.ViewRead(last), 10.1)
-    assert effects[-1] == v.Install(last)
+    _, effects = core(1).on(ViewRead(last), 10.1)
+    assert effects[-1] == Install(last)
     assert View.decode(last.encode()) == last
 
 
 def test_members_on_the_host_of_a_stalled_process_fence_it_once() -> None:
-    state, effects = core(0).on(v.Stalled("p1", "stopped for 0.5 s"), 10.0)
-    assert effects == (v.Fence(member(1), "stopped for 0.5 s"),)
-    assert state.on(v.Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
+    state, effects = core(0).on(Stalled("p1", "stopped for 0.5 s"), 10.0)
+    assert effects == (Fence(member(1), "stopped for 0.5 s"),)
+    assert state.on(Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
 
 
 def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
-    state, effects = core(0, view).on(v.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    state, effects = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
     assert effects == (
-        v.Testify((v.Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1), away)),
+        ReportSuspicions((Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1), away)),
     )  # one of two: too few
-    cleared, effects = state.on(v.Cleared("p2", "p0"), 10.1)
-    assert effects == (v.Testify((v.Cleared("p2", "p0", 2),), (member(1), away)),)
-    assert cleared.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
-    _, effects = state.on(v.Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
-    assert isinstance(effects[0], v.Revoke)
-    assert effects[0].dead == (v.Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
-    assert isinstance(effects[1], v.Propose)
+    cleared, effects = state.on(Cleared("p2", "p0"), 10.1)
+    assert effects == (ReportSuspicions((Cleared("p2", "p0", 2),), (member(1), away)),)
+    assert cleared.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
+    _, effects = state.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
+    assert isinstance(effects[0], Revoke)
+    assert effects[0].dead == (Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
+    assert isinstance(effects[1], Propose)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +286,13 @@ def test_the_smaller_of_two_hosts_does_not_condemn_the_other_for_silence(hosts: 
     """Each is the whole jury of the other: the one that may be the smaller half of a cut must leave it to the other."""
     view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
     here = [m.id for m in view.members if m.peer.host == side]
-    state, told = core(int(here[0][1:]), view), list[v.Effect]()
+    state, told = core(int(here[0][1:]), view), list[Effect]()
     for silent in (m.id for m in view.members if m.id not in here):
         for observer in here:
-            state, effects = state.on(v.Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
+            state, effects = state.on(Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
             told += effects
-    told += state.on(v.Tick(), 10.5)[1]
-    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, v.Propose)]
+    told += state.on(Tick(), 10.5)[1]
+    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, Propose)]
     assert proposed == ([here] if goes_on else [])
 
 
@@ -271,7 +300,7 @@ def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
     away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
     _, effects = core(0, view).on(dead(1), 10.0)
-    assert v.Report((v.Death("p1", "its process ended"),), (away,)) in effects
+    assert ReportDeaths((Death("p1", "its process ended"),), (away,)) in effects
 
 
 def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
@@ -283,28 +312,28 @@ def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
 def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_nothing() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, backends=("shm",)), "p0 founds the job")
     stranger = Membership(member(1), structs.replace(JOB, backends=("gloo",)), Timeouts())
-    state, _ = stranger.on(v.ViewRead(forming), 0.0)
-    state, effects = state.on(v.Started(), 0.0)
-    assert effects == (v.Refused("no backend suits all: the members so far can run shm, this process gloo"),)
+    state, _ = stranger.on(ViewRead(forming), 0.0)
+    state, effects = state.on(Started(), 0.0)
+    assert effects == (Refused("no backend suits all: the members so far can run shm, this process gloo"),)
     assert state.ended == "refused"
 
 
 def test_a_spare_elsewhere_is_kept_out_of_a_job_whose_backend_needs_one_host() -> None:
     stranger = Membership(member(7, "other"), structs.replace(JOB, backend=""), Timeouts(), frozenset({"shm"}))
-    state, _ = stranger.on(v.ViewRead(RUNNING), 0.0)
-    _, effects = state.on(v.Started(), 0.0)
+    state, _ = stranger.on(ViewRead(RUNNING), 0.0)
+    _, effects = state.on(Started(), 0.0)
     words = "the job runs on shm, which needs all members on one host: they are on h, this process is on other"
-    assert effects == (v.Refused(words),)
-    assert core(0).on(v.SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
-    assert core(0).on(v.SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
+    assert effects == (Refused(words),)
+    assert core(0).on(SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
+    assert core(0).on(SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
 
 
 def test_too_few_candidates_end_the_formation_with_the_reason() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
     state = core(0, forming)
     assert state.wake_at == pytest.approx(60.0)
-    _, effects = state.on(v.Tick(), 60.0)
-    assert isinstance(effects[0], v.Propose)
+    _, effects = state.on(Tick(), 60.0)
+    assert isinstance(effects[0], Propose)
     assert effects[0].view.phase == "failed"
     assert effects[0].view.reason == "1 of 3 members came within 60 s, 2 are needed"
 
@@ -399,16 +428,16 @@ class GoesBack(Membership, frozen=True):
 class NeverMissed(Membership, frozen=True):
     """Proposes views with the dead still in them."""
 
-    def _bury(self, deaths: tuple[v.Death, ...]) -> Membership:
+    def _bury(self, deaths: tuple[Death, ...]) -> Membership:
         return structs.replace(self, evidence=replace(Membership._bury(self, deaths).evidence, lost={}))
 
 
 class Impatient(Membership, frozen=True):
     """Takes a member that is late for a dead one."""
 
-    def on(self, event: v.Event, now: float) -> state_machine.Step:
-        if isinstance(event, v.Tick) and self.view is not None:
-            event = v.Proof(tuple(v.Death(m.id, "late") for m in self.view.members[:1]))
+    def on(self, event: Event, now: float) -> state_machine.Step:
+        if isinstance(event, Tick) and self.view is not None:
+            event = ProvenDeaths(tuple(Death(m.id, "late") for m in self.view.members[:1]))
         return Membership.on(self, event, now)
 
 

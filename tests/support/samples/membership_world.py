@@ -11,7 +11,32 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership import events as v
+from holdfast.ft.membership.effects import (
+    Announce,
+    AnnounceSelf,
+    Effect,
+    Evicted,
+    Install,
+    Propose,
+    ReadRegister,
+    ReportDeaths,
+    Revoke,
+)
+from holdfast.ft.membership.events import (
+    CasFailed,
+    CasLost,
+    CasWon,
+    Death,
+    EpochBroken,
+    Event,
+    LocalFinished,
+    ProvenDeaths,
+    SpareAnnounced,
+    Started,
+    Tick,
+    ViewDeltaReceived,
+    ViewRead,
+)
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, View
@@ -30,7 +55,7 @@ class Process:
 
     core: Membership
     alive: bool = True
-    proposal: v.Propose | None = None
+    proposal: Propose | None = None
     installed: tuple[int, ...] = ()
     revoked: frozenset[int] = frozenset()
     evicted: bool = False
@@ -42,7 +67,7 @@ class Action:
 
     kind: Kind
     who: int
-    what: v.Event | None = None
+    what: Event | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.who}" + (f" {self.what}" if self.what else "")
@@ -54,7 +79,7 @@ class World:
 
     processes: tuple[Process, ...]
     history: tuple[View, ...] = ()
-    mail: frozenset[tuple[int, v.Event]] = frozenset()
+    mail: frozenset[tuple[int, Event]] = frozenset()
     now: float = 0.0
     kills: int = 0
     ticks: int = 0
@@ -128,7 +153,7 @@ def actions(world: World) -> Iterator[Action]:
             j = int(other.id[1:])
             if not world.processes[j].alive and other.id not in known:
                 quiet = False
-                yield Action("proof", i, v.Proof((v.Death(other.id, "its process ended"),)))
+                yield Action("proof", i, ProvenDeaths((Death(other.id, "its process ended"),)))
         if world.kills:
             yield Action("kill", i)
         if world.ticks and core.wake_at is not None:
@@ -158,20 +183,20 @@ def apply(world: World, action: Action) -> World:
             mail = frozenset((j, event) for j, event in world.mail if j != i)
             return _with(replace(world, kills=world.kills - 1, mail=mail), i, dead)
         case "start":
-            return _feed(world, i, v.Started())
+            return _feed(world, i, Started())
         case "poll":
-            return _feed(world, i, v.ViewRead(world.register))
+            return _feed(world, i, ViewRead(world.register))
         case "finish":
             assert process.core.view is not None
-            return _feed(world, i, v.LocalFinished(process.core.view.epoch))
+            return _feed(world, i, LocalFinished(process.core.view.epoch))
         case "break":
             assert process.core.view is not None
-            broken = v.Broken(process.core.view.epoch, "a connection was lost")
+            broken = EpochBroken(process.core.view.epoch, "a connection was lost")
             return _feed(replace(world, breaks=world.breaks - 1), i, broken)
         case "tick":
             assert process.core.wake_at is not None
             world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)
-            return _feed(world, i, v.Tick())
+            return _feed(world, i, Tick())
         case "proof":
             assert action.what is not None
             return _feed(world, i, action.what)
@@ -180,26 +205,26 @@ def apply(world: World, action: Action) -> World:
             return _feed(replace(world, mail=world.mail - {(i, action.what)}), i, action.what)
         case "away":
             world = _with(replace(world, outages=world.outages - 1), i, replace(process, proposal=None))
-            return _mail(world, i, v.CasFailed("away"))
+            return _mail(world, i, CasFailed("away"))
         case "cas":
             assert process.proposal is not None
             expected, view = process.proposal.expected, process.proposal.view
             world = _with(world, i, replace(process, proposal=None))
             if expected == (world.register.epoch if world.register else 0):
                 _check_succession(world, view)
-                return _mail(replace(world, history=(*world.history, view)), i, v.CasWon(view))
-            return _mail(world, i, v.CasLost(world.register))
+                return _mail(replace(world, history=(*world.history, view)), i, CasWon(view))
+            return _mail(world, i, CasLost(world.register))
 
 
 def _with(world: World, i: int, process: Process) -> World:
     return replace(world, processes=(*world.processes[:i], process, *world.processes[i + 1 :]))
 
 
-def _mail(world: World, i: int, event: v.Event) -> World:
+def _mail(world: World, i: int, event: Event) -> World:
     return replace(world, mail=world.mail | {(i, event)})
 
 
-def _feed(world: World, i: int, event: v.Event) -> World:
+def _feed(world: World, i: int, event: Event) -> World:
     process = world.processes[i]
     core, effects = process.core.on(event, world.now)
     world = _with(world, i, replace(process, core=core))
@@ -208,36 +233,36 @@ def _feed(world: World, i: int, event: v.Event) -> World:
     return world
 
 
-def _perform(world: World, i: int, effect: v.Effect) -> World:
+def _perform(world: World, i: int, effect: Effect) -> World:
     process = world.processes[i]
     me = process.core.me
     match effect:
-        case v.Propose():
+        case Propose():
             check(process.proposal is None, f"{me.id} proposes twice at once")
             check(bool(effect.view.reason), "a decision without a reason")
             return _with(world, i, replace(process, proposal=effect))
-        case v.Announce(view, to, change):
-            news = v.ViewRead(view, me.id) if change is None else v.Changed(change, me.id)
+        case Announce(view, to, change):
+            news = ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id)
             for other in to:
                 world = _mail(world, int(other.id[1:]), news)
             return world
-        case v.Ask():
-            return _mail(world, i, v.ViewRead(world.register))
-        case v.AnnounceSelf(view, to):
+        case ReadRegister():
+            return _mail(world, i, ViewRead(world.register))
+        case AnnounceSelf(view, to):
             for other in to:
-                world = _mail(world, int(other.id[1:]), v.SpareAnnounced(me))
+                world = _mail(world, int(other.id[1:]), SpareAnnounced(me))
             return world
-        case v.Report(deaths, to):
+        case ReportDeaths(deaths, to):
             for other in to:
-                world = _mail(world, int(other.id[1:]), v.Proof(deaths))
+                world = _mail(world, int(other.id[1:]), ProvenDeaths(deaths))
             return world
-        case v.Install(view):
+        case Install(view):
             _check_install(world, i, view)
             return _with(world, i, replace(process, installed=(*process.installed, view.epoch)))
-        case v.Revoke(epoch):
+        case Revoke(epoch):
             check(epoch in process.installed, f"{me.id} revokes epoch {epoch} that it never had")
             return _with(world, i, replace(process, revoked=process.revoked | {epoch}))
-        case v.Evicted(view):
+        case Evicted(view):
             check(me.id not in {m.id for m in view.members}, f"{me.id} is told of an eviction that is none")
             return _with(world, i, replace(process, evicted=True))
         case _:
