@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HOLDFAST_CHECK", "1")
@@ -21,6 +22,7 @@ from hypothesis import settings
 from holdfast.harness import LocalCluster
 from holdfast.harness.processes import zygote_client as processes
 from support import dispositions
+from support.children import Child, children
 from support.leaks import Snapshot, settle
 
 dispositions.restore()
@@ -49,6 +51,31 @@ def cluster(backend: str) -> Iterator[LocalCluster]:
     """Two ranks on each backend."""
     with LocalCluster(2, backend, timeout=30.0) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    """A function that starts child processes; kills all that are left after the test."""
+    with children() as starter:
+        yield starter
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A register that several processes can reach."""
+    return f"sqlite://{tmp_path}/job.sqlite"
+
+
+@pytest.fixture
+def fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checks of agreement, so that communicators made by the test take the fast paths."""
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+
+@pytest.fixture(params=["0", "1"], ids=["fast", "checked"])
+def fast_and_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First without checks of agreement, then with them."""
+    monkeypatch.setenv("HOLDFAST_CHECK", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,10 @@ from holdfast.backends.gloo.sockets import is_listening, name_of, sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
 from holdfast.ft.control.client import RpcClient
-from holdfast.ft.telemetry import metrics_server as served
+from holdfast.ft.telemetry import metrics_server
 from holdfast.harness import LocalCluster
 from support.rpc_servers import rpc_server_thread
+from support.waiting import eventually
 
 KNOWN = {"key": b"k" * 32, "job": "job"}
 
@@ -55,7 +56,7 @@ def flood(ports: list[int], count: int) -> Iterator[None]:
 
 def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None:
     """One thread serves them all, and holds few of their descriptors."""
-    server = served.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         threads = set(threading.enumerate())
         with flood([server.port], 300):
@@ -63,19 +64,19 @@ def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None
             said = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5.0).read()
             assert said == b"a page"
             assert set(threading.enumerate()) <= threads
-            assert len(server._listener._strangers) <= served.MOST
+            assert len(server._listener._strangers) <= metrics_server.MOST
     finally:
         server.close()
 
 
 def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    server = served.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         assert server._listener.most == 8
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert server._listener.most == served.MOST
+        assert server._listener.most == metrics_server.MOST
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.close()
@@ -137,9 +138,7 @@ def test_a_job_recovers_from_a_kill_while_every_port_of_it_is_flooded(backend: s
     options = {"min_size": 2, "shards": 6, "metrics": 0}
     with LocalCluster(3, backend, timeout=90.0, session=options) as cluster:
         job = cluster.start(train)
-        deadline = time.monotonic() + 30.0
-        while not started.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        eventually(started.exists, 30.0)
         ports = [port for process in job.processes for port in ports_of(process.pid)]
         assert len(ports) >= 6, "each member has a control port, and one for metrics"
         with flood(ports, 400):

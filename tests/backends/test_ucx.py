@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.harness import LocalCluster
-from support.children import Child, children
-from support.waiting import eventually
+from support.children import Child
+from support.waiting import becomes_true, eventually
 
 SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
 AS_IN_HARDWARE = "posix,cma,ib,self"
@@ -271,12 +271,12 @@ def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
                 with pytest.raises((Revoked, PeerFailed, OpTimeout)):
                     part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
             part.close()
-        grown = [b - a for a, b in zip(start, held(), strict=True)]
-        deadline = time.monotonic() + 5.0
-        while max(grown) > 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-            grown = [b - a for a, b in zip(start, held(), strict=True)]
-        return tuple(grown)  # type: ignore[return-value]
+
+        def grown() -> tuple[int, int, int]:
+            return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+
+        becomes_true(lambda: max(grown()) <= 1, interval=0.02)
+        return grown()
 
     with LocalCluster(2, "ucx", timeout=100.0) as cluster:
         for grown in cluster.run(body, 30):
@@ -287,10 +287,10 @@ def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
 
 
 @pytest.fixture
-def start(tls: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
+def start(tls: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> Callable[..., Child]:
+    """A function that starts child processes whose UCX uses these transports."""
     monkeypatch.setenv("UCX_TLS", tls)
-    with children() as starter:
-        yield starter
+    return start
 
 
 def _expose(pipe: Connection) -> None:

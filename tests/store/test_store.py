@@ -18,14 +18,9 @@ from torch import nn
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore, layout
-from support.children import Child, children
+from support.children import Child
+from support.samples.store_processes import a_holder
 from support.waiting import eventually
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """A register that several processes can reach."""
-    return f"sqlite://{tmp_path}/job.sqlite"
 
 
 @pytest.fixture
@@ -34,25 +29,12 @@ def store(tmp_path: Path) -> Iterator[WeightStore]:
         yield opened
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
-
-
 def weights(value: float = 1.0, size: int = 1000) -> dict[str, torch.Tensor]:
     return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), value, dtype=torch.float64)}
 
 
 def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-
-def a_holder(pipe: Connection, url: str) -> None:
-    """Keep replicas in this process until it is told to end."""
-    with WeightStore(url) as held:
-        pipe.send(held.versions())
-        pipe.recv()
 
 
 # -- one process

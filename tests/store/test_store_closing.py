@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +14,9 @@ import torch
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.store import WeightStore
 from holdfast.store.catalog import Catalog, Shard
-from support.children import Child, children
+from support.children import Child
+from support.samples.store_processes import a_holder
 from support.waiting import eventually
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/job.sqlite"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
-
-
-def a_holder(pipe: Connection, url: str) -> None:
-    with WeightStore(url):
-        pipe.send("open")
-        pipe.recv()
 
 
 def a_part(number: int) -> dict[str, torch.Tensor]:

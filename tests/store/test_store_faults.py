@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,23 +18,17 @@ from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog import Catalog
-from support.children import Child, children
+from support.children import Child
+from support.samples.store_processes import a_holder, a_publisher
 from support.waiting import eventually
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/job.sqlite"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
 
 
 def weights(value: float, size: int = 10_000) -> dict[str, torch.Tensor]:
     return {"a": torch.full((size,), float(value)), "b": torch.full((7,), float(value))}
+
+
+def ones() -> dict[str, torch.Tensor]:
+    return weights(1.0)
 
 
 def read(store: WeightStore, version: int, size: int = 10_000) -> float:
@@ -47,25 +41,6 @@ def read(store: WeightStore, version: int, size: int = 10_000) -> float:
 
 def pids(store: WeightStore, version: int) -> set[int]:
     return {holder.pid for holder in store.holders(version)}
-
-
-def a_holder(pipe: Connection, url: str) -> None:
-    with WeightStore(url):
-        pipe.send("open")
-        pipe.recv()
-
-
-def a_publisher(pipe: Connection, url: str, version: int, value: float, point: str, replicas: int) -> None:
-    """Publish a version, and die at `point`."""
-
-    def observe(kind: str, fields: dict[str, object]) -> None:
-        if kind == point:
-            pipe.send(kind)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with WeightStore(url, replicas=replicas, observe=observe) as store:
-        store.publish(version, weights(value))
-    pipe.send("survived")
 
 
 def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..., Child]) -> None:
@@ -112,7 +87,7 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     start(a_holder, url).hear()
     with WeightStore(url) as store:
-        publisher = start(a_publisher, url, 3, 1.0, point, 4)
+        publisher = start(a_publisher, url, 3, ones, point, 4)
         assert publisher.hear() == point
         publisher.kill()
         with pytest.raises(NoSuchVersion):
@@ -124,7 +99,7 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
 def test_a_publisher_that_dies_after_publishing_has_published(url: str, start: Callable[..., Child]) -> None:
     start(a_holder, url).hear()
     with WeightStore(url) as store:
-        publisher = start(a_publisher, url, 3, 1.0, "published", 2)
+        publisher = start(a_publisher, url, 3, ones, "published")
         assert publisher.hear() == "published"
         publisher.kill()
         assert read(store, 3) == 1.0
@@ -156,7 +131,7 @@ def test_a_part_of_a_dead_publisher_does_not_complete_a_version(url: str, start:
 
 def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callable[..., Child]) -> None:
     """Two publishers bring the same bytes; the first dies before any process has a copy of its part."""
-    first = start(a_publisher, url, 3, 1.0, "announced", 2)
+    first = start(a_publisher, url, 3, ones, "announced")
     assert first.hear() == "announced"
     first.kill()
     with WeightStore(url) as store:
@@ -203,7 +178,7 @@ class Killer:
 
 
 def test_when_all_holders_die_the_version_is_lost_and_says_so(url: str, start: Callable[..., Child]) -> None:
-    publisher = start(a_publisher, url, 3, 1.0, "published", 1)
+    publisher = start(a_publisher, url, 3, ones, "published", 1)
     assert publisher.hear() == "published"
     publisher.kill()
     with WeightStore(url, hold=False) as store:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,12 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store import WeightStore
-from support.children import Child, children
+from support.children import Child
+from support.samples.store_processes import a_holder, a_publisher
 
 Tensor = torch.Tensor
 SIZES = (5, 70_000)
 """Elements of a small and of a large tensor: the layout keeps them apart, and reads differ."""
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/job.sqlite"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
 
 
 def odd(seed: int) -> dict[str, Tensor]:
@@ -72,26 +60,10 @@ def targets() -> dict[str, Tensor]:
     return odd(99)
 
 
-def a_holder(pipe: Connection, url: str) -> None:
-    with WeightStore(url):
-        pipe.send("open")
-        pipe.recv()
-
-
-def a_publisher(pipe: Connection, url: str, point: str) -> None:
-    def observe(kind: str, _: dict[str, object]) -> None:
-        if kind == point:
-            pipe.send(kind)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with WeightStore(url, observe=observe) as store:
-        store.publish(1, odd(1))
-
-
 def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, start: Callable[..., Child]) -> None:
     for _ in range(2):
         start(a_holder, url).hear()
-    publisher = start(a_publisher, url, "published")
+    publisher = start(a_publisher, url, 1, partial(odd, 1), "published")
     publisher.hear()
     publisher.kill()
     expected, into = odd(1), targets()
@@ -104,7 +76,7 @@ def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, start: Callab
 def test_a_publisher_of_odd_tensors_that_dies_half_way_leaves_nothing_in_the_way(
     url: str, start: Callable[..., Child], point: str
 ) -> None:
-    publisher = start(a_publisher, url, point)
+    publisher = start(a_publisher, url, 1, partial(odd, 1), point)
     publisher.hear()
     publisher.kill()
     start(a_holder, url).hear()

@@ -6,9 +6,16 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Return once `condition()`; fails the test if that takes longer than `seconds`."""
+def becomes_true(condition: Callable[[], bool], seconds: float = 5.0, interval: float = 0.002) -> bool:
+    """Whether `condition()` holds within `seconds`; checks it every `interval` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(interval)
+    return True
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Return once `condition()`; fails the test if that takes longer than `seconds`."""
+    assert becomes_true(condition, seconds), "it did not happen"

@@ -24,25 +24,23 @@ from holdfast.comms.plugins.spec import BackendInfo, hookimpl
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
+from support.waiting import becomes_true
 
 
 def settled(seconds: float = 10.0) -> bool:
     """Whether no thread of a dropped communicator is left."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(each.name.startswith(("holdfast-dropped", "holdfast-ops")) for each in threading.enumerate()):
-            return True
-        time.sleep(0.01)
-    return False
+    names = ("holdfast-dropped", "holdfast-ops")
+    return becomes_true(lambda: not any(each.name.startswith(names) for each in threading.enumerate()), seconds)
 
 
 def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Collect garbage until `done()`: the thread that ran an op lets go of it a moment after the op is complete."""
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
+
+    def collected() -> bool:
         gc.collect()
-        time.sleep(0.005)
-    return done()
+        return done()
+
+    return becomes_true(collected, seconds, interval=0.005)
 
 
 def test_a_dropped_communicator_warns_and_lets_everything_go(tmp_path: Path) -> None:

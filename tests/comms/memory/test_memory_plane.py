@@ -29,6 +29,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.spec import Available
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
+from support.waiting import becomes_true
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": memory_plane.open_plane,
@@ -42,12 +43,6 @@ OPENERS: dict[str, Callable[[], MemoryPlane]] = {
 def plane(request: pytest.FixtureRequest) -> Iterator[MemoryPlane]:
     with OPENERS[request.param]() as opened:
         yield opened
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
 
 
 # -- on every plane
@@ -262,9 +257,7 @@ def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane)
         threads = [threading.Thread(target=reader, args=(region.handle,)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        until = time.monotonic() + 10.0
-        while len(outcomes) == done and time.monotonic() < until:
-            time.sleep(0.002)
+        becomes_true(lambda: len(outcomes) > done, 10.0)  # noqa: B023
         region.close()
         tensor.fill_(2)
         gone.set()

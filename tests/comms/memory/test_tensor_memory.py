@@ -180,13 +180,7 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
     yield "tensor", lambda: comm.window(bad)
 
 
-@pytest.fixture
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take fast paths, as without checks."""
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-
-
-@pytest.mark.usefixtures("_fast")
+@pytest.mark.usefixtures("fast_paths")
 def test_every_op_refuses_a_tensor_without_memory_by_name_and_the_communicator_lives_on(backend: str) -> None:
     def refuse(comm: Communicator) -> list[str]:
         wrong = []
@@ -208,7 +202,7 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_the_communicator_l
         assert cluster.run(refuse) == [[], []]
 
 
-@pytest.mark.usefixtures("_fast")
+@pytest.mark.usefixtures("fast_paths")
 def test_every_tensor_with_plain_memory_is_taken(backend: str) -> None:
     def take(comm: Communicator) -> list[str]:
         wrong = []

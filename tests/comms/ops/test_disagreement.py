@@ -14,12 +14,7 @@ from holdfast.comms import Communicator, HoldfastError, Mismatch, Recv, Send
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 
-pytestmark = pytest.mark.usefixtures("_unchecked")
-
-
-@pytest.fixture
-def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+pytestmark = pytest.mark.usefixtures("fast_paths")
 
 
 SIZES = {"small": 4, "large": 100_000}

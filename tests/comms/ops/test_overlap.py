@@ -75,12 +75,7 @@ def _compare(comm: Communicator, op: str) -> list[str]:
     return wrong
 
 
-@pytest.fixture(params=["0", "1"], ids=["fast", "checked"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", request.param)
-
-
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("fast_and_checked")
 def test_an_input_that_shares_memory_with_the_output_is_read_as_it_was(backend: str) -> None:
     with LocalCluster(RANKS, backend, timeout=30.0) as cluster:
         for op in OPS:

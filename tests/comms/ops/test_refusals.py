@@ -14,11 +14,6 @@ from holdfast.comms.transport.base import Transport
 from holdfast.harness import LocalCluster
 
 
-@pytest.fixture(params=["0", "1"], ids=["fast", "checked"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", request.param)
-
-
 def _works(comm: Communicator) -> bool:
     total = torch.ones(4)
     comm.all_reduce(total)
@@ -60,7 +55,7 @@ def _arguments(comm: Communicator) -> list[str]:
     return wrong
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("fast_and_checked")
 def test_a_communicator_works_after_every_refused_argument(backend: str) -> None:
     with LocalCluster(2, backend, timeout=30.0) as cluster:
         assert cluster.run(_arguments) == [[], []]
@@ -134,7 +129,7 @@ def _prepare_fails(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("fast_and_checked")
 def test_an_op_that_could_not_be_prepared_can_be_called_again(backend: str) -> None:
     with LocalCluster(2, backend, timeout=30.0) as cluster:
         assert cluster.run(_prepare_fails) == [[], []]

@@ -695,12 +695,6 @@ def serve_until_killed(pipe: Pipe, forks: bool = False) -> None:
         time.sleep(60)
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
-
-
 def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[..., Child]) -> None:
     child = start(serve_until_killed)
     errors: list[BaseException] = []

@@ -5,25 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
-
-import pytest
 
 from holdfast.ft.registers import open_cell
-from support.children import Child, children
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/job.sqlite"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    with children() as starter:
-        yield starter
+from support.children import Child
 
 
 def a_reader(pipe: Connection, url: str) -> None:

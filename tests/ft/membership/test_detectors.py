@@ -20,7 +20,7 @@ from holdfast.comms import OpTimeout
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import HOST, is_stopped, this_host, this_process
+from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
@@ -37,6 +37,7 @@ from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.harness.bench.recovery.evictions import HOGS, measure
 from support.children import children
+from support.hosts import be_alone_on_host
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
 
@@ -357,12 +358,6 @@ def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed() -> 
 # -- a death that nobody on its host can tell of
 
 
-def alone() -> None:
-    """Be on a host of one's own."""
-    os.environ[HOST] = str(os.getpid())
-    this_host.cache_clear()
-
-
 def keep_in_step(session: Session) -> int:
     for attempt in session.steps(60):
         with attempt:
@@ -374,7 +369,7 @@ def keep_in_step(session: Session) -> int:
 def test_a_death_on_another_host_is_seen_long_before_the_suspect_time() -> None:
     """Its host answers for it: nobody listens at its address any more."""
     times = Timeouts(heartbeat=0.2, suspect=8.0, operation=20.0, rebuild=20.0, join=20.0)
-    with LocalCluster(3, "ucx", session={"timeouts": times, "min_size": 2}, prepare=alone) as ranks:
+    with LocalCluster(3, "ucx", session={"timeouts": times, "min_size": 2}, prepare=be_alone_on_host) as ranks:
         job = ranks.start(keep_in_step)
         job.wait_for("committed", step=3)
         epoch = job.view().epoch

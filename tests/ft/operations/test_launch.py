@@ -18,6 +18,7 @@ from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastWords, ProcessFailure, last_ranks, table
 from holdfast.ft.telemetry.flight import find
+from support.waiting import becomes_true
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 
@@ -30,15 +31,12 @@ def script(tmp_path: Path, text: str) -> str:
 
 def ended(pids: list[int], seconds: float = 10.0) -> bool:
     """Whether all these processes are gone soon."""
-    deadline = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > deadline:
-            for pid in pids:
-                if Path(f"/proc/{pid}").exists():
-                    os.kill(pid, signal.SIGKILL)
-            return False
-        time.sleep(0.02)
-    return True
+    if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds, interval=0.02):
+        return True
+    for pid in pids:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    return False
 
 
 # -- a job that cannot go on
@@ -297,9 +295,8 @@ def test_a_missing_command_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_descendants_are_found_whatever_their_session() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
     try:
-        deadline = time.monotonic() + 10
-        while len(found := guardian.descendants(child.pid)) < 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        becomes_true(lambda: len(guardian.descendants(child.pid)) > 0, 10.0)
+        found = guardian.descendants(child.pid)
         assert len(found) == 1
         assert {child.pid, *found} <= set(guardian.descendants(os.getpid()))
     finally:

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from holdfast.comms import HoldfastError
-from holdfast.comms.transport.liveness import HOST, this_host
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.commit.commit_state import BROKEN_EPOCHS
 from holdfast.ft.faultpoints import POINTS
@@ -30,6 +29,7 @@ from holdfast.ft.runtime import reactor
 from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
+from support.hosts import be_alone_on_host
 from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
 
 
@@ -325,13 +325,7 @@ def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, lis
     return session.rank, session.step, tally.steps
 
 
-def alone() -> None:
-    """Each process is on a host of its own."""
-    os.environ[HOST] = str(os.getpid())
-    this_host.cache_clear()
-
-
-@pytest.mark.parametrize(("backend", "prepare"), [("shm", None), ("gloo", alone)])
+@pytest.mark.parametrize(("backend", "prepare"), [("shm", None), ("gloo", be_alone_on_host)])
 def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_job_is_over(
     backend: str, prepare: Callable[[], None] | None
 ) -> None:

@@ -32,6 +32,7 @@ from holdfast.ft.state.codec import put_together, take_apart
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
+from support.samples.attachable import Attachable
 
 # -- verdicts
 
@@ -176,19 +177,6 @@ def test_a_malformed_description_is_refused(data: bytes) -> None:
 # -- the transfer
 
 
-class Thing:
-    """Something to attach, with a state of any kind."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def state_of(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"w{i}": torch.randn(i, 7, generator=generator) for i in range(5)}
@@ -211,7 +199,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("receivers", [(0, 2), (2,)])
 def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tuple[int, ...]) -> None:
     def move(comm: Communicator) -> tuple[int, bool, bool]:
-        thing = Thing(state_of(comm.rank))
+        thing = Attachable(state_of(comm.rank))
         pipe = transfer.Pipe(comm, 1, receivers, 20.0)
         done = -1
         if comm.rank == 1:
@@ -252,8 +240,8 @@ def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
         return tensor
 
     tape: Any = Tape(flip)
-    transfer.give(tape, {"thing": Thing({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
-    mine = Thing({"w": torch.zeros(100)})
+    transfer.give(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
+    mine = Attachable({"w": torch.zeros(100)})
     with pytest.raises(CorruptData, match="another checksum"):
         transfer.take(tape, {"thing": mine}, lambda: None, lambda: None)
     assert not mine.state["w"].any()
@@ -261,7 +249,7 @@ def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
 
 def test_ranks_that_attach_different_things_are_told() -> None:
     tape: Any = Tape()
-    transfer.give(tape, {"model": Thing({})}, 1, lambda: None, lambda reason: None)
+    transfer.give(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
     with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
         transfer.take(tape, {}, lambda: None, lambda: None)
 

@@ -24,21 +24,9 @@ from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import put_together, take_apart
 from holdfast.harness import LocalCluster
+from support.samples.attachable import Attachable
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
-
-
-class Thing:
-    """Something to attach, with a state of any kind."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Generator:
@@ -53,7 +41,7 @@ class Generator:
 
 def journey(state: Any) -> Any:
     """The state as a newcomer gets it."""
-    packed = transfer.pack({"thing": Thing(state)}, torch.device("cpu"))
+    packed = transfer.pack({"thing": Attachable(state)}, torch.device("cpu"))
     return transfer.unpack(transfer.PackedState(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
         "thing"
     ]
@@ -227,7 +215,7 @@ def test_a_spare_takes_over_schedulers_and_random_numbers(backend: str) -> None:
 
 def spoilt(session: Session, steps: int, gate: str, at: int) -> list[int]:
     """Steps whose state cannot travel any more from step `at` on."""
-    thing, done = Thing({"value": 1}), []
+    thing, done = Attachable({"value": 1}), []
     session.attach("thing", thing)
     for attempt in session.steps(steps):
         with attempt:
@@ -291,7 +279,7 @@ def test_a_late_joiner_that_cannot_be_given_the_state_is_refused_and_the_job_goe
 
 def test_a_founder_whose_state_cannot_travel_ends_the_job_with_the_reason() -> None:
     def start(session: Session) -> None:
-        thing = Thing({"value": 1})
+        thing = Attachable({"value": 1})
         session.attach("thing", thing)
         thing.state = {"value": print}
         for attempt in session.steps(2):

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
 from holdfast.harness.processes.zygote_client import zygote
 from support.torch_groups import sharded_model
+from support.waiting import eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 6
@@ -389,10 +390,10 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
         if gate and epoch == 3 and (point, rank) == ("step.begin", 0):
             Path(gate).touch()
         if gate and epoch == 3 and point == "restore.after_load" and rank > 0:
-            wait_until(Path(gate).exists)
+            eventually(Path(gate).exists, 30.0)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_until(lambda: session._tenure.is_over(epoch))
+            eventually(lambda: session._tenure.is_over(epoch), 30.0)
             raise Revoked(epoch, "rank 1 died")
 
     faultpoints.arm(strike)
@@ -407,13 +408,6 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
         if attempt.committed:
             steps.done.append(attempt.step)
     return steps.done
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

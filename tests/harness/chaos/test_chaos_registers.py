@@ -19,6 +19,7 @@ from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse
 from holdfast.harness.cluster.view_cache import ViewCache
 from holdfast.harness.invariants import Bounds, Event
+from support.waiting import eventually
 
 AWAY = """
 title = "a register"
@@ -97,7 +98,7 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
         following = ViewCache(Register.open(server.url))
         try:
             assert register.compare_and_set(0, view)
-            within(lambda: following.newest() == view)
+            eventually(lambda: following.newest() == view, 20.0)
             server.pause()
             began = time.monotonic()
             assert following.newest() == view
@@ -124,14 +125,6 @@ def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path)
         assert register.compare_and_set(0, view)
         server.kill_leader()
         assert register.read() == view
-
-
-def within(condition: Any, seconds: float = 20.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 # -- the invariant

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from holdfast.rl.happenings import (
 )
 from holdfast.rl.learning.recipe import Recipe
 from holdfast.rl.units import Unit
+from support.waiting import becomes_true
 
 STAGES = {
     "trainer": ["detected", "rebuilt", "next step committed"],
@@ -171,10 +171,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: int) 
         output = process.stdout.read()
         assert process.wait(30) == 130, output
     assert "interrupted" in output
-    deadline = time.monotonic() + 5.0
-    while any(Path(f"/proc/{pid}").exists() for pid in descendants) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in descendants if Path(f"/proc/{pid}").exists()]
+    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in descendants))
     assert not list(tmp_path.glob("holdfast*"))
 
 

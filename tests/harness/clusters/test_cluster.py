@@ -21,6 +21,7 @@ from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTi
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.errors import pack_error, rank_failure, unpack_error
 from holdfast.harness.processes import zygote_client
+from support.waiting import becomes_true
 
 
 class Custom(Exception):
@@ -378,12 +379,7 @@ def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> Non
 
 def _gone(pid: int, patience: float = 10.0) -> bool:
     """True once the process is no more."""
-    deadline = time.monotonic() + patience
-    while Path(f"/proc/{pid}").exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return becomes_true(lambda: not Path(f"/proc/{pid}").exists(), patience, interval=0.01)
 
 
 # -- bad input

@@ -27,6 +27,7 @@ from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.samples.tally import SHARDS, Tally
+from support.waiting import becomes_true
 
 pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 
@@ -103,10 +104,8 @@ class Hosts:
         return [e for e in self._contract.events() if e["kind"] == kind and (pids is None or e["pid"] in pids)]
 
     def until(self, done: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s\n{self.story()}"
-            time.sleep(0.02)
+        in_time = becomes_true(done, seconds, interval=0.02)
+        assert in_time, f"{what}: not within {seconds:g} s\n{self.story()}"
 
     def until_size(self, size: int, since: float = 0.0) -> None:
         """Wait until the job works with this many ranks."""
