@@ -64,10 +64,24 @@ def test_bounds_are_named() -> None:
         integer_in(np.int64(9), "size", 1, 8)
 
 
+def _accepted(
+    calls: list[Callable[[Any], object]], values: list[Any], errors: type[Exception] | tuple[type[Exception], ...]
+) -> list[str]:
+    """A line for each call that takes one of `values` without raising one of `errors`."""
+    found = []
+    for value in values:
+        for number, call in enumerate(calls):
+            try:
+                call(value)
+                found.append(f"{value!r} in call {number}: taken")
+            except errors:
+                pass
+    return found
+
+
 def _everywhere(comm: Communicator) -> list[str]:
     """Pass each integer argument of a communicator as several kinds of integers."""
     x, size = torch.ones(4), comm.size
-    wrong: list[str] = []
     for kind in INTEGERS:
         root, peer, tag = kind(1), kind(1 - comm.rank), kind(7)
         comm.broadcast(x, root)
@@ -94,19 +108,8 @@ def _everywhere(comm: Communicator) -> list[str]:
         lambda bad: comm.broadcast_object(None, bad),
         lambda bad: comm.split([bad]),
     ]
-    for bad in NO_INTEGERS:
-        for number, call in enumerate(calls):
-            try:
-                call(bad)
-                wrong.append(f"{bad!r} in call {number}: taken")
-            except TypeError:
-                pass
-    for late in NO_TIMEOUTS:
-        try:
-            comm.all_reduce(x, timeout=late)
-            wrong.append(f"timeout {late!r}: taken")
-        except (TypeError, ValueError):
-            pass
+    wrong = _accepted(calls, NO_INTEGERS, TypeError)
+    wrong += _accepted([lambda late: comm.all_reduce(x, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
     for timeout in TIMEOUTS:
         comm.all_reduce(x, timeout=timeout, async_op=True).wait(timeout)
     return wrong
@@ -118,7 +121,6 @@ def test_a_communicator_takes_whole_numbers_of_every_kind(backend: str) -> None:
 
 
 def _in_windows(comm: Communicator) -> list[str]:
-    wrong: list[str] = []
     with comm.window(torch.zeros(4, dtype=torch.int64)) as window:
         for kind in INTEGERS:
             peer = kind(1 - comm.rank)
@@ -139,13 +141,7 @@ def _in_windows(comm: Communicator) -> list[str]:
             lambda bad: window.signal(bad),
             lambda bad: window.wait_signal(bad),
         ]
-        for bad in NO_INTEGERS:
-            for number, call in enumerate(calls):
-                try:
-                    call(bad)
-                    wrong.append(f"{bad!r} in call {number}: taken")
-                except TypeError:
-                    pass
+        wrong = _accepted(calls, NO_INTEGERS, TypeError)
         comm.barrier()
     return wrong
 

@@ -24,6 +24,7 @@ from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import put_together, take_apart
 from holdfast.harness import LocalCluster
+from support.job_errors import errors_of
 from support.samples.attachable import Attachable
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
@@ -243,18 +244,10 @@ def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple
     newcomer = job.process_of(job.wait_for("spare")["pid"])
     results = job.results()
     with pytest.raises(StateNotGiven) as refused:
-        raise unpacked(job, newcomer)
+        (error,) = errors_of(job, [newcomer], 20.0)
+        assert error is not None
+        raise error
     return results, job.events(), str(refused.value)
-
-
-def unpacked(job: Any, process: Any) -> BaseException:
-    """The error with which a process of the job ended."""
-    from holdfast.harness.cluster.errors import unpack_error
-
-    deadline = time.monotonic() + 20
-    while not job.ended(process) and time.monotonic() < deadline:
-        job._collect(0.05)
-    return unpack_error(job._ended[process.pid].error)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -15,20 +15,10 @@ from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
 from holdfast.ft.error_history import describe, note
 from holdfast.ft.runtime.register import Register
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.errors import unpack_error
-from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
+from support.job_errors import errors_of
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
-
-
-def outcomes(job: Job, timeout: float = 30.0) -> list[BaseException | None]:
-    """The error of each process that has ended, once all have."""
-    deadline = time.monotonic() + timeout
-    while not all(map(job.ended, job.processes)) and time.monotonic() < deadline:
-        job._collect(0.05)
-    ended = [job._ended.get(process.pid) for process in job.processes]
-    return [None if end is None or end.error is None else unpack_error(end.error) for end in ended]
 
 
 def fails(session: Session, gate: str = "", once: str = "") -> int:
@@ -63,7 +53,7 @@ def test_an_exception_that_comes_again_ends_the_job_on_all_ranks_and_consumes_on
         gate.touch()
         with pytest.raises(ValueError, match="a bad batch"):
             job.results()
-        errors = outcomes(job)
+        errors = errors_of(job, job.processes)
         view = job.newest_view()
         assert check([event_of(event) for event in job.events()]) == []
     assert view is not None and view.phase == "failed"
@@ -81,7 +71,7 @@ def test_the_first_exception_ends_a_job_with_that_setting() -> None:
         job = ranks.start(fails)
         with pytest.raises(ValueError, match="a bad batch"):
             job.results()
-        errors = outcomes(job)
+        errors = errors_of(job, job.processes)
     assert sorted(type(error).__name__ for error in errors) == ["StepFailed", "StepFailed", "ValueError"]
 
 
@@ -103,7 +93,7 @@ def test_an_exception_in_every_step_ends_the_job_though_the_steps_are_committed(
         job = ranks.start(fail, str(gate))
         job.wait_for_spares()
         gate.touch()
-        errors = outcomes(job)
+        errors = errors_of(job, job.processes)
     assert sum(isinstance(error, ValueError) for error in errors) == 2
     assert sum(isinstance(error, StepFailed) for error in errors) == 3
 
@@ -119,7 +109,7 @@ def test_an_exception_on_all_ranks_ends_the_job_at_once() -> None:
     with LocalCluster(3, session={"timeouts": replace(QUICK, join=60.0), "min_size": 3}) as ranks:
         began = time.monotonic()
         job = ranks.start(fail)
-        errors = outcomes(job)
+        errors = errors_of(job, job.processes)
         assert time.monotonic() - began < 30, "nobody waits for members that cannot come"
     assert {type(error) for error in errors} <= {KeyError, StepFailed}
     assert KeyError in map(type, errors)
@@ -163,7 +153,7 @@ def test_all_ranks_may_leave_the_steps_early(backend: str) -> None:
     with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
         job = ranks.start(stops, 4, late=0.4)
         assert job.results() == [5, 5, 5]
-        assert outcomes(job) == [None] * 4, "the spare is let go too"
+        assert errors_of(job, job.processes) == [None] * 4, "the spare is let go too"
         view = job.newest_view()
         assert check([event_of(event) for event in job.events()]) == []
     assert view is not None
