@@ -327,7 +327,7 @@ def evictions(
         holdfast bench evictions --minutes 1 -n 4
 
     Ranks hold their interpreter, compute in several threads, and take and touch memory, each for up to two and a half
-    times the suspect time, on too few cores. Exit status: 0 only if nobody was evicted; 1 if somebody was;
+    times the suspect time, on too few cores. Exit status: 0 only if no rank was evicted; 1 if one was;
     2 if that could not be measured.
     """
     from holdfast.comms.errors import HoldfastError

@@ -30,7 +30,7 @@ from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
 from holdfast.harness.cluster.results import RankResult, values
-from holdfast.harness.cluster.session_worker import WHERE_ARE_YOU, Ended, session_target
+from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.cluster.view_cache import ViewCache
 from holdfast.harness.processes.framed_socket import ChannelClosed
@@ -354,6 +354,6 @@ class Job:
         """The stacks of the main threads of the processes that still run; asks each by a signal."""
         running = self._running()
         for process in running:
-            process.signal(WHERE_ARE_YOU)
+            process.signal(STACK_SIGNAL)
         time.sleep(0.2)
         return "\n".join(f"[{process.name}, pid {process.pid}] {last_stack(process.output)}" for process in running)

@@ -15,7 +15,7 @@ from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.errors import PackedError, pack_error
 from holdfast.harness.processes.channel import ProcessChannel
 
-WHERE_ARE_YOU = signal.SIGUSR2
+STACK_SIGNAL = signal.SIGUSR2
 """The signal on which a process writes the stack of its main thread to its output."""
 
 
@@ -37,7 +37,7 @@ def session_target(
     """
 
     def target(channel: ProcessChannel) -> None:
-        faulthandler.register(WHERE_ARE_YOU, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, all_threads=False)
         try:
             own = prepare() if prepare is not None else None
             ended = Ended(time.monotonic(), pickling.dumps_result(_in_session(body, {**options, **(own or {})})))

@@ -109,7 +109,7 @@ def test_abort_frees_a_blocked_op_from_another_thread(backend: str, tmp_path: Pa
         assert cluster.run(body)[1] < 5.0
 
 
-def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> None:
+def test_an_abort_reaches_ranks_that_wait_for_the_aborting_rank(backend: str) -> None:
     def body(comm: Communicator) -> str:
         if comm.rank == 0:
             comm.barrier()
@@ -127,7 +127,7 @@ def test_an_abort_reaches_those_who_wait_for_the_aborting_rank(backend: str) -> 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_announcement_reaches_those_who_wait_or_changes_nothing(backend: str, op: str) -> None:
+def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str, op: str) -> None:
     def body(comm: Communicator) -> tuple[bool, bytes | None]:
         if comm.rank == 1:
             assert not comm.announce(bytes(1 << 20)), "more than any backend carries"

@@ -51,7 +51,7 @@ def offered(backend: str) -> dict[str, Callable[[Window, float], object]]:
 # -- what a busy, stopped or dead target means
 
 
-def test_a_target_that_sleeps_holds_nobody_up(windowed: str, tmp_path: Path) -> None:
+def test_a_sleeping_target_delays_no_other_rank(windowed: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> float:
         mine = torch.full((1000,), comm.rank, dtype=INTS)
         with comm.window(mine) as window:
@@ -114,7 +114,7 @@ def _window_whose_other_end_is_killed(comm: Communicator) -> Window:
     return window
 
 
-def test_a_target_that_is_killed_is_named_to_those_who_wait_for_it(windowed_processes: str, tmp_path: Path) -> None:
+def test_a_killed_target_is_named_to_ranks_that_wait_for_it(windowed_processes: str, tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         window = _window_whose_other_end_is_killed(comm)
         began = time.monotonic()
@@ -164,7 +164,7 @@ def test_an_abort_ends_a_wait_for_a_signal(windowed: str) -> None:
 # -- closing
 
 
-def test_a_window_that_its_owner_closed_is_gone_for_the_others(windowed: str) -> None:
+def test_a_window_that_its_owner_closed_is_gone_for_other_ranks(windowed: str) -> None:
     def body(comm: Communicator) -> None:
         mine = torch.full((4,), float(comm.rank))
         window = comm.window(mine)

@@ -51,7 +51,7 @@ class Faults:
 
     def __init__(self, plan: DemoPlan, store: WeightStore, log: EventLog, tell: Callable[[Happening], None]) -> None:
         self._plan, self._store, self._log, self._tell = plan, store, log, tell
-        self._pending: set[Victim] = {kill.victim for kill in plan.strikes}
+        self._pending: set[Victim] = {kill.victim for kill in plan.kills}
         self._inside: set[str] = set()
         self._gathered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -40,12 +40,12 @@ class PlannedKill(msgspec.Struct, frozen=True):
 
 
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Without `strikes` it has no faults."""
+    """One run. Without `kills` it has no faults."""
 
     recipe: Recipe
     backend: str
     crew: Crew = Crew()
-    strikes: tuple[PlannedKill, ...] = ()
+    kills: tuple[PlannedKill, ...] = ()
     timeout: float = TIMEOUT
 
     def with_faults(self) -> Self:
@@ -53,7 +53,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         last = self.recipe.steps - 1
         return msgspec.structs.replace(
             self,
-            strikes=(
+            kills=(
                 PlannedKill("trainer", round(0.25 * last)),
                 PlannedKill("generator", round(0.5 * last)),
                 PlannedKill("holder", round(0.75 * last)),
@@ -62,13 +62,13 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def kill(self, victim: Victim) -> PlannedKill | None:
         """The planned kill of this victim."""
-        return next((kill for kill in self.strikes if kill.victim == victim), None)
+        return next((kill for kill in self.kills if kill.victim == victim), None)
 
     @property
     def points(self) -> tuple[Fault, ...]:
         """The points at which workers must wait to be killed."""
         where = {"trainer": INSIDE_REDUCTION, "generator": INSIDE_GENERATION}
-        return tuple((where[each.victim], each.step) for each in self.strikes if each.victim in where)
+        return tuple((where[each.victim], each.step) for each in self.kills if each.victim in where)
 
     @property
     def too_short(self) -> bool:

@@ -34,7 +34,7 @@ class EvictionsJustified(Checker):
         self._gone: set[str] = set()
         self._stopped: dict[str, float] = {}
         self._doubts: dict[str, dict[str, tuple[float, float]]] = {}
-        self._jury: dict[str, int] = {}
+        self._observers: dict[str, int] = {}
         self._condemned: set[str] = set()
 
     def observe(self, event: Event) -> None:
@@ -48,7 +48,7 @@ class EvictionsJustified(Checker):
             case "suspected" if "of" in event.fields:
                 member = event.text("member")
                 self._doubts.setdefault(member, {})[event.process] = (event.time, float("inf"))
-                self._jury[member] = event.integer("of")
+                self._observers[member] = event.integer("of")
             case "cleared":
                 doubts = self._doubts.get(event.text("member"), {})
                 if event.process in doubts:
@@ -72,4 +72,4 @@ class EvictionsJustified(Checker):
         if who in self._gone or who in self._condemned or self._stopped.get(who, -1e9) >= now - WINDOW:
             return True
         doubters = sum(until >= now - WINDOW for _, until in self._doubts.get(who, {}).values())
-        return 2 * doubters >= max(1, self._jury.get(who, 0))
+        return 2 * doubters >= max(1, self._observers.get(who, 0))

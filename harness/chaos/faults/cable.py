@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from holdfast.harness.chaos.faults.process import Aimed
+from holdfast.harness.chaos.faults.process import ProcessFault
 from holdfast.harness.chaos.scenario.fault_type import Undo
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario.scenario import Scenario
 
 
-class LinkCut(Aimed, frozen=True, kw_only=True):
+class LinkCut(ProcessFault, frozen=True, kw_only=True):
     """The cable of the host of a process is broken.
 
     `how`: "pulled" (nothing in or out), "mute" (what the host sends is lost), "deaf" (what is sent to it is lost), or
@@ -26,7 +26,7 @@ class LinkCut(Aimed, frozen=True, kw_only=True):
     megabits: Annotated[float, Meta(gt=0)] = 10.0
 
     def check(self, scenario: Scenario) -> None:
-        Aimed.check(self, scenario)
+        ProcessFault.check(self, scenario)
         if scenario.workload.family != "session" or scenario.job.hosts != "namespaces":
             raise ValueError('link-cut needs job.hosts = "namespaces" (as root)')
 
@@ -53,4 +53,4 @@ class LinkCut(Aimed, frozen=True, kw_only=True):
         return heal
 
     def words(self) -> str:
-        return f"{Aimed.words(self)} ({self.how})"
+        return f"{ProcessFault.words(self)} ({self.how})"

@@ -24,7 +24,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
-class _Linked(FaultType, frozen=True, kw_only=True):
+class _LinkFault(FaultType, frozen=True, kw_only=True):
     def check(self, scenario: Scenario) -> None:
         if scenario.workload.family != "session" or not scenario.job.links:
             raise ValueError("faults of links need job.links = true")
@@ -47,7 +47,7 @@ class _Linked(FaultType, frozen=True, kw_only=True):
         return False
 
 
-class _Directed(_Linked, frozen=True, kw_only=True):
+class _DirectedLinkFault(_LinkFault, frozen=True, kw_only=True):
     """A policy for what goes from `source` to `target`, and back unless `one_way`."""
 
     source: Ranks = None
@@ -81,7 +81,7 @@ class _Directed(_Linked, frozen=True, kw_only=True):
         return f"{self.summary}: {_named(self.source)} {sign} {_named(self.target)}{plane}"
 
 
-class Cut(_Directed, frozen=True, kw_only=True):
+class Cut(_DirectedLinkFault, frozen=True, kw_only=True):
     """Nothing passes, and no end is told: packets vanish."""
 
     summary: ClassVar[str] = "link cut"
@@ -90,7 +90,7 @@ class Cut(_Directed, frozen=True, kw_only=True):
         return Policy(cut=True)
 
 
-class Delay(_Directed, frozen=True, kw_only=True):
+class Delay(_DirectedLinkFault, frozen=True, kw_only=True):
     """Every byte comes `seconds` late, and up to `jitter` more."""
 
     summary: ClassVar[str] = "link delayed"
@@ -101,7 +101,7 @@ class Delay(_Directed, frozen=True, kw_only=True):
         return Policy(delay=self.seconds, jitter=self.jitter)
 
 
-class SlowLink(_Directed, frozen=True, kw_only=True):
+class SlowLink(_DirectedLinkFault, frozen=True, kw_only=True):
     """No more than `megabytes` a second pass."""
 
     summary: ClassVar[str] = "slow link"
@@ -111,7 +111,7 @@ class SlowLink(_Directed, frozen=True, kw_only=True):
         return Policy(rate=self.megabytes * 1e6)
 
 
-class Lossy(_Directed, frozen=True, kw_only=True):
+class Lossy(_DirectedLinkFault, frozen=True, kw_only=True):
     """A `share` of the segments is lost; each costs TCP's least retransmission time, 200 ms."""
 
     summary: ClassVar[str] = "lossy link"
@@ -121,7 +121,7 @@ class Lossy(_Directed, frozen=True, kw_only=True):
         return Policy(loss=self.share)
 
 
-class Corrupt(_Directed, frozen=True, kw_only=True):
+class Corrupt(_DirectedLinkFault, frozen=True, kw_only=True):
     """Flips one bit in a `share` of the pieces of payload (4 KiB or more); with `headers` also in small ones."""
 
     summary: ClassVar[str] = "bits flipped on the link"
@@ -132,7 +132,7 @@ class Corrupt(_Directed, frozen=True, kw_only=True):
         return Policy(corrupt=self.share, headers=self.headers)
 
 
-class Reset(_Directed, frozen=True, kw_only=True):
+class Reset(_DirectedLinkFault, frozen=True, kw_only=True):
     """Connections are reset, and new ones too while it lasts."""
 
     summary: ClassVar[str] = "connections reset"
@@ -141,14 +141,14 @@ class Reset(_Directed, frozen=True, kw_only=True):
         return Policy(reset=True)
 
 
-class Partition(_Linked, frozen=True, kw_only=True):
+class Partition(_LinkFault, frozen=True, kw_only=True):
     """Nothing passes between `groups` of ranks; ranks in no group form one more."""
 
     summary: ClassVar[str] = "network partitioned"
     groups: tuple[tuple[int, ...], ...]
 
     def check(self, scenario: Scenario) -> None:
-        _Linked.check(self, scenario)
+        _LinkFault.check(self, scenario)
         if len(self.named) != len(set(self.named)) or not self.groups:
             raise ValueError("groups: at least one, and every rank in one group at most")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.chaos.faults.process import Aimed
+from holdfast.harness.chaos.faults.process import ProcessFault
 from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.workloads.orders import FlipBit
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario.scenario import Scenario
 
 
-class CorruptMemory(Aimed, frozen=True, kw_only=True):
+class CorruptMemory(ProcessFault, frozen=True, kw_only=True):
     """One bit of the newest version flips in the memory of a holder; the stored checksum stays."""
 
     summary: ClassVar[str] = "a bit flips in memory"
@@ -23,7 +23,7 @@ class CorruptMemory(Aimed, frozen=True, kw_only=True):
             raise ValueError('corrupt-memory is for the store, and for who = "holder"')
 
     def inject(self, context: FaultContext) -> Undo | None:
-        victims = context.find("keeper")
+        victims = context.find("newest holder")
         context.note("corrupt-memory", victims)
         for victim in victims:
             victim.process.channel.send(FlipBit())

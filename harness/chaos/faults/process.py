@@ -33,7 +33,7 @@ The coordinator is rank 0, where all others meet in a rebuild; the joiner is the
 """
 
 
-class Aimed(FaultType, frozen=True, kw_only=True):
+class ProcessFault(FaultType, frozen=True, kw_only=True):
     """A fault of one or several processes: `who` is a rank, a role, or a list of them.
 
     Without `who`: the process that reached the point of `at`.
@@ -81,7 +81,7 @@ def _everybody(scenario: Scenario) -> Sequence[int | str]:
     return range(scenario.job.ranks) if scenario.workload.family == "session" else ("publisher", "holder", "reader")
 
 
-class Kill(Aimed, frozen=True, kw_only=True):
+class Kill(ProcessFault, frozen=True, kw_only=True):
     """SIGKILL."""
 
     summary: ClassVar[str] = "SIGKILL"
@@ -94,7 +94,7 @@ class Kill(Aimed, frozen=True, kw_only=True):
         return None
 
 
-class Pause(Aimed, frozen=True, kw_only=True):
+class Pause(ProcessFault, frozen=True, kw_only=True):
     """SIGSTOP, and SIGCONT when the fault is over: a process that hangs, its sockets open."""
 
     summary: ClassVar[str] = "SIGSTOP"
@@ -112,7 +112,7 @@ class Pause(Aimed, frozen=True, kw_only=True):
         return resume
 
 
-class Slow(Aimed, frozen=True, kw_only=True):
+class Slow(ProcessFault, frozen=True, kw_only=True):
     """The process runs for a `share` of the time only: stopped and continued every `period` seconds."""
 
     summary: ClassVar[str] = "slowed down"
@@ -125,7 +125,7 @@ class Slow(Aimed, frozen=True, kw_only=True):
         return _blinking(victims, self.period * (1 - self.share), self.period * self.share)
 
 
-class Flap(Aimed, frozen=True, kw_only=True):
+class Flap(ProcessFault, frozen=True, kw_only=True):
     """The process stops for `off` seconds and runs for `on` seconds, again and again: too short to be evicted."""
 
     summary: ClassVar[str] = "flapping"

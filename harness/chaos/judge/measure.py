@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, Speed
-from holdfast.harness.chaos.run.scenario_run import FaultOutcome, Raw
+from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
 from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import RecoveryStage, Span
 
@@ -36,7 +36,7 @@ def rebuilds(events: Iterable[Event]) -> int:
     return max(0, len({event.integer("epoch") for event in events if event.kind == "rebuilt"}) - 1)
 
 
-def injected_faults(raw: Raw) -> tuple[InjectedFault, ...]:
+def injected_faults(raw: RawRun) -> tuple[InjectedFault, ...]:
     """Every planned fault, in the order of the schedule, with the stages of its recovery."""
     moments = sorted(fault.time for fault in raw.faults if fault.time is not None)
     found = []
@@ -118,7 +118,7 @@ def _percentiles(values: Sequence[float]) -> Percentiles:
     return Percentiles(count=len(values), p50=at(0.5), p90=at(0.9), p99=at(0.99), worst=values[-1])
 
 
-def spans(raw: Raw, names: Mapping[int, str]) -> tuple[Span, ...]:
+def spans(raw: RawRun, names: Mapping[int, str]) -> tuple[Span, ...]:
     """The spans of each process: steps, waits for commits, rebuilds, transfers of state. `names` by process id."""
     found = []
     open_at: dict[tuple[int, str], Event] = {}
@@ -161,7 +161,7 @@ POINTS = 400
 """The most points of a curve."""
 
 
-def progress(raw: Raw) -> tuple[tuple[float, int], ...]:
+def progress(raw: RawRun) -> tuple[tuple[float, int], ...]:
     """How many steps were committed at which time, thinned out but with all stalls."""
     found: list[tuple[float, int]] = []
     newest = -1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
 from holdfast.harness.chaos.judge.record import InjectedFault, Speed
-from holdfast.harness.chaos.run.scenario_run import Raw
+from holdfast.harness.chaos.run.scenario_run import RawRun
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.invariants import CheckResult
 
@@ -23,7 +23,7 @@ def violated(findings: Sequence[CheckResult]) -> tuple[str, ...]:
 
 def failures(
     scenario: Scenario,
-    raw: Raw,
+    raw: RawRun,
     findings: Sequence[CheckResult],
     faults: Sequence[InjectedFault],
     speed: Speed,
@@ -69,14 +69,14 @@ def failures(
     return found
 
 
-def _outlived(raw: Raw) -> set[int]:
+def _outlived(raw: RawRun) -> set[int]:
     """Recurring faults that a run faster than planned ended before, if one of their type came at all."""
     recurring = [each for each in raw.faults if each.planned.again]
     came = {each.planned.type for each in recurring if each.time is not None}
     return {each.planned.number for each in recurring if each.waits and each.planned.type in came}
 
 
-def _lost(raw: Raw) -> list[str]:
+def _lost(raw: RawRun) -> list[str]:
     """Processes that failed without a fault. Where they are replaced the run may end well all the same."""
     faults = {victim.process.pid for each in raw.faults for noted in each.noted for victim in noted.victims}
     return [

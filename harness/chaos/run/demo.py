@@ -32,7 +32,7 @@ STAGES = {
 """The demo's names of stages -> those of all chaos runs."""
 
 
-class Watching:
+class StepCounter:
     """A display that only counts steps."""
 
     def __init__(self, total: int, watch: Callable[[int, int], None]) -> None:
@@ -59,14 +59,14 @@ def plan_of(scenario: Scenario, planned: Sequence[Planned]) -> DemoPlan:
             victim: Victim = name  # type: ignore[assignment]
             kills[victim] = PlannedKill(victim, each.when.step)
     recipe = Recipe(seed=workload.seed, steps=workload.steps)
-    return DemoPlan(recipe=recipe, backend=scenario.job.backend, strikes=tuple(kills.values()), timeout=scenario.limit)
+    return DemoPlan(recipe=recipe, backend=scenario.job.backend, kills=tuple(kills.values()), timeout=scenario.limit)
 
 
 def play(plan: DemoPlan, watch: Callable[[int, int], None]) -> DemoRun:
     """Run the demo once. Raises the errors of `DemoRunner.run`."""
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as directory:
         setup = RunSetup.prepare(plan, Path(directory), time.monotonic())
-        return DemoRunner(plan, setup, Watching(plan.recipe.steps, watch)).run()
+        return DemoRunner(plan, setup, StepCounter(plan.recipe.steps, watch)).run()
 
 
 def judged(

@@ -65,7 +65,7 @@ class ProcessSet(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class FaultNote:
     """The announcement of a fault right before its injection, on `time.monotonic()`."""
 
     number: int
@@ -91,7 +91,7 @@ class FaultContext:
         self.directory = processes.directory
         self.number = 0
         self.reached: Victim | None = None
-        self.noted: list[Noted] = []
+        self.noted: list[FaultNote] = []
 
     # -- processes
 
@@ -128,7 +128,7 @@ class FaultContext:
             target = {} if victim is None else {"target": victim.name, "target_pid": victim.process.pid}
             rank = {} if victim is None or victim.rank is None else {"rank": victim.rank}
             self._log.emit("fault", what=what, number=self.number, **target, **rank, **more)
-        self.noted.append(Noted(self.number, what, tuple(victims), now))
+        self.noted.append(FaultNote(self.number, what, tuple(victims), now))
 
     def rule(self, rules: Iterable[LinkRule]) -> Callable[[], None]:
         """Apply rules to the links between the processes; returns a call that removes them."""

@@ -284,8 +284,8 @@ class StoreProcesses(DrivenProcessSet):
         return self._contract.register_url
 
     def find(self, name: int | str) -> list[Victim]:
-        if name == "keeper":
-            return self._keeper()
+        if name == "newest holder":
+            return self._newest_holder()
         for each in self.begun:
             if each.role == name and each.process.alive() and each.name not in self._values:
                 return [self._victim(each)]
@@ -314,7 +314,7 @@ class StoreProcesses(DrivenProcessSet):
         for each in self.begun:
             each.process.close()
 
-    def _keeper(self) -> list[Victim]:
+    def _newest_holder(self) -> list[Victim]:
         """A holder that has the newest version."""
         from holdfast.store import WeightStore
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.harness.chaos.run.fault_context import FaultContext, Noted
+from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
 from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.points import PointGate, WaitingProcess
 from holdfast.harness.chaos.run.process_set import (
@@ -52,7 +52,7 @@ class FaultOutcome:
     planned: Planned
     time: float | None = None
     healed: float | None = None
-    noted: tuple[Noted, ...] = ()
+    noted: tuple[FaultNote, ...] = ()
     step: int = -1
     refused: str = ""
     undo: Undo | None = None
@@ -76,7 +76,7 @@ class ProcessLifetime:
 
 
 @dataclass(slots=True)
-class Raw:
+class RawRun:
     """The raw data of a run, with times on `time.monotonic()`."""
 
     began: float
@@ -111,14 +111,14 @@ class ScenarioRun:
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
         self._steps, self._seed, self._watch = steps or 0, seed, watch
-        self._raw = Raw(time.monotonic(), faults=[FaultOutcome(each) for each in planned])
+        self._raw = RawRun(time.monotonic(), faults=[FaultOutcome(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
         self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
         self._standby: list[Event] = []
         self._waiting: list[WaitingProcess] = []
 
-    def run(self) -> Raw:
+    def run(self) -> RawRun:
         """Do the whole run; leaves no process behind. Raises the errors of starting processes."""
         scenario, raw = self._scenario, self._raw
         zygote().preload(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.chaos.judge import checks, measure, verdict
 from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
-from holdfast.harness.chaos.run.scenario_run import Raw, ScenarioRun, Watch
+from holdfast.harness.chaos.run.scenario_run import RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, Python, StoreWorkload
@@ -109,7 +109,7 @@ class ScenarioRunner:
         plan = demo.plan_of(scenario, planned)
         quiet = None
         if compare:
-            without = msgspec.structs.replace(plan, strikes=())
+            without = msgspec.structs.replace(plan, kills=())
             quiet = demo.play(without, lambda done, total: self._watch("without faults", done, total))
         run = demo.play(plan, lambda done, total: self._watch("with faults", done, total))
         return ScenarioOutcome(demo.judged(scenario, seed, source, repeat, planned, run, quiet), {})
@@ -135,7 +135,7 @@ class ScenarioRunner:
         args: Sequence[Any],
         seed: int,
         phase: str,
-    ) -> Raw:
+    ) -> RawRun:
         steps = scenario.workload.steps or 0
         if body is None and scenario.workload.family == "session":
             body, args = BODIES[type(scenario.workload)], (scenario.workload, steps)
@@ -172,7 +172,7 @@ def _fast(scenario: Scenario) -> Scenario:
     return msgspec.structs.replace(scenario, workload=workload, job=job)
 
 
-def _digests(scenario: Scenario, raw: Raw) -> dict[str, str]:
+def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
     """The final state of every process, as checksums."""
     if isinstance(scenario.workload, StoreWorkload):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
@@ -180,7 +180,7 @@ def _digests(scenario: Scenario, raw: Raw) -> dict[str, str]:
 
 
 def _judged(
-    scenario: Scenario, seed: int, source: str, began: str, raw: Raw, reference: Reference | None, repeat: str
+    scenario: Scenario, seed: int, source: str, began: str, raw: RawRun, reference: Reference | None, repeat: str
 ) -> ScenarioOutcome:
     bounds = Bounds(operation=scenario.job.timeouts.operation + 5.0, progress=scenario.expect.progress)
     findings = [*examine(raw.events, bounds), *checks.examine(raw.events, bounds)]
@@ -233,7 +233,7 @@ def _judged(
     return ScenarioOutcome(run, raw.results.values)
 
 
-def _lives(raw: Raw) -> tuple[ProcessRecord, ...]:
+def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
     faults = {
         victim.process.pid: noted
         for each in raw.faults
@@ -263,7 +263,7 @@ def _lives(raw: Raw) -> tuple[ProcessRecord, ...]:
     return tuple(found)
 
 
-def _in_a_line(raw: Raw) -> str:
+def _in_a_line(raw: RawRun) -> str:
     """Why a run failed, and the line that raised; or the last output of ranks that reported no error."""
     why, *trace = raw.results.errors[0].splitlines()
     frames = _FRAME.findall("\n".join(trace))
@@ -273,7 +273,7 @@ def _in_a_line(raw: Raw) -> str:
     return f"{why}; {printed[-1]}" if printed else why
 
 
-def _links(raw: Raw, names: Mapping[int, str]) -> tuple[LinkTotals, ...]:
+def _links(raw: RawRun, names: Mapping[int, str]) -> tuple[LinkTotals, ...]:
     return tuple(
         LinkTotals(
             source=names.get(each.source, str(each.source)),

@@ -78,6 +78,7 @@ class SimulatedProcess:
         "ended",
         "follow_wanted",
         "followers",
+        "guard",
         "hops",
         "host",
         "looking",
@@ -93,7 +94,6 @@ class SimulatedProcess:
         "set_at",
         "silence",
         "slow",
-        "tenure",
         "timer",
         "timer_at",
         "was_spare",
@@ -110,7 +110,7 @@ class SimulatedProcess:
         self.rate, self.set_at = 1.0, (0.0, 0.0)
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.timer, self.timer_at = 0, -1.0
-        self.tenure = EpochGuard(member.id, self)
+        self.guard = EpochGuard(member.id, self)
         self.announced: tuple[int, frozenset[str]] = (0, frozenset())
         self.word = (0, b"")
         self.deferred: tuple[Death, ...] = ()
@@ -209,14 +209,19 @@ class SimulatedProcess:
                 world.emit(self, "fenced", member=member.id, reason=reason)
                 world.after(world.network.local, world.kill_member, member.id, f"fenced: {reason}")
 
+<<<<<<< HEAD
     def _revoke(self, effect: Revoke) -> None:
         view = self.tenure.view
+=======
+    def _revoke(self, effect: v.Revoke) -> None:
+        view = self.guard.view
+>>>>>>> 8534c23 (harness: fault classes, records and attributes are named for what they are)
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
             error = PeerFailed(self.world.ranks_of(effect.dead, view), effect.reason)
         else:
             error = Revoked(effect.epoch, effect.reason)
-        if self.tenure.revoke(effect.epoch, error, effect.reason):
+        if self.guard.revoke(effect.epoch, error, effect.reason):
             self._abort_ops(effect.epoch)
 
     def installed(self, view: View) -> None:
@@ -230,12 +235,12 @@ class SimulatedProcess:
     def _install(self, view: View) -> None:
         if view.phase == "failed":
             self.end(HoldfastError(f"the job has ended: {view.reason}"))
-        self.tenure.install(view)
+        self.guard.install(view)
 
     def end(self, error: HoldfastError) -> None:
         """End this process's part in the job, with `error`."""
         self.ended = True
-        self.tenure.end(error)
+        self.guard.end(error)
         if self.worker is not None:
             self.worker.look()
 
@@ -266,7 +271,7 @@ class SimulatedProcess:
 
     def _announce(self, view: View) -> None:
         """In a job of one host, announce the next view where the others wait."""
-        before = self.tenure.view
+        before = self.guard.view
         if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
             return
         change = between(before, view)
@@ -282,13 +287,13 @@ class SimulatedProcess:
         """If the session waits in an op, adopt a view that was announced there."""
         worker, (epoch, word) = self.worker, self.word
         if worker is not None and worker.stage == "op" and worker.epoch == epoch:
-            self.tenure.adopt_announced_view(word)
+            self.guard.adopt_announced_view(word)
             self._abort_ops(epoch)
             worker.look()
 
     def reach(self, point: str, then: Callable[[], None]) -> None:
         """Continue with `then`, unless a fault is injected at this point."""
-        view = self.tenure.view
+        view = self.guard.view
         self.world.reach(self, point, view.epoch if view is not None else 0, then)
 
     # Watched members ------------------------------------------------------------------------------------------
@@ -338,8 +343,8 @@ class SimulatedProcess:
 
     def _stop(self, reason: str) -> None:
         """End the epoch in this process, without agreement."""
-        view = self.tenure.view
-        if view is not None and self.tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
+        view = self.guard.view
+        if view is not None and self.guard.revoke(view.epoch, Revoked(view.epoch, reason), reason):
             self._abort_ops(view.epoch)
             if self.worker is not None:
                 self.worker.look()
@@ -350,7 +355,7 @@ class SimulatedProcess:
 
     def _note(self, kind: str, **fields: Any) -> None:
         if kind == "suspected":
-            fields["of"] = self.world.jury(self, str(fields["member"]))
+            fields["of"] = self.world.living_observers(self, str(fields["member"]))
         self.world.emit(self, kind, **fields)
 
     def prove(self, deaths: tuple[Death, ...]) -> None:

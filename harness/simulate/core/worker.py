@@ -1,4 +1,4 @@
-"""What a simulated process does in its job: steps that are transactions, by the production ledger, verdict and tenure.
+"""What a simulated process does in its job: steps that are transactions, by the production ledger, verdict and guard.
 
 This is the counterpart of `ft.session`: the same order of the same calls, with waits in virtual time. An op of the
 communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.
@@ -33,8 +33,8 @@ class SimulatedSession:
 
     def __init__(self, process: SimulatedProcess, steps: int, compute: float) -> None:
         self._process, self._compute = process, compute
-        self.ledger = CommitState()
-        self.ledger.total = steps
+        self.commits = CommitState()
+        self.commits.total = steps
         self.stage: Stage = "waiting"
         self.digest = FNV
         self.interrupted = 0
@@ -52,12 +52,12 @@ class SimulatedSession:
 
     def look(self) -> None:
         """Check, after a change, whether the wait of this session is over."""
-        tenure = self._process.tenure
+        guard = self._process.guard
         if self._process.ended:
             self._end_with_error()
         elif self.stage == "waiting":
-            view = tenure.view
-            if view is not None and view.epoch > self._newer_than and not tenure.is_over(view.epoch):
+            view = guard.view
+            if view is not None and view.epoch > self._newer_than and not guard.is_over(view.epoch):
                 self._enter(view)
         elif self.stage == "op" and self.interrupted >= self.epoch:
             self._fail()
@@ -66,7 +66,7 @@ class SimulatedSession:
         if self.stage == "over":
             return
         self.stage = "over"
-        why = self._process.tenure.why_over(self.epoch)
+        why = self._process.guard.why_over(self.epoch)
         self._process.world.emit(self._process, "error", error=str(why))
 
     # Building an epoch ----------------------------------------------------------------------------------------
@@ -78,12 +78,12 @@ class SimulatedSession:
             self._conclude(first)
             return
         if first and not self._process.was_spare:
-            self.ledger.found()
+            self.commits.found()
         self.stage = "busy"
         self._reach("rebuild.before_connect", lambda: self._meet("connect", None, self._connected))
 
     def _connected(self, _: Sequence[Any]) -> None:
-        self._reach("rebuild.before_votes", lambda: self._meet("votes", self.ledger.vote(), self._voted))
+        self._reach("rebuild.before_votes", lambda: self._meet("votes", self.commits.vote(), self._voted))
 
     def _voted(self, votes: Sequence[Vote]) -> None:
         view, me = self._view, self._process
@@ -93,7 +93,7 @@ class SimulatedSession:
         try:
             verdict = judge(votes, rank)
         except HoldfastError as error:
-            me.tenure.end(error)
+            me.guard.end(error)
             me.ended = True
             self.look()
             me.world.leave(me, str(error))
@@ -104,9 +104,9 @@ class SimulatedSession:
         me = self._process
         if verdict.committed:
             self._note_commit("recovered")
-        self.ledger.settle(verdict)
+        self.commits.settle(verdict)
         me.world.emit(me, "rebuilt", epoch=self.epoch)
-        if self._failed_step == self.ledger.done:
+        if self._failed_step == self.commits.done:
             me.world.emit(me, "aborted_step", step=self._failed_step, epoch=self.epoch)
         self._failed_step = -1
         self._ready()
@@ -116,27 +116,27 @@ class SimulatedSession:
         self.stage = "over"
         if not first:
             try:
-                if self.ledger.finishes():
+                if self.commits.finishes():
                     self._note_commit("finished")
             except HoldfastError as error:
                 me.world.emit(me, "error", error=str(error))
                 return
-        me.world.emit(me, "finished", step=self.ledger.done - 1)
+        me.world.emit(me, "finished", step=self.commits.done - 1)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
     def _ready(self) -> None:
-        me, ledger = self._process, self.ledger
-        verdict, view = ledger.pending, self._view
+        me, commits = self._process, self.commits
+        verdict, view = commits.pending, self._view
         if verdict is not None and view is not None:
             rank = view.rank_of(me.member.id)
             if rank == verdict.source:
-                self._reach("sync.before_header", lambda: self._synchronise(verdict, (ledger.done, self.digest)))
+                self._reach("sync.before_header", lambda: self._synchronise(verdict, (commits.done, self.digest)))
             elif rank in verdict.receivers:
                 self._synchronise(verdict, None)
             else:
                 self._everybody_has_it()
-        elif ledger.done >= ledger.total:
+        elif commits.done >= commits.total:
             me.reach("finish.before_propose", self._finish)
         else:
             self._begin_step()
@@ -152,7 +152,7 @@ class SimulatedSession:
         self._meet("sync", state, self._synchronised, [self._view.members[rank].id for rank in ranks])
 
     def _synchronised(self, states: Sequence[tuple[int, int] | None]) -> None:
-        me, state, view, verdict = self._process, states[0], self._view, self.ledger.pending
+        me, state, view, verdict = self._process, states[0], self._view, self.commits.pending
         assert state is not None and view is not None and verdict is not None
         if view.rank_of(me.member.id) == verdict.source:  # of this epoch: its core may not have heard of that yet
             self._everybody_has_it()
@@ -160,7 +160,7 @@ class SimulatedSession:
 
         def load() -> None:
             done, self.digest = state
-            self.ledger.take_over(done)
+            self.commits.take_over(done)
             me.world.emit(me, "synced", step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}")
             self._reach("sync.after_load", self._everybody_has_it)
 
@@ -170,7 +170,7 @@ class SimulatedSession:
         """Continue once all newcomers have the state."""
 
         def go_on(_: Sequence[Any]) -> None:
-            self.ledger.synchronised()
+            self.commits.synchronised()
             self._ready()
 
         self._meet("arrived", None, go_on)
@@ -179,8 +179,8 @@ class SimulatedSession:
         def begin() -> None:
             me = self._process
             try:
-                with me.tenure.held(self.epoch):
-                    me.world.emit(me, "attempt", step=self.ledger.done, epoch=self.epoch)
+                with me.guard.held(self.epoch):
+                    me.world.emit(me, "attempt", step=self.commits.done, epoch=self.epoch)
             except HoldfastError:
                 self._fail()
                 return
@@ -199,10 +199,10 @@ class SimulatedSession:
     def _prepare(self) -> None:
         me = self._process
         try:
-            with me.tenure.held(self.epoch):
-                self.ledger.prepare()
-                self._attempt = (self.ledger.done, self.epoch)
-                me.world.emit(me, "prepared", step=self.ledger.done, epoch=self.epoch)
+            with me.guard.held(self.epoch):
+                self.commits.prepare()
+                self._attempt = (self.commits.done, self.epoch)
+                me.world.emit(me, "prepared", step=self.commits.done, epoch=self.epoch)
         except HoldfastError:
             self._fail()
             return
@@ -213,7 +213,7 @@ class SimulatedSession:
 
     def _commit(self) -> None:
         try:
-            with self._process.tenure.held(self.epoch):
+            with self._process.guard.held(self.epoch):
                 self._note_commit("normal")
         except HoldfastError:
             self._fail()
@@ -221,11 +221,11 @@ class SimulatedSession:
         self._reach("commit.after_commit", self._ready)
 
     def _note_commit(self, how: str) -> None:
-        me, step = self._process, self.ledger.done
+        me, step = self._process, self.commits.done
         of = self._attempt[1] if self._attempt[0] == step else 0
         self.digest = ((self.digest ^ (step << 20 | of)) * PRIME) & MASK
         me.world.emit(me, "committed", step=step, epoch=self.epoch, how=how, digest=f"{self.digest:x}")
-        self.ledger.commit()
+        self.commits.commit()
         self._trying = False
 
     # Waiting, failing, dying ----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class SimulatedSession:
             return
         self.stage, self._op = "waiting", ""
         if self._trying:
-            self._failed_step = self.ledger.done
+            self._failed_step = self.commits.done
         self._trying = False
         self.look()
 
@@ -247,7 +247,7 @@ class SimulatedSession:
         """Enter an op of the epoch's communicator; `then` gets the values of all ranks, in rank order."""
         me, view = self._process, self._view
         assert view is not None
-        if me.tenure.is_over(view.epoch):
+        if me.guard.is_over(view.epoch):
             self._fail()
             return
         self.stage = "op"

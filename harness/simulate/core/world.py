@@ -298,14 +298,14 @@ class World:
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
         self.after(0.0, self.kill, process, f"it left: {why}")
 
-    def jury(self, process: SimulatedProcess, member_id: str) -> int:
+    def living_observers(self, process: SimulatedProcess, member_id: str) -> int:
         """How many living processes observe a member."""
         view = process.core.view
         rank = view.rank_of(member_id) if view is not None else None
         if view is None or rank is None:
             return 0
-        jury = observers(view, view.members[rank], process.core.shape)
-        return sum(self._by_id[m.id].alive and not self._by_id[m.id].ended for m in jury)
+        members = observers(view, view.members[rank], process.core.shape)
+        return sum(self._by_id[m.id].alive and not self._by_id[m.id].ended for m in members)
 
     def reach(self, process: SimulatedProcess, point: str, epoch: int, then: Callable[[], None]) -> None:
         """Continue with `then`, unless a fault is armed at this point."""

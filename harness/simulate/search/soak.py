@@ -71,7 +71,7 @@ def soak(
     bench = _SoakNode(timeouts, seed)
     seconds = hours * 3600 / NODES
     shortest = timeouts.suspect - 2 * timeouts.heartbeat
-    paths = len(bench.jury)
+    paths = len(bench.observers)
     counts = [0, 0, 0, 0]
     for _ in range(NODES):
         bursts = _merged(
@@ -128,7 +128,7 @@ class _SoakNode:
         members = tuple(Member(f"p{n}", f"h{n}:1", Peer(f"h{n}", n + 1, 1)) for n in range(HOSTS))
         self._view = View(1, "running", members, Job("job", HOSTS, 1, HOSTS, ("gloo",), "gloo"), "soak")
         self._node, self._timeouts = members[HOSTS // 2], timeouts
-        self.jury = observers(self._view, self._node, Shape())
+        self.observers = observers(self._view, self._node, Shape())
         self._rng = random.Random(seed)
 
     def play(self, bursts: list[Burst]) -> tuple[int, int]:
@@ -136,16 +136,21 @@ class _SoakNode:
         rng, beat = self._rng, self._timeouts.heartbeat
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
+<<<<<<< HEAD
         head = head.on(ViewRead(self._view), begin)[0].on(Started(), begin)[0]
         watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.jury]
+=======
+        head = head.on(v.ViewRead(self._view), begin)[0].on(v.Started(), begin)[0]
+        watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.observers]
+>>>>>>> 8534c23 (harness: fault classes, records and attributes are named for what they are)
         happenings: list[tuple[float, int, int]] = []
         at = begin + rng.random() * beat
         while at < end:
             arriving = at + 0.0002 * rng.lognormvariate(0.0, 0.5)
             lost = {path for since, until, path in bursts if since <= at < until}
-            happenings += [(arriving, 0, path) for path in range(len(self.jury)) if not lost & {path, -1}]
+            happenings += [(arriving, 0, path) for path in range(len(self.observers)) if not lost & {path, -1}]
             at += beat
-        for path in range(len(self.jury)):
+        for path in range(len(self.observers)):
             phase = rng.random() * LOOKS
             happenings += [(begin + phase + n * LOOKS, 1, path) for n in range(int((end - begin) / LOOKS))]
         suspicions = 0

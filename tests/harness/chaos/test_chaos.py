@@ -29,9 +29,9 @@ from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
 from holdfast.harness.chaos.judge.page import write_comparison, write_report
 from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, Speed
 from holdfast.harness.chaos.judge.verdict import failures
-from holdfast.harness.chaos.run.fault_context import Noted
+from holdfast.harness.chaos.run.fault_context import FaultNote
 from holdfast.harness.chaos.run.points import LATE_STEPS
-from holdfast.harness.chaos.run.scenario_run import FaultOutcome, Raw
+from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -262,14 +262,14 @@ def test_a_slower_run_is_worse() -> None:
     assert percentiles([strike, slower, slower])["resumed"].p50 == 0.5
 
 
-def history(*lines: tuple[float, str, dict[str, Any]]) -> Raw:
+def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
     """A run in which rank 1 was killed at 1 s and a spare at 5 s, with these events."""
     kill = chaos_module.kill(1, step=1).what
     faults = []
     for number, moment in enumerate((1.0, 5.0), start=1):
         planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
-        faults.append(FaultOutcome(planned, time=moment, noted=(Noted(number, "kill", (), moment),)))
-    return Raw(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], faults=faults)
+        faults.append(FaultOutcome(planned, time=moment, noted=(FaultNote(number, "kill", (), moment),)))
+    return RawRun(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], faults=faults)
 
 
 def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:

@@ -197,10 +197,10 @@ def test_options_that_cannot_work_are_refused_before_anything_starts(
 
 def test_faults_are_spread_over_the_run() -> None:
     plan = DemoPlan(recipe=Recipe(steps=1001), backend="shm").with_faults()
-    assert [(strike.victim, strike.step) for strike in plan.strikes] == [
+    assert [(kill.victim, kill.step) for kill in plan.kills] == [
         ("trainer", 250), ("generator", 500), ("holder", 750)
     ]  # fmt: skip
-    assert all(strike.step == 0 for strike in DemoPlan(recipe=Recipe(steps=1), backend="shm").with_faults().strikes)
+    assert all(kill.step == 0 for kill in DemoPlan(recipe=Recipe(steps=1), backend="shm").with_faults().kills)
 
 
 def test_only_backends_that_connect_processes_will_do() -> None:

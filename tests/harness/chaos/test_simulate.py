@@ -90,11 +90,11 @@ def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
     world.run(0.5)
     for process in world.processes:
         assert type(process.core) is Membership
-        assert type(process.tenure) is EpochGuard
+        assert type(process.guard) is EpochGuard
         assert type(process.silence) is Silence
         assert type(process.observing) is Observing
         assert process.worker is not None
-        assert type(process.worker.ledger) is commit_state.CommitState
+        assert type(process.worker.commits) is commit_state.CommitState
     assert worker.judge is decision.judge
 
 
