@@ -209,13 +209,8 @@ class SimulatedProcess:
                 world.emit(self, "fenced", member=member.id, reason=reason)
                 world.after(world.network.local, world.kill_member, member.id, f"fenced: {reason}")
 
-<<<<<<< HEAD
     def _revoke(self, effect: Revoke) -> None:
-        view = self.tenure.view
-=======
-    def _revoke(self, effect: v.Revoke) -> None:
         view = self.guard.view
->>>>>>> 8534c23 (harness: fault classes, records and attributes are named for what they are)
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
             error = PeerFailed(self.world.ranks_of(effect.dead, view), effect.reason)

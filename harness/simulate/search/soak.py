@@ -136,13 +136,8 @@ class _SoakNode:
         rng, beat = self._rng, self._timeouts.heartbeat
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
-<<<<<<< HEAD
         head = head.on(ViewRead(self._view), begin)[0].on(Started(), begin)[0]
-        watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.jury]
-=======
-        head = head.on(v.ViewRead(self._view), begin)[0].on(v.Started(), begin)[0]
         watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.observers]
->>>>>>> 8534c23 (harness: fault classes, records and attributes are named for what they are)
         happenings: list[tuple[float, int, int]] = []
         at = begin + rng.random() * beat
         while at < end:
