@@ -333,7 +333,7 @@ class Job:
         return [process for process in self.processes if process.pid not in self._ended]
 
     def _late(self) -> list[int]:
-        """The ranks of the newest view whose processes have not ended."""
+        """The ranks in the newest view with a process that has not ended."""
         view = self._register.read()
         members = () if view is None else view.members
         return [rank for rank, member in enumerate(members) if member.peer.pid not in self._ended]

@@ -1,4 +1,4 @@
-"""Helpers of the checks: wait for files of other ranks, run two ranks of which one dies, count what a process holds."""
+"""Helpers of the checks: wait for files, run two ranks of which one dies, count descriptors, threads and maps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def held(memory: str) -> tuple[int, int, int]:
 
 
 def growth(start: tuple[int, int, int], memory: str) -> tuple[int, int, int]:
-    """Subtract `start` from what `held` counts now; waits up to 5 s for what still ends to get below two of each."""
+    """How much more `held` counts now than at `start`.
+
+    Waits up to 5 s until the growth is below two of each, for threads and connections that still end.
+    """
     deadline = time.monotonic() + 5.0
     while True:
         descriptors, threads, maps = (now - then for then, now in zip(start, held(memory), strict=True))

@@ -10,7 +10,7 @@ from holdfast.comms.plugins.registry import registry
 
 
 def _applies_always() -> None:
-    """Of this module, and so of no part of the kit."""
+    """Stands for the function of a pytest item without one: its module is no part of the suite."""
 
 
 KIT: pytest.StashKey[Conformance] = pytest.StashKey()

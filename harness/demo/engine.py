@@ -52,7 +52,7 @@ class ForkedWorker:
     def close(self) -> None:
         """Kill the process if it still runs, and release it. Idempotent."""
         self._unwatch()
-        if self._dying:  # the kernel still takes it apart
+        if self._dying:  # the kernel has not freed it yet
             self._loop.run_in_executor(None, self._process.close)
         else:
             self._process.close()
@@ -117,7 +117,7 @@ class ZygoteEngine:
 
 
 def _be(body: Callable[..., None], args: tuple[Any, ...], channel: ProcessChannel) -> None:
-    """The body of a worker. It does not need the channel to its parent any more."""
+    """The body of a worker. Closes the channel to its parent, which it does not need."""
     channel.close()
     # the kernel reports the end of this second thread at once
     threading.Thread(target=threading.Event().wait, name="worker-idle", daemon=True).start()

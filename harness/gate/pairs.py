@@ -189,7 +189,7 @@ class PairLauncher:
 
 
 def slices(turns: Mapping[str, GateTurn], workload: Workload, groups: int) -> dict[str, list[tuple[float, float]]]:
-    """Run at most `groups` groups of turns in the order A B B A, B A A B, and so on.
+    """Run at most `groups` groups of turns, in turn A B B A and B A A B.
 
     Returns, by name in `turns`, the times of its two turns in each group. A turn with `extra` 0.05 does 5% more ops but
     is timed as if it had not: a slowdown of 5% in the measured work itself.

@@ -13,7 +13,7 @@ GONE = ("died", "error", "finished", "evicted", "broken", "resigned")
 
 
 class EvictionsJustified(Checker):
-    """Checks only simulated runs, whose log has the fate of every process.
+    """Checks only simulated runs: their logs have the end and the pauses of every process.
 
     Such a log begins with an event `simulated`, and has `died`, `stopped`, and `suspected` with `of`, the number of
     observers.

@@ -4,9 +4,9 @@
 (see `holdfast.harness.processes.zygote_client`). It stays single-threaded and runs no torch op, so that a fork of it is
 as good as a fresh interpreter. Nothing is left behind:
 
-- the parent goes away, however: the zygote sees its pidfd or its socket, kills all children and ends;
-- the zygote goes away, however: the kernel kills the children;
-- a child goes away: the rest of its process group is killed, it is reaped, and the parent is told how it ended.
+- if the parent ends, in whatever way, the zygote sees it by pidfd or socket, kills all children and ends;
+- if the zygote ends, in whatever way, the kernel kills the children;
+- if a child ends, the zygote kills the rest of its process group, reaps it, and tells the parent how it ended.
 """
 
 from __future__ import annotations

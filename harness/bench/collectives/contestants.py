@@ -102,7 +102,7 @@ class _Worker:
     line: MessageSocket[Message]
     hello: WorkerReady
     process: int
-    """A pidfd: kills this process and no other, however long ago it ended."""
+    """A pidfd: a signal through it reaches this process only, even if its pid is in use again."""
 
 
 class WorkerGroup:

@@ -82,7 +82,7 @@ def run(
 
 
 def _costs(backend: str, nbytes: int, by_rank: Sequence[Sequence[Sequence[float]]]) -> Iterator[CallCost]:
-    """The slowest rank of each round counts."""
+    """The cost of each way: in each round the time of the slowest rank."""
     slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
     for way, times in zip(WAYS[backend], slowest, strict=True):
         pairs = list(zip(times, slowest[0], strict=True))

@@ -159,7 +159,7 @@ def _block_size(comm: Communicator, tensor: object) -> int:
 
 
 def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
-    """The slowest rank of each round counts."""
+    """The costs of each op and kind of observer: in each round the time of the slowest rank."""
     slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
     bare = slowest[0]
     return tuple(

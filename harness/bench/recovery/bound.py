@@ -28,7 +28,7 @@ LIMIT = 10.0
 """Seconds after which a job that has not recovered never will."""
 
 _EPOCH, _LOST = 0, 1  # words of the first line: the newest epoch, and the rank that is not in it
-_PID, _AT, _DONE = 0, 1, 2  # words of a rank's line: its process, epoch and round, and when it met again (ns)
+_PID, _AT, _DONE = 0, 1, 2  # words of a rank's line; _DONE: when it first met the others in a later epoch (ns)
 _LINE, _ROUNDS = 8, 1 << 40
 _LOOKS = 20
 

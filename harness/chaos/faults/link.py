@@ -122,7 +122,10 @@ class Lossy(_DirectedLinkFault, frozen=True, kw_only=True):
 
 
 class Corrupt(_DirectedLinkFault, frozen=True, kw_only=True):
-    """Flips one bit in a `share` of the pieces of payload (4 KiB or more); with `headers` also in small ones."""
+    """Flips one bit in a `share` of the pieces of payload.
+
+    Payload is every piece of 4 KiB or more; with `headers` bits also flip in smaller pieces.
+    """
 
     summary: ClassVar[str] = "bits flipped on the link"
     share: Share = 0.1

@@ -206,7 +206,7 @@ class ScenarioRun:
             self._watch(self._newest_step + 1, self._steps)
 
     def _ready(self) -> bool:
-        """Whether all spares stand by. No fault is injected before: equal seeds then meet equal jobs."""
+        """Whether all spares stand by. Faults wait for this, so that equal seeds break equal jobs."""
         if not self._complete:
             self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
         return self._complete

@@ -1,6 +1,6 @@
-"""One simulated process: the production core, detector and tenure, and what they ask for carried out in virtual time.
+"""One simulated process: carries out in virtual time what the production core, detectors and `EpochGuard` ask for.
 
-This is the counterpart of `ft.reactor`: it moves events and effects, and decides nothing.
+This is the counterpart of `ft.runtime.reactor`: it moves events and effects, and decides nothing.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ class SimulatedProcess:
             self._abort_ops(effect.epoch)
 
     def installed(self, view: View) -> None:
-        """Its tenure says so."""
+        """Called by the guard once it has installed `view`."""
         self.world.installed(self, view)
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """Its tenure says so."""
+        """Called by the guard once it has revoked the epoch."""
         self.world.emit(self, "revoked", epoch=epoch, reason=reason)
 
     def _install(self, view: View) -> None:
@@ -354,7 +354,7 @@ class SimulatedProcess:
         self.world.emit(self, kind, **fields)
 
     def prove(self, deaths: tuple[Death, ...]) -> None:
-        """Handle the kernel's report that these have ended."""
+        """Handle the kernel's report that these processes have ended."""
         self.deferred += deaths
         gone = {death.id for death in self.deferred}
         if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
@@ -382,7 +382,7 @@ class SimulatedProcess:
     # Heartbeats -----------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Once a heartbeat interval: send heartbeats with the epoch, check silent members, read the register."""
+        """Called once a heartbeat interval: send heartbeats with the epoch, check silent members, read the register."""
         view = self.core.view
         epoch = view.epoch if view is not None else 0
         if not self.core.ended:  # a quiet world leaves out only what changes nothing: see `World.wake`

@@ -1,4 +1,4 @@
-"""What a simulated process does in its job: steps that are transactions, by the production ledger, verdict and guard.
+"""The session of a simulated process: commits steps with the production `CommitState`, `judge` and `EpochGuard`.
 
 This is the counterpart of `ft.session`: the same order of the same calls, with waits in virtual time. An op of the
 communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.

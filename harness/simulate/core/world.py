@@ -299,7 +299,7 @@ class World:
         self.after(0.0, self.kill, process, f"it left: {why}")
 
     def living_observers(self, process: SimulatedProcess, member_id: str) -> int:
-        """How many living processes observe a member."""
+        """How many living processes observe the member, by the newest view of `process`."""
         view = process.core.view
         rank = view.rank_of(member_id) if view is not None else None
         if view is None or rank is None:

@@ -132,7 +132,10 @@ class _SoakNode:
         self._rng = random.Random(seed)
 
     def play(self, bursts: list[Burst]) -> tuple[int, int]:
-        """Simulate heartbeats around these bursts; returns the number of suspicions, and whether the node was lost."""
+        """Simulate heartbeats around these bursts.
+
+        Returns the number of suspicions, and 1 if the node counted as lost, else 0.
+        """
         rng, beat = self._rng, self._timeouts.heartbeat
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
