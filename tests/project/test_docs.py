@@ -19,6 +19,7 @@ from support.source_tree import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
 SITE = sorted(path for path in PAGES if path.parent != DOCS or path.name in ("index.md", "install.md", "quickstart.md"))
+SITE.append(ROOT / "README.md")
 RUNNING = [page for page in SITE if any(block.runs for block in blocks(page))]
 
 
