@@ -73,7 +73,7 @@ gate: $(STAMP)  ## is HEAD slower than BASE? (BASE=HEAD~1 HEAD=HEAD; HEAD=. for 
 FIGURES := docs/figures
 BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
 
-figures: $(STAMP)  ## draw the pictures of docs/figures.md from the data that is committed there
+figures: $(STAMP)  ## draw the pictures of docs/benchmarks/index.md from the data that is committed there
 	$(BIN)/python -m holdfast.harness.bench.figures $(FIGURES)
 
 figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate  ## measure it anew

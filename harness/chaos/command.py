@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = CommandGroup(
     help="Break a job on real processes, and judge how it recovers.",
-    epilog="Start with: holdfast chaos list, then holdfast chaos run kill-rank. How to write one: docs/chaos.md.",
+    epilog="Start with: holdfast chaos list, then holdfast chaos run kill-rank. All keys: docs/reference/scenarios.md.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

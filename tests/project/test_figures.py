@@ -13,6 +13,7 @@ from holdfast.harness.bench import figures
 from support.source_tree import ROOT
 
 DOCS = ROOT / "docs"
+PAGE = DOCS / "benchmarks" / "index.md"
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +28,12 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_figures_on_the_page_exist_and_are_drawn_from_the_data(drawn: Path) -> None:
-    shown = re.findall(r"!\[[^]]+\]\(figures/([^)]+)\)", (DOCS / "figures.md").read_text())
+    shown = re.findall(r"!\[[^]]+\]\(\.\./figures/([^)]+)\)", PAGE.read_text())
     assert len(shown) >= 14
     for name in shown:
         assert (DOCS / "figures" / name).is_file(), f"{name} is not committed: make figures"
         assert (drawn / name).is_file() or name.startswith("simulate/"), f"nothing draws {name}"
-    for name in re.findall(r"\]\((figures/[^)]+)\)", (DOCS / "figures.md").read_text()):
+    for name in re.findall(r"\]\(\.\./(figures/[^)]+)\)", PAGE.read_text()):
         assert (DOCS / name).exists()
 
 
