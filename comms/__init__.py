@@ -1,4 +1,4 @@
-"""What a user calls: communicators, memory planes, errors, and the plugin registry behind them.
+"""The public API of holdfast.comms: communicators, memory planes, errors and the plugin registry.
 
 from holdfast import comms
 comm = comms.connect("shm")

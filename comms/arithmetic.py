@@ -1,4 +1,4 @@
-"""What reductions there are on CPU memory, for every dtype that torch can reduce; how they run is compiled."""
+"""Reductions of CPU tensors: which dtypes and ops exist, scaling before and after, and calls of the compiled code."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ EIGHT_BIT_FLOATS = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
-"""Reduced as float32 where a backend does not say that it reduces them itself."""
+"""Reduced as float32, unless a backend declares that it reduces them itself."""
 
 _WIDE_INTEGERS = (torch.int64, torch.uint64)
 _NUMPY_DIVIDES = (torch.uint16, torch.uint32, torch.uint64)
-"""torch moves these, but does not divide them."""
+"""Integer dtypes that torch cannot divide."""
 
 _BASE = {"avg": "sum", "premul_sum": "sum"}
 _KINDS: dict[tuple[torch.dtype, str], int] = {}
 
 
 def kind(dtype: torch.dtype, op: ReduceOp) -> int:
-    """The number under which the compiled code knows this reduction (the sum, for avg and premul_sum)."""
+    """The compiled code's number for this reduction (that of the sum, for avg and premul_sum)."""
     known = _KINDS.get((dtype, op.name))
     if known is None:
         name = str(dtype).removeprefix("torch.")
@@ -53,9 +53,9 @@ def kind(dtype: torch.dtype, op: ReduceOp) -> int:
 
 
 def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp, other_first: bool = False) -> None:
-    """target = target op other, of two contiguous tensors alike (the sum, for avg and premul_sum).
+    """target = target op other, for contiguous tensors of equal shape and dtype (the sum, for avg and premul_sum).
 
-    With `other_first` it is other op target: the same number, but of equal zeros or several NaNs another may stay.
+    With `other_first`, target = other op target: the result may then be another one of several NaNs or signed zeros.
     """
     at, there = target.data_ptr(), other.data_ptr()
     first, second = (there, at) if other_first else (at, there)
@@ -63,7 +63,7 @@ def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp, other_first
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise `Unsupported` if numbers of `dtype` cannot be reduced by `op`."""
+    """Raise `Unsupported` if `op` cannot reduce numbers of `dtype`."""
     name = str(dtype).removeprefix("torch.")
     if dtype not in REDUCIBLE and dtype not in EIGHT_BIT_FLOATS:
         raise Unsupported(f"reducing {name}", "convert the tensor to a wider dtype first")
@@ -77,20 +77,20 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         raise Unsupported(f"premul_sum of {name}", "premul_sum needs a floating-point dtype")
 
 
-def silent() -> Any:
-    """Overflow gives infinity, as in torch, and numpy does not warn of it: wrap what adds numpy arrays."""
+def ignore_overflow() -> Any:
+    """A context for numpy arithmetic without warnings of overflow, which gives infinity as in torch."""
     return np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
 SCALED = frozenset({"avg", "premul_sum"})
-"""The reductions before or after which something is to be done; elsewhere `before` and `after` may be left out."""
+"""The reductions that need `prescale` or `postscale`; for others both do nothing."""
 
 
-def wider(dtype: torch.dtype, op: ReduceOp) -> torch.dtype | None:
-    """In which dtype averages and scaled sums of narrow numbers are made, and rounded once at the end; None: their own.
+def accumulation_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype | None:
+    """The wider dtype in which to compute an average or scaled sum, rounded once at the end; None: `dtype` itself.
 
-    The average of numbers fits their dtype, where their sum need not: 60000 and 60000 in float16. float32 and wider
-    ones are summed as they are.
+    An average of numbers fits their dtype, but their sum may not: 60000 + 60000 in float16. float32 and wider dtypes
+    are summed as they are.
     """
     if op.name not in SCALED:
         return None
@@ -99,13 +99,13 @@ def wider(dtype: torch.dtype, op: ReduceOp) -> torch.dtype | None:
     return None if dtype.is_complex or dtype in _WIDE_INTEGERS else torch.int64
 
 
-def before(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """What a rank contributes: `tensor`, or a scaled copy of it for premul_sum."""
+def prescale(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """A rank's contribution to the sum: `tensor` itself, or for premul_sum a scaled copy."""
     return tensor * op.factor if op.name == "premul_sum" else tensor
 
 
-def after(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
-    """Turn the sum over `size` ranks into the result, in place (avg divides; integers towards zero)."""
+def postscale(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Turn the sum over `size` ranks into the result, in place: avg divides, integers towards zero."""
     if op.name == "avg" and tensor.dtype in _NUMPY_DIVIDES:
         numbers = tensor.numpy()
         np.floor_divide(numbers, size, out=numbers)

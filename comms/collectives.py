@@ -1,6 +1,6 @@
 """The ops of a communicator: each checks its arguments and hands a body to the executor.
 
-What it does not do: move bytes (transports), find peers (connect), say when a communicator ends (communicator).
+Transports move the bytes; `communicator` has splits, windows and the end of a communicator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Collectives:
-    """The ops of a `Communicator`, its only subclass: delegation would repeat 14 signatures, one file 740 lines."""
+    """The ops of `Communicator`, its only subclass. A base class, since delegation would repeat 14 signatures."""
 
     def __init__(self, transport: Transport, check: ArgumentChecks, executor: Executor) -> None:
         self.rank: int = transport.rank
@@ -91,7 +91,7 @@ class Collectives:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they were."""
+        """Reduce `tensor` over all ranks into that of rank `dst`; on other ranks it is unchanged."""
         dst = self._check.rank(dst, "dst")
         tensor = self._check.output(tensor) if dst == self.rank else self._check.operand(tensor)
         self._check.reducible(tensor, op)
@@ -156,7 +156,10 @@ class Collectives:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Reduce `tensor`, of size times `output`'s elements, and give rank i its i-th part."""
+        """Reduce `tensor`, and put part i of the result into rank i's `output`.
+
+        `tensor` has size times the elements of `output`.
+        """
         fast = self._fast
         if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
             return DONE
@@ -241,7 +244,7 @@ class Collectives:
     def all_gather_single(
         self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
     ) -> Work:
-        """Concatenate every rank's `tensor`, in rank order, into `output`, of size times its elements."""
+        """Concatenate every rank's `tensor`, in rank order, into `output`, which has size times its elements."""
         fast = self._fast
         if fast and not async_op and timeout is None and fast.all_gather(output, tensor):
             return DONE
@@ -311,9 +314,9 @@ class Collectives:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Split `tensor` along dimension 0 over the ranks; concatenate what they send along dimension 0 of `output`.
+        """Send a part of `tensor` to each rank, and concatenate the received parts in `output`, along dimension 0.
 
-        Split sizes are rows, one number a rank; without them the rows are divided evenly.
+        Split sizes are numbers of rows, one for each rank; without them the rows are divided evenly.
         """
         fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
         if fast and even and not async_op and timeout is None and fast.all_to_all(output, tensor):
@@ -430,7 +433,7 @@ class Collectives:
     def send(
         self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Work:
-        """Send `tensor` to rank `dst`; done when `tensor` may be changed again."""
+        """Send `tensor` to rank `dst`. Once the work is done, the caller may change `tensor`."""
         tensor = self._check.operand(tensor)
         dst, tag = self._check.message(tensor, dst, "dst", tag)
 
@@ -465,7 +468,7 @@ class Collectives:
     def batch_send_recv(
         self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
     ) -> Work:
-        """All sends and receives of `batch` at once, whatever their order."""
+        """Run all sends and receives of `batch` at once, without deadlock in any order."""
         if not all(isinstance(item, Send | Recv) for item in batch):
             raise TypeError("batch_send_recv takes holdfast.comms.Send and Recv objects")
         items = [replace(item, tensor=self._check.operand(item.tensor, f"batch[{i}]")) for i, item in enumerate(batch)]
@@ -492,7 +495,7 @@ class Collectives:
 
 
 def _alike(tensor: Tensor, *details: str) -> str:
-    """What must be alike on all ranks, in words."""
+    """The text of dtype, shape and details that must be equal on all ranks."""
     return ", ".join([str(tensor.dtype), str(tuple(tensor.shape)), *filter(None, details)])
 
 

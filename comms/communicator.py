@@ -1,6 +1,6 @@
-"""The communicator: what a user calls. Its ops are those of `collectives`; here are its parts, and its end.
+"""`Communicator`: the object that users call. This file has its splits, windows, objects and its end.
 
-What it does not do: move bytes (transports), find peers (connect), decide who is alive (holdfast.ft).
+Its ops are in `collectives`. Transports move the bytes, `connect` finds the peers, `holdfast.ft` detects failures.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Communicator(Collectives):
     the communicator's) and `async_op`, and returns a `Work`, which is done unless `async_op` is true. Tensors may
     have any shape and strides. An op that fails ends the communicator: later ops raise `Revoked`; build the next one.
 
-    Every op may raise, beside what it says: `PeerFailed`, `Revoked`, `OpTimeout`, `Mismatch`; and before any byte
-    moves `Unsupported`, ValueError, TypeError, which leave the communicator as it was.
+    Beside the errors it documents, every op may raise `PeerFailed`, `Revoked`, `OpTimeout` and `Mismatch`; and before
+    any byte moves `Unsupported`, ValueError and TypeError, which leave the communicator usable.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Communicator(Collectives):
 
     @property
     def transport(self) -> Transport:
-        """For the backend that builds the next epoch's communicator. Ops that go past this one break its order."""
+        """The transport, for a backend that builds the next epoch's. Calling its ops directly breaks the op order."""
         return self._transport
 
     @property
@@ -94,17 +94,17 @@ class Communicator(Collectives):
         return self._context.peers
 
     def check_movable(self, tensor: Tensor) -> None:
-        """Raise as `send` and `recv` do for a tensor that they do not take."""
+        """Raise the error of `send` and `recv` for a tensor that they do not accept."""
         self._check.movable(tensor)
 
     @property
     def connect_payloads(self) -> Sequence[tuple[int, ...]] | None:
-        """What each rank had to say when it connected; None if the backend does not carry that."""
+        """Each rank's `connect_payload`; None if the backend does not deliver them."""
         return self._transport.connect_payloads
 
     @property
     def announced(self) -> bytes | None:
-        """What another rank has announced here; None if none has. Not once this is closed."""
+        """The word that another rank has announced; None if none has. Do not use it after `close`."""
         return self._transport.announced
 
     @property
@@ -114,27 +114,29 @@ class Communicator(Collectives):
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """How many collectives this rank has entered, the same on all ranks that are equally far, and whether it is
-        inside of an op now. From any thread.
+        """The number of collectives that this rank has entered, and whether it is inside an op. From any thread.
+
+        Ranks that have come equally far have equal numbers.
         """
         return self._executor.progress
 
-    # -- objects: what msgpack can say (dicts, lists, strings, numbers, bytes, None); never pickle
+    # -- objects: sent as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle
 
     def broadcast_object(self, obj: objects.T | None, src: int, timeout: float | None = None) -> objects.T:
-        """Rank `src`'s `obj`, on every rank. TypeError on the sender for what msgpack cannot say."""
+        """Return rank `src`'s `obj` on every rank. Raises TypeError on the sender for a type that msgpack lacks."""
         src = self._check.rank(src, "src")
         return objects.broadcast(self, obj, src, timeout)
 
     def all_gather_object(self, obj: objects.T, timeout: float | None = None) -> list[objects.T]:
-        """Every rank's `obj`, in rank order. TypeError for what msgpack cannot say."""
+        """Return every rank's `obj`, in rank order. Raises TypeError for a type that msgpack lacks."""
         return objects.all_gather(self, obj, timeout)
 
     # -- other communicators
 
     def split(self, ranks: Sequence[int], timeout: float | None = None) -> Communicator:
-        """A communicator of `ranks` of this one, in that order; called by exactly those ranks, within `timeout`
-        seconds. It ends when this one is aborted or an op fails here, but outlives `close()`.
+        """Make a communicator of `ranks`, in that order. Exactly those ranks call this, within `timeout` seconds.
+
+        It ends when this communicator is aborted or an op fails here, but outlives `close()`.
         """
         members = tuple(self._check.rank(member, "ranks") for member in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
@@ -153,7 +155,7 @@ class Communicator(Collectives):
         return part
 
     def in_its_ranks(self, failure: HoldfastError) -> HoldfastError:
-        """`failure`, of this communicator or of one that was split from it, in ranks of this one."""
+        """Translate the ranks in `failure`, an error of this communicator or a split of it, to ranks of this one."""
         if not isinstance(failure, PeerFailed | OpTimeout) or failure.communicator in ("", self.name):
             return failure
         members = self._members.get(failure.communicator)
@@ -165,9 +167,9 @@ class Communicator(Collectives):
         return OpTimeout(failure.op, failure.seq, failure.waited, missing)
 
     def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
-        """Let every rank read and write this rank's `tensor`, and reach theirs; collective.
+        """Expose `tensor` to all ranks for reads and writes, and access theirs; collective.
 
-        Sizes may differ from rank to rank, dtypes may not. `Unsupported` where the backend has no windows. Closing
+        Sizes may differ from rank to rank, dtypes may not. Raises `Unsupported` if the backend has no windows. Closing
         the communicator closes its windows.
         """
         given, tensor = tensor, self._check.operand(tensor)
@@ -186,34 +188,38 @@ class Communicator(Collectives):
         self._memories[:] = [each.memory for each in self._windows]
         return window
 
-    # -- ops of one's own
+    # -- custom ops
 
     def issue(
         self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
     ) -> Work:
-        """Run an op of one's own, in order with the others: `body(deadline)` works on the transport alone."""
+        """Run a custom op in order with the others: `body(deadline)` calls the transport only.
+
+        `agreed()` returns the text that must be equal on all ranks.
+        """
         return self._executor.issue(OpDescription(name, nbytes, agreed), lambda: body, False, timeout)
 
     # -- the end
 
     def announce(self, word: bytes) -> bool:
-        """End the ops of the other ranks, which find `word` in `announced` then. False if the backend has no such way,
-        `word` is too long for it (2,048 bytes are not), or no ops can run here: nothing has happened then. From any
-        thread.
+        """End the ops of all other ranks, and set their `announced` to `word`. From any thread.
+
+        Returns False, and does nothing, if the backend has no such channel, `word` is too long for it (every one takes
+        2,048 bytes), or this communicator is over.
         """
         return self._executor.announce(word)
 
     def abort(self, reason: str | HoldfastError = "aborted") -> None:
-        """End the op that is running here, and all later ones, now: with `reason`, or `Revoked` saying it.
+        """Make the running op, and all later ones, raise `reason`, or a `Revoked` with that text.
 
-        From any thread, as often as you like; the first reason stays. Peers that wait for this rank learn of it.
+        From any thread, any number of times; the first reason stays. Peers that wait for this rank are notified.
         """
         self._executor.abort(reason)
 
     def close(self) -> None:
-        """Release what this rank holds, its windows too; idempotent. Ops that are still pending are aborted.
+        """Release this rank's resources, windows included, and abort pending ops. Idempotent.
 
-        One that is dropped without it says goodbye to its peers all the same, with a ResourceWarning here.
+        A communicator that is garbage-collected without `close` is closed in a thread, with a ResourceWarning.
         """
         self._dropped.detach()
         for window in self._windows:
@@ -230,13 +236,13 @@ class Communicator(Collectives):
 
 
 def discard_unconnected(communicator: Communicator) -> None:
-    """End a communicator that its ranks never used, whose transport the backend has closed itself."""
+    """End a communicator that was never used. The backend has closed its transport itself."""
     communicator._dropped.detach()
     communicator._executor.discard()
 
 
 def _dropped(executor: Executor, memories: Sequence[WindowMemory], what: str) -> None:
-    """A communicator was collected that was not closed: close it, in a thread of its own, for this may be anywhere."""
+    """Close a communicator that was garbage-collected unclosed. In a thread: finalizers run at arbitrary points."""
 
     def close() -> None:
         for memory in memories:

@@ -1,7 +1,7 @@
-"""How ranks become a communicator: meet, say what each can run, take the first backend that all can, connect.
+"""`connect`: ranks meet, exchange what each can run, take the first backend that all can run, and connect.
 
-Nothing falls back silently: the choice and the reasons are logged once, by rank 0; a preference that no backend
-satisfies on every rank is an error on every rank.
+There is no silent fallback: rank 0 logs the choice and the reasons; if no backend of the preference runs on every rank,
+all ranks raise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _lock = threading.Lock()
 
 @forks.in_child
 def _begin_child() -> None:
-    """None of its parent's ranks are connected in a forked child."""
+    """Forget the parent's connected ranks in a forked child."""
     global _lock
     _lock = threading.Lock()
     _open.clear()
@@ -50,9 +50,9 @@ def _begin_child() -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether HOLDFAST_CHECK, or torch's debug level DETAIL, asks for agreement checks.
+    """Whether HOLDFAST_CHECK, or torch's debug level DETAIL, turns agreement checks on.
 
-    Raises ValueError for a value of HOLDFAST_CHECK that says neither yes nor no.
+    Raises ValueError for a value of HOLDFAST_CHECK that is neither on nor off.
     """
     return flag("HOLDFAST_CHECK") or dist.get_debug_level() == dist.DebugLevel.DETAIL
 
@@ -70,25 +70,25 @@ def connect(
 ) -> Communicator:
     """Connect this process, as one rank, with the others; collective.
 
-    `backend` is a name, a preference list ("ucx,gloo"), or "auto". `rank` and `size` default to RANK and
-    WORLD_SIZE. `name` tells apart communicators that meet at the same place. `timeout` (seconds) bounds this call,
-    and is the default for every op.
+    `backend` is a name, a preference list ("ucx,gloo"), or "auto". `rank` and `size` default to RANK and WORLD_SIZE.
+    `name` distinguishes communicators that meet at the same place. `timeout` (seconds) bounds this call, and is the
+    default for every op.
 
-    Whoever can write to the rendezvous can come as a rank, or keep a rank out: any user of the network that the port
-    is on, of the machine for loopback, of the folder for a file. If HOLDFAST_KEY_FILE names a job's key
-    (`holdfast run` makes one), what the ranks tell each other there is authenticated with it, and strangers can no
-    longer come as ranks. It guards the meeting, not the tensors: no backend encrypts or authenticates those.
+    Any process that can write to the rendezvous can join as a rank, or keep a rank out: from the port's network, for
+    loopback from the same machine, for a file with access to its folder. If HOLDFAST_KEY_FILE names a job's key
+    (`holdfast run` makes one), what the ranks write there is authenticated with it, and only processes with the key
+    can join. The key protects the rendezvous, not the tensors: no backend encrypts or authenticates those.
 
     Raises `BackendUnavailable` (on every rank, if one lacks the backend), `Mismatch` (ranks disagree, or this rank is
-    taken), `OpTimeout` (naming the ranks that did not come), `PeerFailed`, `CorruptData` (what is at the rendezvous was
-    not written by the ranks), `KeyRefused`, ValueError.
+    taken), `OpTimeout` (naming the missing ranks), `PeerFailed`, `CorruptData` (another program wrote to the
+    rendezvous), `KeyRefused`, ValueError.
     """
     timeout = seconds(timeout)
     deadline = time.monotonic() + timeout
     rank = None if rank is None else integer(rank, "rank")
     size = None if size is None else integer(size, "size")
     where = torch.device("cpu" if device is None else device)
-    preference, unavailable = _asked(backend, where)
+    preference, unavailable = _requested_backends(backend, where)
     key = job_key()
 
     def find() -> places.MeetingPlace:
@@ -139,10 +139,10 @@ def connect(
                 ),
                 timeout,
                 check=any(each.check for each in meeting.offers),
-                on_close=functools.partial(_forget, identity, gathering.place, offer.nonce),
+                on_close=functools.partial(_release_rank, identity, gathering.place, offer.nonce),
             )
     except BaseException:
-        _forget(identity, gathering.place, offer.nonce)
+        _release_rank(identity, gathering.place, offer.nonce)
         raise
 
 
@@ -157,9 +157,9 @@ def connect_part(
     op_timeout: float,
     recorder: Recorder | None,
 ) -> Communicator:
-    """Connect `members` of a communicator as one of their own; collective over these. See `connect_members`.
+    """Connect `members` of a communicator as a new one; collective over the members. See `connect_members`.
 
-    `count` numbers the communicators of just these ranks; `context` is the one that the whole was connected with.
+    `count` numbers the communicators of exactly these ranks; `context` is the one that `whole` was connected with.
     """
     deadline = time.monotonic() + timeout
     rank = members.index(whole.rank)
@@ -206,17 +206,17 @@ def connect_members(
     previous: Communicator | None = None,
     connect_payload: Sequence[int] = (),
 ) -> Communicator:
-    """Connect ranks that know each other already: no negotiation, for the rebuild of an epoch.
+    """Connect ranks that know each other already, without negotiation: for the rebuild of an epoch.
 
     `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
-    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call ends with what
-    `over()` gives once that is not None. `recorder` is told of every op, and of those of communicators split off.
-    `previous` is the communicator of the epoch before, aborted and not closed; the backend may keep what is good of it.
-    `connect_payload` may come along with the connection (`Communicator.connect_payloads`).
+    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call raises the error
+    that `over()` returns, once it returns one. `recorder` makes the journals of this communicator and of its splits.
+    `previous` is the communicator of the epoch before, aborted and not closed; the backend may reuse its parts. The
+    backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`).
     """
     info = registry().backend(backend).info
     connecting = True
-    told = functools.partial(
+    make_context = functools.partial(
         Context,
         rank=rank,
         size=size,
@@ -232,17 +232,17 @@ def connect_members(
         connect_payload=tuple(connect_payload),
     )
     communicator = _build(
-        info, told, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
+        info, make_context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
     )
     connecting = False
     return communicator
 
 
 def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:
-    """The first backend of a preference that this process can run, given where its peers are."""
+    """The first backend of a preference that this process can run and that reaches all peers."""
     where = torch.device("cpu" if device is None else device)
     names = _preference(preference, where)
-    unavailable = _unavailable(names) | _unfit(names, peers)
+    unavailable = _unavailable(names) | _unable_to_connect(names, peers)
     for name in names:
         if name not in unavailable:
             return name
@@ -250,11 +250,10 @@ def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.d
 
 
 def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The names of a preference that this process can run, in order; and why it cannot run the others.
+    """The backends of a preference that this process can run, in order; and why it cannot run the others.
 
-    Those that it can run prepare themselves for being chosen.
-
-    Raises `BackendUnavailable` for an unknown name, ValueError for an empty preference.
+    Calls `prepare` of those that it can run. Raises `BackendUnavailable` for an unknown name, ValueError for an empty
+    preference.
     """
     names = _preference(backend, device)
     unavailable = _unavailable(names)
@@ -266,39 +265,39 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
 
 
 def _build(
-    info: BackendInfo, told: Callable[..., Context], timeout: float, *, check: bool, **more: Any
+    info: BackendInfo, make_context: Callable[..., Context], timeout: float, *, check: bool, **more: Any
 ) -> Communicator:
-    """The communicator over the transport that the backend makes of all that it is `told`."""
+    """Connect the backend's transport with the context that `make_context` makes, and a communicator over it."""
     assert info.connect is not None, "a preference holds only backends that connect"
-    made: list[Communicator] = []
+    built: list[Communicator] = []
 
-    def make(transport: Transport) -> None:
+    def build(transport: Transport) -> None:
         discard()
-        made.append(Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more))
+        built.append(Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more))
 
     def discard() -> None:
-        while made:
-            discard_unconnected(made.pop())
+        while built:
+            discard_unconnected(built.pop())
 
-    context = told(meanwhile=make)
+    context = make_context(meanwhile=build)
     try:
         transport = _connect(info.connect, context)
     except BaseException:
         discard()
         raise
-    if not made or made[0].transport is not transport:
-        make(transport)
-    return made.pop()  # what was made may hold `make`, and must not hold the communicator
+    if not built or built[0].transport is not transport:
+        build(transport)
+    return built.pop()  # the context refers to `build`, which must not keep the communicator alive
 
 
 def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:
-    """The transport; to a journal, connecting is the communicator's op number 0."""
+    """Connect the transport. The journal records this as the communicator's op number 0."""
     journal = context.journal
     if journal is None:
-        return _in_time(connect, context)
+        return _connect_or_time_out(connect, context)
     journal.enter("connect", 0, 0, None, None, -1)
     try:
-        transport = _in_time(connect, context)
+        transport = _connect_or_time_out(connect, context)
     except BaseException as error:
         journal.leave(error)
         raise
@@ -306,7 +305,7 @@ def _connect(connect: Callable[[Context], Transport], context: Context) -> Trans
     return transport
 
 
-def _in_time(connect: Callable[[Context], Transport], context: Context) -> Transport:
+def _connect_or_time_out(connect: Callable[[Context], Transport], context: Context) -> Transport:
     began = time.monotonic()
     try:
         return connect(context)
@@ -316,8 +315,8 @@ def _in_time(connect: Callable[[Context], Transport], context: Context) -> Trans
         raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
-def _forget(identity: tuple[str, str, int], place: places.MeetingPlace, nonce: str) -> None:
-    """The rank may connect again. Until this is called `place` is held, and so the store that it may serve."""
+def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace, nonce: str) -> None:
+    """Let the rank connect again. Until then the caller holds `place`, and with it the store that it may serve."""
     with _lock:
         _open.discard(identity)
         connected.discard(nonce)
@@ -327,11 +326,11 @@ def _offer(size: int, preference: list[str], unavailable: dict[str, str]) -> Off
     return Offer(secrets.token_hex(16), this_process(), size, preference, shorten(unavailable), checks_are_on())
 
 
-def _asked(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The backends to try, in order, and why this process cannot run some of them. An unknown one is such a reason:
-    other ranks may have its plugin, and learn here that this one has not.
+def _requested_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The backends to try, in order, and why this process cannot run some of them.
 
-    Raises ValueError for no backend, `Unsupported` for one that only has a memory plane.
+    An unknown backend gets a reason, not an error: ranks that have its plugin then learn that this one lacks it. Raises
+    ValueError for no backend, `Unsupported` for one that only has a memory plane.
     """
     names = _names(backend, device)
     known = [name for name in names if name in registry().backends]
@@ -348,7 +347,7 @@ def _asked(backend: str, device: torch.device) -> tuple[list[str], dict[str, str
 
 
 def _preference(backend: str, device: torch.device) -> list[str]:
-    """The backends to try, in order. Names that are unknown, or of planes, are refused before anybody is met."""
+    """The backends to try, in order. Raises for names that are unknown, or have only a memory plane."""
     names = _names(backend, device)
     for name in names:
         _check_connects(name)
@@ -379,8 +378,8 @@ def _unavailable(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _unfit(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:
-    """Backends that cannot join these peers, wherever each could run."""
+def _unable_to_connect(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:
+    """Backends that cannot connect these peers, by name, and why: they are limited to one process or host."""
     found = {}
     for name in names:
         capabilities = registry().backend(name).info.capabilities
@@ -408,9 +407,9 @@ def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable
 
 
 def _choose(offers: Sequence[Offer], rank: int, name: str) -> BackendInfo:
-    """The first backend that all ranks can run: the same on every rank, since all see the same offers."""
+    """The first backend that all ranks can run. All ranks choose the same, since they see the same offers."""
     preference = offers[0].preference
-    reasons = _unfit(preference, [o.peer for o in offers])
+    reasons = _unable_to_connect(preference, [o.peer for o in offers])
     for r, offer in enumerate(offers):
         for backend, reason in offer.unavailable.items():
             reasons.setdefault(backend, f"rank {r}: {reason}")

@@ -1,4 +1,4 @@
-"""Every error holdfast raises: one small tree, each error saying what happened, to whom, and what to do."""
+"""Every error that holdfast raises. A message says what happened, which ranks it concerns, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEAP_TYPE = 1 << 9
 
 
 _SPELT_OUT = 32
-"""How many ranks a message names; the error has them all."""
+"""How many ranks a message names; the error's attribute has all of them."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -23,8 +23,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
-    """An exception as it was, from its parts, without its `__init__`, which may take other arguments than it
-    keeps."""
+    """Rebuild an exception from its parts, without `__init__`, which may take other arguments than `args`."""
     builtin = kind
     while builtin.__flags__ & _HEAP_TYPE and builtin.__base__ is not None:
         builtin = builtin.__base__
@@ -35,7 +34,7 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
 
 
 def describe(error: BaseException) -> str:
-    """An error in words that are never empty: with its type, unless it is one of ours, which say all."""
+    """A text for an error that is never empty: with its type name, unless it is a HoldfastError with a message."""
     text = str(error)
     if isinstance(error, HoldfastError) and text:
         return text
@@ -43,9 +42,9 @@ def describe(error: BaseException) -> str:
 
 
 def again(error: BaseException) -> BaseException:
-    """An equal error without a traceback, for one that is kept and may be raised many times.
+    """Copy an error without its traceback, to raise a stored error repeatedly.
 
-    A kept error that is raised itself would hold the frames it passed through, and all that they hold.
+    Raising the stored error itself would keep alive the frames it passes through, and all that they refer to.
     """
     fields = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
     copy = rebuild(type(error), error.args, fields)
@@ -54,10 +53,10 @@ def again(error: BaseException) -> BaseException:
 
 
 class HoldfastError(RuntimeError):
-    """Root of the tree: catch this to catch everything that holdfast itself raises."""
+    """The base class of all errors that holdfast itself raises."""
 
     def again(self) -> Self:
-        """An equal error without a traceback: see the function `again`."""
+        """Copy this error without its traceback: see the function `again`."""
         return cast(Self, again(self))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -85,8 +84,10 @@ class Mismatch(HoldfastError):
 
 
 class ResourceExhausted(HoldfastError):
-    """This process lacks something that it needs; no peer is to blame. `resource` names it, `need` and `limit` say how
-    much was needed and how much there is."""
+    """This process ran out of a `resource`; no peer is to blame.
+
+    `need` and `limit` say how much was needed and how much there is.
+    """
 
     def __init__(self, resource: str, need: str, limit: str, hint: str = "") -> None:
         self.resource, self.need, self.limit = resource, need, limit
@@ -94,7 +95,7 @@ class ResourceExhausted(HoldfastError):
 
 
 class UsedAfterFork(HoldfastError):
-    """A forked child used a thing of its parent; nothing was done. `what` is the thing, `owner` the parent's pid."""
+    """A forked child used an object of its parent; nothing was done. `what` names it, `owner` is the parent's pid."""
 
     def __init__(self, what: str, owner: int) -> None:
         self.what, self.owner = what, owner
@@ -107,9 +108,9 @@ class UsedAfterFork(HoldfastError):
 class OpTimeout(HoldfastError, TimeoutError):
     """An operation did not complete in time.
 
-    `op` is its name, `seq` its number on the communicator, `waited` seconds; `missing_ranks` those that had not
-    arrived, as far as this rank can tell. If an op of a communicator was late, `communicator` names that, and `joint`
-    is its number among the ops of all ranks together; 0 if it is not one, or was not begun.
+    `op` is its name, `seq` its number on the communicator, `waited` the time in seconds. `missing_ranks` had not
+    arrived, as far as this rank can tell. For an op of a communicator, `communicator` is the communicator's name and
+    `joint` the op's number among the collectives; 0 for other ops, and if it was not begun.
     """
 
     def __init__(self, op: str, seq: int, waited: float, missing_ranks: Sequence[int] = ()) -> None:
@@ -122,7 +123,7 @@ class OpTimeout(HoldfastError, TimeoutError):
 
 
 class StillRunning(OpTimeout):
-    """Whoever waited for a work did so for too short a time; the op goes on, until the timeout that it was given."""
+    """`Work.wait` reached its own timeout. The op goes on, until the timeout that it was issued with."""
 
     def __init__(self, op: str, waited: float) -> None:
         super().__init__(op, 0, waited)
@@ -130,8 +131,10 @@ class StillRunning(OpTimeout):
 
 
 class PeerFailed(HoldfastError):
-    """Other ranks are gone. `ranks` names them, `evidence` says how that is known. `communicator` names the one whose
-    ranks these are, if an op of one has failed."""
+    """Other `ranks` are gone; `evidence` says how that is known.
+
+    If an op of a communicator failed, `communicator` is its name, and `ranks` are ranks of it.
+    """
 
     def __init__(self, ranks: Sequence[int], evidence: str) -> None:
         self.ranks, self.evidence = tuple(ranks), evidence
@@ -140,8 +143,10 @@ class PeerFailed(HoldfastError):
 
 
 class Revoked(HoldfastError):
-    """The communicator of this epoch is over: aborted, closed or replaced by a later one. `failure` is the type of the
-    error that an op here failed with, if that ended it."""
+    """The communicator of this epoch is over: aborted, closed or replaced by a later one.
+
+    If a failed op ended it, `failure` is the type of that op's error.
+    """
 
     def __init__(self, epoch: int, reason: str = "aborted", failure: type[BaseException] | None = None) -> None:
         self.epoch, self.reason, self.failure = epoch, reason, failure
@@ -149,12 +154,12 @@ class Revoked(HoldfastError):
 
 
 class RegionGone(HoldfastError):
-    """Exposed memory that was closed, or whose process died. What was read must not be used."""
+    """The exposed memory was closed, or its process died. Data that was read must not be used."""
 
 
 class CorruptData(HoldfastError):
-    """Bytes that do not have the checksum or the form they must have."""
+    """Received or stored bytes have a wrong checksum or format."""
 
 
 class StaleEpoch(HoldfastError):
-    """An effect of an epoch that is over; nothing was changed."""
+    """A call belongs to an epoch that is over; nothing was changed."""

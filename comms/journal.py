@@ -1,7 +1,7 @@
-"""What may be told of every op of a communicator as it runs: who records ops implements this.
+"""`Journal`: the callbacks that a recorder of ops (a flight recorder) implements.
 
-Unlike the observers of `holdfast.comms.plugins.spec`, which see each op as an event object, a journal is called on the
-path of the op itself, by position, and must cost well under a microsecond. Without one nothing is called.
+Observers of `holdfast.comms.plugins.spec` get each op as an event object. A journal is instead called with positional
+arguments on the op's own path, and must cost well under a microsecond.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from typing import Protocol
 from holdfast.comms.op_description import OpTensors
 
 POINT_TO_POINT = frozenset(["send", "recv", "batch_send_recv"])
-"""Ops that are not issued alike by all ranks."""
+"""Ops that not all ranks issue alike."""
 
 
 class Journal(Protocol):
-    """Hears of the ops of one communicator: they are entered and left one at a time."""
+    """Callbacks for the ops of one communicator. Ops are entered and left one at a time."""
 
     def enter(self, op: str, seq: int, nbytes: int, tensors: OpTensors, detail: Hashable, peer: int, /) -> None:
-        """Op number `seq` begins. `detail` is what else must agree (a reduction, a tag); `peer` the root or the other
-        side, -1 if there is none. Must not raise."""
+        """Op number `seq` begins. Must not raise.
+
+        `detail` is what else must agree between ranks (a reduction, a tag). `peer` is the root or the other side of a
+        message, -1 if there is none.
+        """
 
     def leave(self, error: BaseException | None) -> None:
         """The op that was entered last has ended. Must not raise."""
 
     def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
-        """The op that runs has waited for some time, now for `ranks`, and for `gives` to take what is sent to them.
+        """The running op is waiting to receive from `ranks`, and for `gives` to take what it sends. Must not raise.
 
-        Said again and again while it waits. `rounds` counts the rounds of messages that the op has begun. Must not
-        raise.
+        Called repeatedly during a long wait. `rounds` counts the rounds of messages that the op has begun.
         """
 
 
 class Recorder(Protocol):
-    """Makes journals."""
+    """Makes a journal for each communicator."""
 
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> Journal:
         """The journal of a new communicator."""

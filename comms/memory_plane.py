@@ -1,7 +1,7 @@
-"""One-sided access without a group: any process reads memory that another exposed.
+"""`MemoryPlane`: one-sided access without a group. Any process of a job reads memory that another exposed.
 
-The weight store stands on it. A backend that can do it returns a `MemoryPlane` from its plugin's `memory`
-factory; `memory` opens one by name.
+The weight store uses it. A backend that supports it returns a `MemoryPlane` from its plugin's `memory` factory;
+`memory` opens one by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.comms.work import Work
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """Where a region is: small, serialisable, safe to receive from anybody (decoding runs no code).
+    """The address of a region, to send to other processes. It is small, and decoding it runs no code.
 
     `plane` names the backend, `address` is that backend's own encoding, `nbytes` the region's size in bytes.
     """
@@ -31,7 +31,7 @@ class Handle(msgspec.Struct, frozen=True):
 
     @staticmethod
     def decode(data: bytes) -> Handle:
-        """Raises `CorruptData` for anything that is not an encoded handle."""
+        """Decode a handle. Raises `CorruptData` for bytes that are not an encoded handle."""
         try:
             return msgspec.msgpack.decode(data, type=Handle)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -39,24 +39,23 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 class Region(ABC):
-    """Memory that this process exposes, until `close`. Keeps its tensor alive. A context manager.
+    """Memory that this process exposes until `close`. Keeps its tensor alive. A context manager.
 
-    It is the memory that the tensor had when it was exposed, which is kept, and which torch refuses to resize from then
-    on. If the tensor is given other memory all the same (`t.data = ...`, `set_`), the owner's next look at `handle`
-    closes the region and raises `RegionGone`; until then others reach the memory that the tensor had.
+    The region is the memory that the tensor had when it was exposed. That memory is kept, and torch refuses to resize
+    it. If the tensor gets other memory nevertheless (`t.data = ...`, `set_`), the owner's next read of `handle` closes
+    the region and raises `RegionGone`; until then other processes access the old memory.
 
-    A process forked from the one that exposed it does not own it: `close` does nothing there.
+    A forked child does not own the regions of its parent: `close` does nothing there.
     """
 
     handle: Handle
 
     @abstractmethod
     def close(self) -> None:
-        """From here on readers and writers get `RegionGone`, those in the middle of a copy included.
-        Idempotent.
+        """Stop exposing the memory: readers and writers get `RegionGone`, also during a copy. Idempotent.
 
-        Raises `OpTimeout` if a writer does not finish the block that it is writing (a stopped process):
-        that block may still arrive.
+        Raises `OpTimeout` if a writer (such as a stopped process) does not finish the block that it is writing; that
+        block may still arrive.
         """
 
     def __enter__(self) -> Region:
@@ -67,44 +66,40 @@ class Region(ABC):
 
 
 class MemoryPlane(ABC):
-    """Expose memory, read and write the memory of others. Safe to use from several threads."""
+    """Exposes memory of this process, and reads and writes that of others. Thread-safe."""
 
     name: str
 
     @abstractmethod
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> Region:
-        """Let any process of this job read (and, if `writable`, write) the contiguous `tensor` where it
-        lies.
+        """Let any process of this job read the contiguous `tensor` in place, and write it if `writable`.
 
-        Raises ValueError for a tensor that is not contiguous, `Unsupported` for one that this plane cannot
-        reach.
+        Raises ValueError for a tensor that is not contiguous, `Unsupported` for memory that this plane cannot access.
         """
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory, as a uint8 tensor of `nbytes` elements, of the kind that this plane reads
-        fastest.
-        """
+        """Allocate `nbytes` of the memory that this plane reads fastest, uninitialised, as a uint8 tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @abstractmethod
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
         """Copy `into.nbytes` bytes from byte `offset` of the region into the contiguous tensor `into`.
 
-        `wait()` of the returned work raises `RegionGone` if the region was closed, or its process died, at
-        any time before the last byte had arrived; `CorruptData` for a handle that nobody made; `OpTimeout`
-        after `timeout` seconds. ValueError at once if the range is outside the region.
+        `wait()` of the returned work raises `RegionGone` if the region was closed, or its process died, before the last
+        byte arrived; `CorruptData` for a handle that no plane made; `OpTimeout` after `timeout` seconds. Raises
+        ValueError at once if the range is outside the region.
         """
 
     @abstractmethod
     def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
         """Copy the contiguous tensor `source` to byte `offset` of a writable region.
 
-        Errors as in `read`, and `Unsupported` for a region that is read-only; nothing is written then.
+        Raises the errors of `read`, and `Unsupported` for a read-only region, in which case nothing is written.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close every region of this plane and let go of what it holds of others. Idempotent."""
+        """Close every region of this plane, and release its access to other processes' memory. Idempotent."""
 
     def __enter__(self) -> MemoryPlane:
         return self
@@ -114,11 +109,10 @@ class MemoryPlane(ABC):
 
 
 def memory(name: str = "auto") -> MemoryPlane:
-    """Open the memory plane of the backend `name`, or with "auto" the best one that reaches other processes
-    here.
+    """Open the memory plane of the backend `name`, or with "auto" the best one between processes.
 
-    Raises `BackendUnavailable`, with the reasons, if it cannot be had: "auto" does not settle for one that
-    reaches only this process.
+    Raises `BackendUnavailable`, with the reasons, if there is none. "auto" never takes a plane that works within one
+    process only.
     """
     from holdfast.comms.plugins.registry import registry
 

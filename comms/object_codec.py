@@ -1,8 +1,8 @@
-"""Objects of users as msgpack, for what arrives as it was sent; all else is refused, by its path, before it is sent.
+"""Encodes users' objects as msgpack, and refuses types that msgpack would silently change.
 
-Lists, dicts, strings, bytes, whole numbers of 64 bits, floats, bools and None arrive as they are; tuples arrive as
-lists, dataclasses and msgspec structs as dicts. msgspec alone would turn a set into a list, an Enum into its value, and
-a Decimal or a datetime into a string.
+Lists, dicts, strings, bytes, 64-bit integers, floats, bools and None arrive unchanged; tuples arrive as lists,
+dataclasses and msgspec structs as dicts. msgspec alone would turn a set into a list, an Enum into its value, and
+a Decimal or a datetime into a string: here `encode_object` refuses these, naming the path within the object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def encode_object(obj: object) -> bytes:
-    """TypeError, naming the path, for what would not arrive as it is."""
+    """Encode `obj`. Raises TypeError, naming the path, for a value that would arrive changed."""
     _check(obj, "the object", 0)
     try:
         return msgspec.msgpack.encode(obj)
@@ -28,7 +28,7 @@ def encode_object(obj: object) -> bytes:
 
 
 def decode_object(data: bytes) -> Any:
-    """What `encode_object` was given."""
+    """Decode the output of `encode_object`."""
     return msgspec.msgpack.decode(data, strict=True)
 
 
@@ -53,7 +53,7 @@ def _check(obj: object, path: str, depth: int) -> None:
 
 
 def _members(obj: object, path: str) -> Iterator[tuple[object, object]]:
-    """Keys and values of a container."""
+    """The keys and values of a container; TypeError for any other object."""
     if isinstance(obj, dict):
         for key in obj:
             if type(key) not in _KEYS:
@@ -73,6 +73,6 @@ def _members(obj: object, path: str) -> Iterator[tuple[object, object]]:
 def _short(value: object) -> str:
     try:
         words = repr(value)
-    except ValueError:  # an int of more digits than Python prints
+    except ValueError:  # Python refuses to print an int of that many digits
         words = "a number of thousands of digits"
     return words if len(words) <= 80 else f"{words[:77]}..."

@@ -1,4 +1,4 @@
-"""Python objects between ranks, as msgpack: nothing that arrives is ever run, as pickle would."""
+"""Sends Python objects between ranks as msgpack: unlike pickle, decoding runs no received code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None) -> T:
-    """Rank `src`'s object on every rank; two broadcasts, of the length and of the bytes."""
+    """Return rank `src`'s object on every rank, by two broadcasts: of the length and of the bytes."""
     data = encode_object(obj) if comm.rank == src else b""
     length = torch.tensor([len(data)], device=comm.device)
     comm.broadcast(length, src, timeout=timeout)
@@ -26,7 +26,7 @@ def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None
 
 
 def all_gather(comm: Communicator, obj: T, timeout: float | None) -> list[T]:
-    """Every rank's object, in rank order; two all-gathers, of the lengths and of the bytes."""
+    """Return every rank's object in rank order, by two all-gathers: of the lengths and of the bytes."""
     data = encode_object(obj)
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(lengths, torch.tensor([len(data)], device=comm.device), timeout=timeout)

@@ -1,4 +1,4 @@
-"""`OpDescription`: what an op is called with, for the executor, agreement checks, journals and observers."""
+"""`OpDescription`: an op's name, size and tensors, for the executor, agreement checks, journals and observers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OpTensors = torch.Tensor | tuple[torch.Tensor, ...] | None
 class OpDescription(msgspec.Struct, frozen=True):
     """One op of one rank, described once. `nbytes` is the size of this rank's input.
 
-    `agreed()` is the text that must be equal on all ranks; None for point-to-point ops. `detail` is what else must
-    agree, for journals (a reduction, a tag). `peer` is the root or the other side, -1 if there is none.
+    `agreed()` returns the text that must be equal on all ranks; it is None for point-to-point ops. `detail` tells
+    journals what else must agree (a reduction, a tag). `peer` is the root or the other side, -1 if there is none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The words of an operation: how to reduce, and the two halves of a point-to-point batch."""
+"""`ReduceOp`, and `Send` and `Recv`, the items of a point-to-point batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ReduceName = Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor
 class ReduceOp:
     """A reduction. `factor` scales each input of `premul_sum` and is 1 otherwise.
 
-    Averages and scaled sums (AVG, `premul_sum`) of floats below 32 bits are made in float32, where each input is scaled
-    before it is added; averages of integers below 64 bits are made in int64. They are rounded once at the end (integers
-    towards zero), and an average never overflows. Wider numbers are added in their own dtype, and then divided: they
-    overflow where their sum does. That holds on every backend but nccl and rccl, where AVG of floats is the library's
-    own: each input divided by the number of ranks, and added in its dtype.
+    AVG and `premul_sum` of floats below 32 bits are computed in float32, where each input is scaled before it is added;
+    AVG of integers below 64 bits is computed in int64. The result is rounded once at the end (integers towards zero),
+    and an average never overflows. Wider numbers are added in their own dtype and then divided: they overflow where
+    their sum does. On nccl and rccl, AVG of floats is the library's own instead: each input is divided by the number of
+    ranks, and added in its dtype.
     """
 
     name: ReduceName

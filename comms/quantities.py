@@ -1,4 +1,4 @@
-"""What counts as a whole number and as a number of seconds, wherever a user passes one."""
+"""Converts users' integers and timeouts, and refuses values that are neither."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numbers import Real
 from typing import Any
 
 LONGEST = 1e9
-"""Timeouts are shorter, in seconds: counted in nanoseconds, as systems do, longer ones would overflow."""
+"""The limit of timeouts, in seconds: longer ones would overflow when systems count them in nanoseconds."""
 
 
 def integer(value: Any, what: str) -> int:
-    """`value` as an int: any kind of integer, numpy's too. TypeError for all else, and for a bool."""
+    """`value` as an int, from any integer type, numpy's included. Raises TypeError for others, and for a bool."""
     if type(value) is int:
         return value
     if not isinstance(value, bool):
@@ -25,7 +25,7 @@ def integer(value: Any, what: str) -> int:
 
 
 def integer_in(value: Any, what: str, least: int, most: int | None = None) -> int:
-    """As `integer`; ValueError unless it is from `least` to `most`."""
+    """As `integer`; raises ValueError unless it is from `least` to `most`."""
     number = integer(value, what)
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
@@ -34,8 +34,9 @@ def integer_in(value: Any, what: str, least: int, most: int | None = None) -> in
 
 
 def seconds(value: Any, what: str = "timeout") -> float:
-    """A number or a timedelta in seconds; 0 for a negative one, whose time is up. TypeError for all else, ValueError
-    for what is infinite or NaN.
+    """A number or a timedelta in seconds; 0 if it is negative.
+
+    Raises TypeError for other types, ValueError for infinity and NaN.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()

@@ -1,11 +1,11 @@
-"""Sums whose bits depend on the values alone: not on how many ranks hold them, their order, nor the backend.
+"""Reproducible reductions: their bits depend on the values alone, not on the ranks, their order or the backend.
 
-The result is the exact sum, rounded once (see `exact_sum`). Two ranks with a tensor each need nothing special: adding
-two numbers rounds correctly wherever it is done. Else each rank owns a part of the result: all contributions to it come
-to the owner (an all-to-all), who adds them up; the parts then go to all (an all-gather). That is the volume of an
-ordinary all_reduce. It is done in segments, so that what arrives is still in the cache when it is added. A sum with
-NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity. Complex numbers are summed part by
-part. A minimum or maximum that is zero is 0.0, never -0.0.
+A sum is the exact sum, rounded once (see `exact_sum`). With two ranks and one tensor each, a plain all_reduce gives
+that already, since IEEE addition of two numbers rounds correctly. Otherwise each rank owns a part of the result: an
+all-to-all brings all contributions of a part to its owner, the owner adds them, and an all-gather distributes the
+parts. That moves as many bytes as an ordinary all_reduce. It runs in segments, so that received data is still in the
+cache when it is added. A sum with NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity.
+Complex numbers are summed as pairs of reals. A minimum or maximum that is zero is 0.0, never -0.0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _SEGMENT_BYTES = 4 << 20
-"""How much of the output is worked on at a time."""
+"""The size of one segment of the output."""
 
 _CHOOSING = ("min", "max")
-"""These give one of the values: which zero, and which NaN, depends on their order."""
+"""Reductions that return one of the values; which zero or NaN they return depends on the order."""
 
 
 def sum_contributions(
@@ -39,8 +39,8 @@ def sum_contributions(
 ) -> None:
     """Fill `output`, on every rank, with the sum of all contributions of all ranks; collective.
 
-    Each rank gives as many contributions as it likes, none included, each of `output`'s shape and a floating dtype:
-    the result does not depend on who holds which. Raises ValueError and `Unsupported` before any byte moves.
+    Each rank passes any number of contributions, also none, each of `output`'s shape and a floating dtype. The result
+    does not depend on how they are spread over the ranks. Raises ValueError and `Unsupported` before any byte moves.
     """
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
@@ -76,11 +76,10 @@ def scatter_contributions(
     parts: int = 0,
     timeout: float | None = None,
 ) -> None:
-    """Fill `output`, on rank i, with the i-th of so many `parts` (0: as many as there are ranks) of the sum of all
-    contributions of all ranks; collective. Ranks from `parts` on get nothing: their `output` stays as it is.
+    """Fill `output`, on rank i, with part i of the sum of all contributions of all ranks; collective.
 
-    As `sum_contributions`, with contributions of `parts` times `output`'s elements. The parts hold the same bits as the
-    whole sum would.
+    The sum is divided into `parts` (0: one for each rank); on ranks from `parts` on, `output` is unchanged. Each
+    contribution has `parts` times the elements of `output`; otherwise as `sum_contributions`, with the same bits.
     """
     parts = parts or comm.size
     if not 1 <= parts <= comm.size:
@@ -105,8 +104,8 @@ def scatter_contributions(
         rows = [int(count.item()) for count in counts]
         for start in range(0, flat.numel(), step):
             sent = [[each[r, start : start + step] for each in given] if r < parts else [] for r in range(comm.size)]
-            mine = flat[start : start + step] if comm.rank < parts else flat[:0]
-            _add_up(transport, sent, rows, buffers, mine, deadline)
+            own_part = flat[start : start + step] if comm.rank < parts else flat[:0]
+            _add_up(transport, sent, rows, buffers, own_part, deadline)
         if comm.rank < parts:
             unpack(flat.view(output.shape), output)
 
@@ -120,7 +119,7 @@ def scatter_contributions(
 
 
 def check_exact(op: ReduceOp) -> None:
-    """Raise `Unsupported` for a reduction that has no reproducible form."""
+    """Raise `Unsupported` for a reduction without a reproducible form."""
     if op.name == "product":
         raise Unsupported("a reproducible product", "sum logarithms")
 
@@ -135,7 +134,7 @@ def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline:
             tensor.add_(0.0)
             make_nans_alike(tensor)
         return
-    given = arithmetic.before(tensor, op)
+    given = arithmetic.prescale(tensor, op)
     if transport.size <= 2:
         if given is not tensor:
             tensor.copy_(given)
@@ -143,7 +142,7 @@ def reduce_exactly(transport: Transport, tensor: Tensor, op: ReduceOp, deadline:
         make_nans_alike(tensor)
     else:
         _sum(transport, [given], [1] * transport.size, tensor, deadline)
-    arithmetic.after(tensor, op, transport.size)
+    arithmetic.postscale(tensor, op, transport.size)
 
 
 def _sum(
@@ -153,7 +152,7 @@ def _sum(
     output: Tensor,
     deadline: float,
 ) -> None:
-    """`counts[i]` is the number of rank i's contributions."""
+    """Sum all ranks' contributions into `output`, segment by segment. Rank i has `counts[i]` contributions."""
     flat = output.view(-1)
     given = [each.view(-1) for each in contributions]
     step = max(1, _SEGMENT_BYTES // flat.element_size())
@@ -163,10 +162,10 @@ def _sum(
     for start in range(0, flat.numel(), step):
         segment = flat[start : start + step]
         edges = [min(r * -(-segment.numel() // size), segment.numel()) for r in range(size + 1)]
-        mine = segment[edges[rank] : edges[rank + 1]]
+        own_part = segment[edges[rank] : edges[rank + 1]]
         parts = [[each[start + edges[r] : start + edges[r + 1]] for each in given] for r in range(size)]
-        _add_up(transport, parts, counts, buffers, mine, deadline)
-        transport.all_gather([segment[edges[r] : edges[r + 1]] for r in range(size)], mine, deadline)
+        _add_up(transport, parts, counts, buffers, own_part, deadline)
+        transport.all_gather([segment[edges[r] : edges[r + 1]] for r in range(size)], own_part, deadline)
 
 
 def _add_up(
@@ -174,14 +173,16 @@ def _add_up(
     parts: Sequence[Sequence[Tensor]],
     counts: Sequence[int],
     buffers: Sequence[Tensor],
-    mine: Tensor,
+    own_part: Tensor,
     deadline: float,
 ) -> None:
-    """Fill `mine` with the sum of what all ranks have for this one: `counts[r]` tensors of rank r, by way of
-    `buffers[r]`. `parts[r]` are the tensors that this rank has for rank r.
+    """Fill `own_part` with the sum of all ranks' contributions to it.
+
+    `parts[r]` are this rank's contributions to the part of rank r. Those of rank r, `counts[r]` tensors, arrive in
+    `buffers[r]`.
     """
-    width = mine.numel()
-    sent = [part[0] if len(part) == 1 else torch.cat(tuple(part)) if part else mine[:0] for part in parts]
+    width = own_part.numel()
+    sent = [part[0] if len(part) == 1 else torch.cat(tuple(part)) if part else own_part[:0] for part in parts]
     received = [buffer[: count * width] for buffer, count in zip(buffers, counts, strict=True)]
     transport.all_to_all(received, sent, deadline)
     rows = [
@@ -189,4 +190,4 @@ def _add_up(
         for buffer, count in zip(received, counts, strict=True)
         for i in range(count)
     ]
-    add_exactly(rows, mine)
+    add_exactly(rows, own_part)

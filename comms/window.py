@@ -1,16 +1,16 @@
-"""One-sided access between the ranks of a communicator: each exposes a tensor, any may read and write it.
+"""`Window`: one-sided access between the ranks of a communicator. Each exposes a tensor; all may read and write it.
 
-Memory ordering: a rank's own puts, atomics and signals to one target take effect in the order it issued them, and
+Memory ordering: a rank's puts, atomics and signals to one target take effect in the order in which it issued them, and
 `wait_signal` returns after everything that the signalling rank did to this one before. Between ranks that do not
-signal each other there is no order. `fetch_add` and `compare_swap` are atomic with regard to each other, on one
-element, from all ranks; not with regard to put, or to the owner's own use of its tensor.
+signal each other there is no order. `fetch_add` and `compare_swap` of all ranks on one element are atomic with regard
+to each other, but not with regard to put or to the owner's own use of its tensor.
 
-Whether a rank that computes, sleeps or was stopped holds up the others' ops on its memory depends on the transport:
-`Capabilities.passive_target` says which it is, and the docstring of its window what that means for each op.
+Whether a rank that computes, sleeps or is stopped delays other ranks' ops on its memory depends on the transport:
+`Capabilities.passive_target` says which it is, and the docstring of the transport's window says it for each op.
 
-A window is of the memory that its tensor has when it is made. torch refuses to resize it from then on, and it is kept
-until the window is closed. If the tensor is given other memory all the same (`t.data = ...`, `set_`), the owner's next
-call closes the window and raises `RegionGone`; until then the others reach the memory that the tensor had.
+A window exposes the memory that its tensor has when the window is made. That memory is kept until the window is closed,
+and torch refuses to resize it. If the tensor gets other memory nevertheless (`t.data = ...`, `set_`), the owner's next
+call closes the window and raises `RegionGone`; until then the other ranks access the old memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
-from holdfast.comms.tensors.exposed import ExposedMemory, moved_away
+from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.tensors.packing import packed, unpack
@@ -39,10 +39,10 @@ _LOOK_SECONDS = 0.0002
 
 
 class Window:
-    """Made by `Communicator.window`, collectively. Offsets and indices count elements. A context manager.
+    """A window, made collectively by `Communicator.window`. Offsets and indices count elements. A context manager.
 
-    Every call is complete when it returns, but for `flush`'s sake where a backend says otherwise. Out of range is a
-    ValueError before any byte moves; a window that its rank closed, or whose process died, `RegionGone`.
+    A call is complete when it returns, unless the backend says that it needs a `flush`. Raises ValueError for an offset
+    out of range, before any byte moves; `RegionGone` if the target rank closed its window or died.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Window:
         owner: object = None,
         tensor: Tensor | None = None,
     ) -> None:
-        """`owner` stays as long as the window does. `tensor` is what this rank exposes, in the memory it has now."""
+        """`owner` is kept alive with the window. `tensor` is what this rank exposes, in the memory it has now."""
         self.dtype = dtype
         self._owner = owner
         self.rank = rank
@@ -66,22 +66,22 @@ class Window:
         if tensor is None:
             self._calls = _native.ActiveCalls(closed_here)
         else:
-            self._calls = _native.ActiveCalls(closed_here, tensor, partial(_left_behind, memory, rank))
+            self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, rank))
         self._bounds = _native.WindowBounds(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
         forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
 
     @property
     def memory(self) -> WindowMemory:
-        """What the backend made."""
+        """The backend's part of the window."""
         return self._memory
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has closed it."""
+        """Whether this rank has closed the window."""
         return self._calls.over
 
     def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
-        """Copy `src` into rank's window, from element `offset` on."""
+        """Copy `src` into the window of `rank`, from element `offset` on."""
         with self._calls:
             at = self._bounds.byte_offset(src, rank, offset)
             if at < 0:
@@ -91,7 +91,7 @@ class Window:
             self._memory.write(rank, at, src, self._deadline(timeout))
 
     def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
-        """Copy rank's window, from element `offset` on, into `dst`."""
+        """Fill `dst` from the window of `rank`, from element `offset` on."""
         with self._calls:
             at, flat = self._bounds.byte_offset(dst, rank, offset), dst
             if at < 0:
@@ -103,37 +103,37 @@ class Window:
             unpack(flat, dst)
 
     def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
-        """Add `value` to an element of rank's window, atomically; what it was before."""
+        """Atomically add `value` to an element of the window of `rank`; return the old value."""
         with self._calls:
             rank, at, (value,) = self._element(rank, index, value)
             return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
 
     def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
-        """Set an element of rank's window to `desired` if it is `expected`, atomically; what it was before."""
+        """Atomically set an element of rank's window to `desired` if it is `expected`; return the old value."""
         with self._calls:
             rank, at, (expected, desired) = self._element(rank, index, expected, desired)
             return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
 
     def signal(self, rank: int, timeout: float | None = None) -> None:
-        """Signal `rank`: one of its `wait_signal` for this rank returns."""
+        """Send `rank` one signal: one of its `wait_signal` calls for this rank returns."""
         with self._calls:
             self._memory.signal(self._check_rank(rank), self._deadline(timeout))
 
     def wait_signal(self, rank: int, timeout: float | None = None) -> None:
-        """Wait for one signal from `rank`; each is waited for once."""
+        """Wait for one signal from `rank`, and consume it."""
         with self._calls:
             self._memory.wait_signal(self._check_rank(rank), self._deadline(timeout))
 
     def flush(self, rank: int | None = None, timeout: float | None = None) -> None:
-        """Return when all that was issued to `rank` (to all ranks) has taken effect there."""
+        """Return when everything issued to `rank` (None: to all ranks) has taken effect there."""
         with self._calls:
             self._memory.flush(None if rank is None else self._check_rank(rank), self._deadline(timeout))
 
     def close(self) -> None:
-        """Stop exposing this rank's tensor, and let go of the others'. Idempotent; not collective.
+        """Stop exposing this rank's tensor, and release the other ranks' memory. Idempotent; not collective.
 
-        The tensor keeps its values, in memory that nobody else can reach. Calls that other threads are inside of end
-        with `RegionGone`; HoldfastError if one does not within ten seconds, and nothing is let go then.
+        The tensor keeps its values, in memory that other ranks cannot access. Calls in progress in other threads raise
+        `RegionGone`. If one does not end within ten seconds, raises HoldfastError and releases nothing.
         """
         if not self._calls.end():
             return
@@ -165,7 +165,7 @@ class Window:
         return number
 
     def _checked(self, tensor: Tensor, rank: int, offset: int) -> int:
-        """The byte offset of a transfer that fits into the window of `rank`, which has been checked."""
+        """The byte offset of a transfer. Raises ValueError unless it fits into the window of `rank`, a valid rank."""
         offset = integer(offset, "offset")
         if tensor.dtype != self.dtype or not tensor.is_cpu:
             raise ValueError(f"the window holds {self.dtype} on cpu, not {tensor.dtype} on {tensor.device}")
@@ -175,7 +175,7 @@ class Window:
         return offset * self._itemsize
 
     def _element(self, rank: int, index: int, *values: int) -> tuple[int, int, list[int]]:
-        """The rank, the byte offset of an integer that atomics can change to and from `values`, and these."""
+        """Check the arguments of an atomic: return the rank, the byte offset of the element, and `values` as ints."""
         rank, index = self._check_rank(rank), integer(index, "index")
         numbers = [integer(value, "value") for value in values]
         if self.dtype not in ATOMIC_DTYPES:
@@ -190,16 +190,16 @@ class Window:
         return rank, index * self._itemsize, numbers
 
 
-def _left_behind(memory: WindowMemory, rank: int, alone: bool) -> RegionGone:
-    """Close a window whose tensor has other memory now, unless another thread is inside of a call; what to raise."""
+def _close_moved(memory: WindowMemory, rank: int, alone: bool) -> RegionGone:
+    """The error for a window after its tensor got other memory. Closes the window if no other thread is in a call."""
     if alone:
         memory.leaving = True
         memory.close()
-    return moved_away(f"a window of rank {rank}")
+    return moved_error(f"a window of rank {rank}")
 
 
 def check_exposable(tensor: Tensor) -> None:
-    """ValueError unless a window can be made of it: dense, contiguous, its own memory."""
+    """Raise ValueError unless a window can expose `tensor`: contiguous, and not computed by autograd."""
     if not tensor.is_contiguous():
         raise ValueError("a window needs a contiguous tensor: its elements are addressed by number")
     if tensor.requires_grad and not tensor.is_leaf:

@@ -1,4 +1,4 @@
-"""The handle of an operation that may still be running."""
+"""`Work`: the handle of an op that may still be running."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from holdfast.comms.quantities import seconds
 
 
 class Work:
-    """What every op returns: `wait` for it, ask whether it is `done`, look at its `exception`.
+    """The handle that every op returns, with `wait`, `done` and `exception`.
 
-    A synchronous op returns a work that is done. `wait` may be called again, from any thread.
+    A synchronous op returns a work that is done. Any thread may call `wait`, also repeatedly.
     """
 
     __slots__ = ("_done", "_error", "_name")
@@ -25,7 +25,7 @@ class Work:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the op is complete; raise its error, or `StillRunning` after `timeout` seconds of waiting.
 
-        The op itself goes on then: its own timeout is the one given when it was issued.
+        After `StillRunning` the op goes on, until the timeout that it was issued with.
         """
         limit = None if timeout is None else seconds(timeout)
         if not self._done.wait(limit):
@@ -42,7 +42,7 @@ class Work:
         return self._error
 
     def run(self, body: Callable[[], None]) -> None:
-        """Run `body` here and now, and complete with its outcome."""
+        """Run `body` in the calling thread, and complete with its outcome."""
         try:
             body()
         except BaseException as error:
@@ -51,13 +51,13 @@ class Work:
             self._done.set()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail with `error` unless it is done: in a forked child, without the thread that ran it."""
+        """Fail with `error` unless it is done: for a forked child, which lacks the thread that ran the op."""
         if not self._done.is_set():
             self._error, self._done = error, threading.Event()
             self._done.set()
 
     def __reduce__(self) -> tuple[Callable[[str], Work], tuple[str]]:
-        """A work that is done can be pickled, and is done there too: functions run on ranks often end with an op."""
+        """Pickle a work that is done; the copy is done, too. Functions run on ranks often return an op's work."""
         if not self.done() or self._error is not None:
             raise TypeError(f"this {self._name} is not complete; wait for it first")
         return Work.completed, (self._name,)

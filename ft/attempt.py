@@ -10,7 +10,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.system import forks
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+    from holdfast.comms.torchdist.session_group import SessionProcessGroup
 
 FAILURES = (PeerFailed, Revoked, OpTimeout)
 """The errors that the death of a peer can cause inside an attempt."""
@@ -29,7 +29,7 @@ class Transaction(Protocol):
     def recover(self, failure: HoldfastError) -> bool:
         """Wait for the next epoch; return whether the step was committed. Raises if there is no next epoch."""
 
-    def process_group(self) -> BorrowedProcessGroup:
+    def process_group(self) -> SessionProcessGroup:
         """torch's default process group over the communicator of the current epoch."""
 
 
@@ -73,7 +73,7 @@ class Attempt:
         """
         return tuple(range(self.total_shards * part // parts, self.total_shards * (part + 1) // parts))
 
-    def process_group(self) -> BorrowedProcessGroup:
+    def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in this epoch, for DDP, `fully_shard` and DeviceMesh.
 
         It runs on `comm`. It ends with the epoch, and so does everything that was built on it. Only the creation of

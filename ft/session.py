@@ -44,7 +44,7 @@ from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torch_default_group import DefaultGroup
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+    from holdfast.comms.torchdist.session_group import SessionProcessGroup
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""
@@ -165,7 +165,7 @@ class Session(Attachments):
         """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
         return self._events.subscribe(listener)
 
-    def process_group(self) -> BorrowedProcessGroup:
+    def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""
         comm, view = self._comms.comm, self._view
         if comm is None or view is None or self._runtime is None:

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+    from holdfast.comms.torchdist.session_group import SessionProcessGroup
 
 
 class DefaultGroup:
     """The default group of one session; made at first use."""
 
     def __init__(self) -> None:
-        self._group: BorrowedProcessGroup | None = None
+        self._group: SessionProcessGroup | None = None
 
-    def over(self, comm: Communicator, store: dist.Store, timeout: float) -> BorrowedProcessGroup:
+    def over(self, comm: Communicator, store: dist.Store, timeout: float) -> SessionProcessGroup:
         """The group over `comm`; its subgroups meet at `store`. `timeout` (seconds) is that of its ops.
 
         Raises HoldfastError if torch has another default group in this process.

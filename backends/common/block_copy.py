@@ -24,7 +24,7 @@ from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupporte
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
-from holdfast.comms.tensors.exposed import ExposedMemory, moved_away
+from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.work import Work
 
@@ -202,7 +202,7 @@ class HeldRegion(Region):
         """Raise like `handle`; does nothing once the region is closed."""
         if self.open and self.memory.moved:
             self.close()
-            raise moved_away("a region")
+            raise moved_error("a region")
 
 
 _own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.WeakValueDictionary()

@@ -292,7 +292,7 @@ class GlooTransport(TorchGroup):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        given = arithmetic.before(tensor, op)
+        given = arithmetic.prescale(tensor, op)
         if _reduces(tensor.dtype, op):
             if given is not tensor:
                 tensor.copy_(given)
@@ -301,7 +301,7 @@ class GlooTransport(TorchGroup):
             others = [torch.empty_like(given) for _ in range(self.size)]
             self.all_gather(others, given, deadline)
             _combine(others, tensor, op)
-        arithmetic.after(tensor, op, self.size)
+        arithmetic.postscale(tensor, op, self.size)
 
     def function(self, form: Form) -> Callable[..., None]:
         kind, detail = self._native_options(form)
@@ -322,19 +322,19 @@ class GlooTransport(TorchGroup):
         return (dist.AllreduceOptions, form.reduction.name) if own else (None, 0)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        given = arithmetic.before(tensor, op)
+        given = arithmetic.prescale(tensor, op)
         gathered = [torch.empty_like(given) for _ in range(self.size)] if self.rank == dst else None
         self.gather(given, gathered, dst, deadline)
         if gathered is not None:
             _combine(gathered, tensor, op)
-            arithmetic.after(tensor, op, self.size)
+            arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        given = [arithmetic.before(tensor, op) for tensor in inputs]
+        given = [arithmetic.prescale(tensor, op) for tensor in inputs]
         received = [torch.empty_like(given[self.rank]) for _ in range(self.size)]
         self._exchange("reduce_scatter", received, given, deadline)
         _combine(received, output.view(-1), op)
-        arithmetic.after(output, op, self.size)
+        arithmetic.postscale(output, op, self.size)
 
     # -- moves
 

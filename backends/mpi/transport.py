@@ -54,7 +54,7 @@ class MpiTransport(MpiMessages):
         if kind is None and not large:
             super().all_reduce(tensor, op, deadline)
             return
-        scaled = arithmetic.before(tensor, op)
+        scaled = arithmetic.prescale(tensor, op)
         if scaled is not tensor:
             tensor.copy_(scaled)
         if large:
@@ -68,7 +68,7 @@ class MpiTransport(MpiMessages):
             mpi, reduce = kind
             given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
             self._run("all_reduce", self._comm.Iallreduce, given, deadline, tensor)
-        arithmetic.after(tensor, op, self.size)
+        arithmetic.postscale(tensor, op, self.size)
 
     def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> _native.PersistentCall | None:
         """A persistent all_reduce of MPI for `nbytes` bytes; None if each op has to begin a new request.
@@ -106,7 +106,7 @@ class MpiTransport(MpiMessages):
             super().reduce(tensor, dst, op, deadline)
             return
         mpi, reduce = kind
-        contribution = arithmetic.before(tensor, op)
+        contribution = arithmetic.prescale(tensor, op)
         memory = [buffer_of(contribution), contribution.numel(), mpi]
         if self.rank != dst:
             self._run("reduce", self._comm.Ireduce, (memory, None, reduce, dst), deadline, contribution)
@@ -115,7 +115,7 @@ class MpiTransport(MpiMessages):
             tensor.copy_(contribution)
             memory[0] = buffer_of(tensor)
         self._run("reduce", self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
-        arithmetic.after(tensor, op, self.size)
+        arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
         kind = native(output.dtype, op)
@@ -123,13 +123,13 @@ class MpiTransport(MpiMessages):
             super().reduce_scatter(output, inputs, op, deadline)
             return
         mpi, reduce = kind
-        contributions = [arithmetic.before(tensor, op) for tensor in inputs]
+        contributions = [arithmetic.prescale(tensor, op) for tensor in inputs]
         memory, kept = gathered_buffer(contributions)
         sizes = [tensor.numel() for tensor in inputs]
         source, target = [memory, sum(sizes), mpi], [buffer_of(output), output.numel(), mpi]
         kept = kept, contributions, output
         self._run("reduce_scatter", self._comm.Ireduce_scatter, (source, target, sizes, reduce), deadline, kept)
-        arithmetic.after(output, op, self.size)
+        arithmetic.postscale(output, op, self.size)
 
     # -- moves
 

@@ -1,1 +1,1 @@
-"""Sums whose bits do not depend on the order of addition."""
+"""Exact sums, independent of the order of addition."""

@@ -1,15 +1,15 @@
-"""The correctly rounded sum of several tensors, elementwise: the exact sum, rounded once to the tensors' dtype.
+"""The correctly rounded elementwise sum of several tensors: the exact sum, rounded once to their dtype.
 
-It depends on the values alone, not on their order, and no sum has a smaller error. Two numbers are simply added: IEEE
-addition rounds correctly. More are added in float64 by Knuth's TwoSum, whose rounding errors are kept: what one partial
-sum loses is added to the next, as in J. Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997), so the partial
-sums together are exact. Most often there is nothing to keep, since sums of 24-bit numbers of like size are exact in 53.
-Where there is, the last digit is made odd before it is rounded to the dtype: S. Boldo and G. Melquiond, "Emulation of
-FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008). NaN comes out as the one NaN that torch
-makes; a zero is negative if all that was added is.
+The sum does not depend on the order of the values, and no sum has a smaller error. Two numbers are simply added: IEEE
+addition rounds correctly. More are added in float64 by Knuth's TwoSum, which yields each rounding error: the error of
+one partial sum is added to the next partial sum, as in J. Shewchuk, "Adaptive Precision Floating-Point Arithmetic"
+(1997), so the partial sums together are exact. Mostly the errors are zero, since sums of 24-bit numbers of similar size
+are exact in 53 bits. Otherwise the sum is rounded to odd in float64 before it is rounded to the dtype: S. Boldo and
+G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008). NaN becomes
+torch's own NaN; a zero is negative if all values are negative zeros.
 
-On the host compiled code adds what two partial sums hold exactly, which is nearly everything; blocks of the rest come
-here.
+On the host, compiled code adds nearly everything: all elements with an exact sum that fits in two partial sums. Blocks
+with other elements are added here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from holdfast.comms import _native, arithmetic
 Tensor = torch.Tensor
 
 _BLOCK = 1 << 10
-"""Elements of a block on the host."""
+"""The number of elements of a block on the host."""
 
 _COMPILED = 256
-"""The most contributions that the compiled code adds."""
+"""The largest number of contributions that the compiled code accepts."""
 
 
 def add_exactly(contributions: Sequence[Tensor], output: Tensor) -> None:
-    """output = the correctly rounded sum of `contributions`: flat tensors of its size and dtype, perhaps itself."""
+    """Set `output` to the correctly rounded sum of `contributions`, flat tensors of its size and dtype.
+
+    `output` may be one of the contributions.
+    """
     if not contributions:
         output.zero_()
         return
@@ -56,7 +59,10 @@ def add_exactly(contributions: Sequence[Tensor], output: Tensor) -> None:
 
 
 def _done(contributions: Sequence[Tensor], output: Tensor, start: int) -> int:
-    """How far the compiled code gets from `start`: up to a block of numbers that take more than it does."""
+    """Sum with the compiled code from `start` on; return the element at which it stopped.
+
+    It stops before a block with an element that needs more than two partial sums.
+    """
     if output.device.type != "cpu" or len(contributions) > _COMPILED or start >= output.numel():
         return start
     dtype, offset = str(output.dtype).removeprefix("torch."), start * output.element_size()
@@ -65,7 +71,7 @@ def _done(contributions: Sequence[Tensor], output: Tensor, start: int) -> int:
 
 
 def make_nans_alike(tensor: Tensor) -> None:
-    """Every NaN of a contiguous tensor as torch's own: which one an addition gives depends on its order."""
+    """Replace every NaN of a contiguous tensor by torch's own: an addition's NaN depends on the operands' order."""
     if tensor.device.type == "cpu":
         _native.make_nans_alike(str(tensor.dtype).removeprefix("torch."), tensor.data_ptr(), tensor.numel())
     else:
@@ -79,7 +85,7 @@ def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tenso
     if _exact_in_double(blocks):
         run = np if total.device.type == "cpu" else torch
         into, added = _for(run, total), _for(run, term)
-        with arithmetic.silent():
+        with arithmetic.ignore_overflow():
             for block in blocks[1:]:
                 term.copy_(block)
                 run.add(into, added, out=into)
@@ -97,7 +103,7 @@ def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tenso
 
 
 def _exact_in_double(blocks: Sequence[Tensor]) -> bool:
-    """Whether float64 holds every sum of these, whatever they are: float16 spans 40 bits."""
+    """Whether float64 holds every possible sum of these blocks exactly: float16 values span 40 bits."""
     return blocks[0].dtype == torch.float16 and (len(blocks) - 1).bit_length() <= 13
 
 
@@ -106,11 +112,14 @@ def _for(run: Any, tensor: Tensor) -> Any:
 
 
 def _add_keeping(blocks: Sequence[Tensor], partials: list[Tensor], scratch: Sequence[Tensor]) -> None:
-    """Add `blocks` to the first of `partials`; what that loses to the second, and so on, as many as it takes."""
+    """Add `blocks` to `partials` exactly: each partial sum's rounding error is added to the next one.
+
+    Appends partial sums as needed.
+    """
     run: Any = np if scratch[0].device.type == "cpu" else torch
     held = [_for(run, each) for each in partials]
     term, total, back, lost = (_for(run, each) for each in scratch)
-    with arithmetic.silent():
+    with arithmetic.ignore_overflow():
         for block in blocks:
             scratch[0].copy_(block)
             for place, partial in enumerate(held):
@@ -130,7 +139,7 @@ def _add_keeping(blocks: Sequence[Tensor], partials: list[Tensor], scratch: Sequ
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b and its rounding error; `a` as it is where b is zero (its zero may be negative)."""
+    """a + b and its rounding error. Where b is zero, `a` itself, which may be a negative zero."""
     total = a + b
     back = total - a
     lost = (a - (total - back)) + (b - back)
@@ -139,7 +148,7 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Partial sums, exact together, as one number: of float64 rounded to nearest, else with its last digit odd."""
+    """Round the exact total of partial sums to one float64: to nearest if `dtype` is float64, else to odd."""
     parts = list(partials)
     moved = True
     while moved:
@@ -153,14 +162,14 @@ def _rounded(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     rest = parts[2] if len(parts) > 2 else torch.zeros_like(low)
     if dtype != torch.float64:
         return _odd(high, low)
-    # `high` is the nearest, but for a tie that what comes after `low` breaks the other way
+    # `high` is the nearest, except in a tie that `rest` breaks the other way
     other = high + 2 * low
     tie = (other - high == 2 * low) & (low != 0) & (torch.sign(rest) == torch.sign(low))
     return torch.where(tie, other, high)
 
 
 def _odd(value: Tensor, rest: Tensor) -> Tensor:
-    """`value` + `rest`, of which `value` is the nearest float64, as the one of its two neighbours that is odd."""
+    """Round `value` + `rest` to odd: of the two float64 around it, the odd one. `value` is the nearest float64."""
     bits = value.view(torch.int64)
     outwards = (rest > 0) == (value > 0)
     even = (rest != 0) & (bits & 1 == 0) & (value != 0)
@@ -168,7 +177,10 @@ def _odd(value: Tensor, rest: Tensor) -> Tensor:
 
 
 def _narrow(total: Tensor, output: Tensor) -> None:
-    """output = `total`, rounded once: torch rounds to 16 bits by way of float32, which must then be exact or odd."""
+    """Set `output` to `total`, rounded once.
+
+    torch rounds to 16 bits by way of float32, so the float32 value must be exact or rounded to odd.
+    """
     if output.dtype.itemsize > 2:
         output.copy_(total)
         return
@@ -183,7 +195,7 @@ def _narrow(total: Tensor, output: Tensor) -> None:
 
 
 def _add_specials(blocks: Sequence[Tensor], output: Tensor, where: Tensor) -> None:
-    """The elements in which something is infinite, NaN, or overflowed on the way."""
+    """Recompute the elements `where` a value is infinite or NaN, or a partial sum overflowed."""
     (places,) = torch.nonzero(where, as_tuple=True)
     rows = torch.stack([block[places] for block in blocks])
     up, down = torch.isposinf(rows).any(0), torch.isneginf(rows).any(0)
@@ -195,7 +207,7 @@ def _add_specials(blocks: Sequence[Tensor], output: Tensor, where: Tensor) -> No
 
 
 def _fraction_sum(numbers: Sequence[float]) -> float:
-    """For the rare float64 sums that leave its range on the way."""
+    """The exact sum by fractions, for the rare sums with an overflow in between."""
     total = sum(map(Fraction, numbers), Fraction(0))
     try:
         return float(total)

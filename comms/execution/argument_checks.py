@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, check_reducible, wider
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, accumulation_dtype, check_reducible
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins.spec import BackendInfo
@@ -95,7 +95,7 @@ class ArgumentChecks:
     def _carrier_of(self, dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
         if dtype in self._carried:
             return torch.float32
-        wide = wider(dtype, op) if self._on_cpu else None
+        wide = accumulation_dtype(dtype, op) if self._on_cpu else None
         return wide if wide is not None and names([wide]) <= self._reduces else dtype
 
     def carrier(self, tensor: Tensor, op: ReduceOp) -> Tensor:
@@ -104,7 +104,7 @@ class ArgumentChecks:
 
     def carried(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
         """The reduction of carriers that gives `op` of `dtype`: for avg, inputs are divided before they are added."""
-        widened = op.name == "avg" and wider(dtype, op) == self._carriers[dtype, op.name] == torch.float32
+        widened = op.name == "avg" and accumulation_dtype(dtype, op) == self._carriers[dtype, op.name] == torch.float32
         return ReduceOp.premul_sum(1 / self._size) if widened else op
 
     def rank(self, rank: Any, what: str) -> int:

@@ -1,4 +1,4 @@
-"""The plugin API: what a package offers under the entry-point group `holdfast`, and the plugins that are installed."""
+"""The plugin API: hooks for packages under the entry-point group `holdfast`, and the registry of installed plugins."""
 
 from holdfast.comms.plugins.spec import (
     API_VERSION,

@@ -1,7 +1,6 @@
-"""Whether this process may make a system call of Linux: found out by making it, on nobody but itself.
+"""Probes whether this process may make a Linux system call, by making it on itself.
 
-A container profile (seccomp) can forbid a call that the kernel and Python have: then it fails, and that it exists says
-nothing.
+A container profile (seccomp) can forbid a call that the kernel and Python have, so its existence proves nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CALLS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def refused(*names: str) -> Unavailable | None:
-    """What is wrong with the first of these calls that fails here, and what to allow; None if all work."""
+    """Why the first of these calls that fails here does, and what to allow; None if all work."""
     for name in names:
         call, since = _CALLS[name]
         try:

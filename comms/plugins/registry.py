@@ -1,7 +1,7 @@
-"""The plugins that are installed: loaded once through pluggy, checked at registration, looked up by name.
+"""`Registry`: loads the installed plugins once through pluggy, checks them, and finds backends by name.
 
-A plugin that does not load, or offers something malformed, is kept out and its fault is kept for `holdfast backends`;
-it never breaks the others.
+A plugin that does not load, or offers something malformed, is left out, and `holdfast backends` shows its error; it
+never breaks the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HINTS = {
 
 
 class InvalidPlugin(ValueError):
-    """A plugin offers something that is not what the plugin API says."""
+    """A plugin offers something that does not fit the plugin API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Backend:
 
 
 class Registry:
-    """All plugins of this process. `load()` brings in the installed ones; `register` adds one by hand."""
+    """All plugins of this process. `load` adds the installed ones, `register` adds one by hand."""
 
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager("holdfast")
@@ -73,7 +73,7 @@ class Registry:
         self._probed: dict[str, Available | Unavailable] = {}
         self._broken: dict[str, str] = {}
         self.observed = False
-        """True while any plugin listens to ops."""
+        """True while any plugin observes ops."""
 
     @property
     def backends(self) -> Mapping[str, BackendInfo]:
@@ -87,7 +87,7 @@ class Registry:
 
     @property
     def broken(self) -> Mapping[str, str]:
-        """Plugins that were kept out, by entry point, and why."""
+        """Plugins that were left out, by entry point, and why."""
         return MappingProxyType(self._broken)
 
     def load(self) -> None:
@@ -101,7 +101,7 @@ class Registry:
                 self._broken[point.name] = f"{type(error).__name__}: {error}"
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Check a plugin and add it whole, or raise `InvalidPlugin` (or pluggy's error) and add nothing."""
+        """Check a plugin and add all its offers; or raise `InvalidPlugin` or pluggy's error, and add none."""
         self.manager.register(plugin, name)
         try:
             self.manager.check_pending()
@@ -126,7 +126,7 @@ class Registry:
         self._look_for_observers()
 
     def unregister(self, plugin: object) -> None:
-        """Take a plugin and its backends out."""
+        """Remove a plugin, its backends and its detectors."""
         self.manager.unregister(plugin)
         for name in [name for name, owner in self._owners.items() if owner is plugin]:
             del self._backends[name], self._owners[name]
@@ -241,5 +241,5 @@ def register(plugin: object) -> None:
 
 
 def unregister(plugin: object) -> None:
-    """Take out a plugin that `register` added."""
+    """Remove a plugin that `register` added."""
     registry().unregister(plugin)

@@ -1,7 +1,7 @@
-"""The plugin API: what a package offers under the entry-point group `holdfast`, and how to say so.
+"""The plugin API: the hooks that a package implements under the entry-point group `holdfast`, and their types.
 
-A plugin is a module (or object) with any of the hooks below, marked with `@hookimpl`. This file only specifies;
-`holdfast.comms.plugins.registry` loads, checks and looks up.
+A plugin is a module (or object) with any of the hooks below, marked with `@hookimpl`. `holdfast.comms.plugins.registry`
+loads and checks plugins.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ hookimpl = pluggy.HookimplMarker("holdfast")
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """The backend can run here; `detail` says with what (a library version, a device)."""
+    """The backend can run here; `detail` says with which library version or device."""
 
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The backend cannot run here, why, and what to install.
+    """The backend cannot run here, for `reason`; `install_hint` says what to install.
 
-    `needs_launcher`: it could, in processes that its launcher (`Capabilities.launcher`) starts.
+    `needs_launcher`: it could run in processes that its launcher (`Capabilities.launcher`) starts.
     """
 
     reason: str
@@ -67,14 +67,14 @@ _EIGHT_BIT_FLOATS = names(EIGHT_BIT_FLOATS)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do: the dtypes it reduces and the dtypes it moves (torch names, by device type).
+    """What a backend can do. `reduces` and `moves` are the dtypes that it does (torch names, by device type).
 
-    `launcher` names the program that must start the ranks together ("mpirun"); "" if anybody may start them.
-    `passive_target` says what a rank whose memory others reach must do for it, by windows or the memory plane: "none"
-    (it may compute, sleep or be stopped), "thread" (a thread of the backend's answers for it: it may compute or sleep,
-    but not be stopped), or "" where there is neither. `tcp` says when all bytes between processes of one host go over
-    TCP, where a proxy can delay, cut or corrupt them: "always", "" (not), or the environment variable that asks for it
-    with the value "tcp,self" ("UCX_TLS").
+    `launcher` names the program that must start the ranks together ("mpirun"); "" if they can be started in any way.
+    `passive_target` says what the target of one-sided access (windows, memory plane) must do: "none" (it may compute,
+    sleep or be stopped), "thread" (a thread of the backend answers: it may compute or sleep, but not be stopped), or ""
+    without one-sided access. `tcp` says when all bytes between processes of one host go over TCP, where a proxy can
+    delay, cut or corrupt them: "always", "" (never), or the environment variable that turns it on with the value
+    "tcp,self" ("UCX_TLS").
     """
 
     reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -92,14 +92,14 @@ class Capabilities:
     tcp: str = ""
 
     def widens(self, device: str) -> frozenset[str]:
-        """The dtypes that are reduced as float32, and rounded back, for a backend that does not reduce them itself."""
+        """The dtypes that the communicator reduces as float32 and rounds back, since the backend does not."""
         reduces = self.reduces.get(device, frozenset())
         return _EIGHT_BIT_FLOATS - reduces if "float32" in reduces else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """A backend as its plugin announces it. `probe`, `connect` and `memory` import lazily whatever they need.
+    """A backend as its plugin announces it. `probe`, `connect` and `memory` import lazily what they need.
 
     `connect` is None for a backend that has only a memory plane; `memory` is None for one that has none. `prepare`, if
     there is one, is called in every process that joins a job, a spare too, before it has a rank; it returns at once.
@@ -117,10 +117,11 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class DetectorInfo:
-    """A failure detector as its plugin announces it. `probe` and `make` import lazily whatever they need.
+    """A failure detector as its plugin announces it. `probe` and `make` import lazily what they need.
 
-    `evidence`: "proof" if what it says is certain, "suspicion" if others have to agree. `make` gets a
-    `holdfast.ft.detectors.detector.DetectorContext`, in the event loop of a process's runtime, and gives a `Detector`.
+    `evidence`: "proof" if its reports are certain, "suspicion" if other members have to agree. `make` takes a
+    `holdfast.ft.detectors.detector.DetectorContext`, in the event loop of a process's runtime, and returns a
+    `Detector`.
     """
 
     name: str
@@ -146,7 +147,7 @@ class OpEvent:
 
 
 class HoldfastSpec:
-    """The hooks."""
+    """The hooks that a plugin may implement."""
 
     @hookspec
     def holdfast_backends(self) -> list[BackendInfo]:
@@ -155,8 +156,9 @@ class HoldfastSpec:
 
     @hookspec
     def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Any]]:
-        """URL scheme -> factory(url, cell_name) of a `holdfast.ft.registers.Cell`. The factory's docstring says in one
-        line what the register is, for `holdfast backends`.
+        """URL scheme -> factory(url, cell_name) of a `holdfast.ft.registers.Cell`.
+
+        `holdfast backends` shows the factory's docstring, one line that says what the register is.
         """
         raise NotImplementedError
 
@@ -176,4 +178,4 @@ class HoldfastSpec:
 
     @hookspec
     def after_op(self, event: OpEvent) -> None:
-        """An op ended on this rank, well or not."""
+        """An op ended on this rank, with or without an error."""

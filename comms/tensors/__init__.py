@@ -1,1 +1,1 @@
-"""Tensors as memory: what users pass, and what transports take."""
+"""Tensors as memory: checks, packing and overlap of the tensors that users pass."""

@@ -1,7 +1,7 @@
-"""Whether a tensor has memory of its own, on its device, that covers it; and that memory as a plain tensor.
+"""Checks that a tensor has memory of its own on its device, and returns that memory as a plain tensor.
 
-Tensors without it (FakeTensor, DTensor, those of torch.func, freed storages) look like any other to code that asks for
-a shape and a dtype, but have no address that bytes could be copied from or to.
+Tensors without memory (FakeTensor, DTensor, those of torch.func, freed storages) have a shape and a dtype like any
+other, but no address to copy bytes from or to.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_memory(tensor: Any, what: str = "tensor") -> None:
-    """TypeError or `Unsupported`, naming it as `what`, unless it is a dense tensor whose memory is its own."""
+    """Raise TypeError or `Unsupported`, naming it as `what`, unless it is a dense tensor with memory of its own."""
     plain_tensor(tensor, what)
 
 
 def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None = None) -> Tensor:
-    """`tensor`, or the same memory as a `torch.Tensor` where it is of another type. Errors as in `check_memory`, and
-    ValueError if it is not on `device`, which may leave open which of its type it is.
+    """`tensor`, or for a subclass an alias of its memory as a plain `torch.Tensor`.
 
-    What transports do to it then does not depend on what a subclass makes of torch's functions.
+    Transports then do not depend on how a subclass overrides torch's functions. Raises the errors of `check_memory`,
+    and ValueError if it is not on `device`; a `device` without an index matches every device of its type.
     """
     if plain(tensor) and (device is None or device.type == "cpu"):
         return tensor  # type: ignore[no-any-return]
@@ -42,7 +42,7 @@ def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None 
 
 
 def locate(tensor: Any) -> tuple[int, int]:
-    """The address and the size in bytes of a contiguous tensor. Errors as in `check_memory`, and ValueError."""
+    """The address and the size in bytes of a contiguous tensor. Raises the errors of `check_memory`, and ValueError."""
     check_memory(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.is_contiguous():
@@ -82,18 +82,18 @@ def _check(tensor: Tensor, what: str) -> None:
 
 
 def _held(tensor: Tensor) -> int | None:
-    """How many bytes its storage holds; None if that has no memory, or on another device."""
+    """The bytes that the tensor's storage holds; None if it has no memory, or memory on another device."""
     try:
         storage = tensor.untyped_storage()
         if tensor.device.type == "meta" or storage.device != tensor.device:
             return None
         return storage.nbytes() if storage.data_ptr() else 0
-    except RuntimeError:  # that of torch.func, functionalization and wrappers
+    except RuntimeError:  # storages of torch.func, functionalization and wrapper tensors
         return None
 
 
 def _extent(tensor: Tensor) -> int:
-    """How many elements of its storage lie before the end of the tensor; 0 if it has no elements."""
+    """The number of storage elements up to the end of the tensor; 0 for a tensor without elements."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

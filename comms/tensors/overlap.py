@@ -1,7 +1,7 @@
-"""Memory that the tensors of one op share: outputs must have theirs to themselves, inputs are copied out of the way.
+"""Finds memory that tensors of one op share: refuses overlapping outputs, copies inputs that outputs overlap.
 
-What a library does with an input that it overwrites while it still reads it differs; a copy of the input is right on
-all. Only the places where NCCL has an input lie in its own output (this rank's part) are left as they are.
+Libraries differ when an op overwrites an input that it still reads; a copy of the input is right with all of them. Only
+where NCCL allows an input in place of its own output (this rank's part), the input is not copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
-    """ValueError, by name, for an output whose elements share memory with each other, or with another output."""
+    """Raise ValueError, with its name, if elements of an output share memory with each other or another output."""
     for output, name in zip(outputs, names, strict=True):
         if not output.is_contiguous() and overlaps_itself(output):
             raise ValueError(
@@ -24,7 +24,7 @@ def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
     if len(outputs) < 2:
         return
     spans = sorted((*span(output), i) for i, output in enumerate(outputs) if output.numel())
-    reached: list[tuple[int, int]] = []  # (end, which) of those that begin before
+    reached: list[tuple[int, int]] = []  # (end, index) of earlier spans that may reach this one
     for start, end, i in spans:
         reached = [(stop, j) for stop, j in reached if stop > start]
         for _, j in reached:
@@ -36,7 +36,7 @@ def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
 def apart(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
     """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous.
 
-    It may be just the memory of output number `own`, which the op copies it to.
+    `given` may be exactly the memory of output number `own`, to which the op copies it.
     """
     start, end = span(given)
     for i, output in enumerate(outputs):
@@ -47,7 +47,7 @@ def apart(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> T
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and of the end of its last; 0, 0 without elements."""
+    """The addresses of the tensor's first byte and after its last byte; (0, 0) without elements."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -55,7 +55,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two of its elements share memory."""
+    """Whether two elements of the tensor share memory."""
     if not tensor.numel():
         return False
     reach = 0
@@ -68,7 +68,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Of two whose spans overlap, whether any byte belongs to both."""
+    """Whether two tensors with overlapping spans have a byte in common."""
     if one.is_contiguous() and other.is_contiguous():
         return True
     return _repeats(torch.cat([_bytes(one), _bytes(other)]))

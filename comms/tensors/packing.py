@@ -1,4 +1,4 @@
-"""Between what users pass (any strides, views, gradients) and what transports take (contiguous memory)."""
+"""Packs users' tensors (any strides, views, gradients) into contiguous memory for transports, and back."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
-    """Their names without "torch.", as capability tables have them."""
+    """The names of dtypes without "torch.", as in capability tables."""
     return frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """`tensor` as contiguous memory outside autograd: itself where it is that already, else an alias or a copy."""
+    """`tensor` as contiguous memory outside autograd: `tensor` itself if possible, else an alias or a copy."""
     if plain(tensor):
         return tensor
     flat = tensor.detach()
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().contiguous()
-    if flat.dim() and flat.stride(-1) != 1:  # one element, or none: contiguous, but not to `view` as bytes
+    if flat.dim() and flat.stride(-1) != 1:  # at most one element: contiguous, but `view` as bytes would fail
         return flat.as_strided((flat.numel(),), (1,)).view(flat.shape)
     return flat
 
 
 def unpack(flat: Tensor, target: Tensor) -> None:
-    """Bring what came into `flat = packed(target)` back into `target`."""
+    """Copy the contents of `flat = packed(target)` back into `target`, unless they share memory."""
     if flat is not target and flat.data_ptr() != target.data_ptr():
         target.detach().copy_(flat.view(target.shape))
 
@@ -54,14 +54,14 @@ def unpack_all(flats: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def parts(flat: Tensor, count: int) -> list[Tensor]:
-    """Contiguous memory in `count` equal parts."""
+    """Divide contiguous memory into `count` equal parts."""
     line = flat.view(-1)
     length = line.numel() // count
     return [line[i * length : (i + 1) * length] for i in range(count)]
 
 
 def rows(flat: Tensor, like: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Contiguous memory shaped like `like`, divided along dimension 0 into `counts` rows each."""
+    """Divide contiguous memory, shaped like `like`, along dimension 0 into parts of `counts` rows."""
     line = flat.view(-1)
     total = like.shape[0] if like.dim() else 1
     width = line.numel() // total if total else 0

@@ -1,7 +1,7 @@
-"""Tensors that share memory, and whether what is to be written into them agrees.
+"""Checks that values to be written into tensors with shared memory do not contradict each other.
 
-Weights are tied, sliced from one buffer or laid out with `as_strided`. Writing them one after the other leaves what was
-written last, so all that is filled by name is checked here first.
+Weights are tied, sliced from one buffer or laid out with `as_strided`. Where such tensors overlap, the last write wins;
+so code that fills tensors by name checks them here first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Tensor = torch.Tensor
 
 
 def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Groups of names whose tensors may have bytes in common, with each other or within themselves.
+    """Groups of names of tensors that may have bytes in common, with each other or within themselves.
 
-    Tensors that interleave without a common byte are a group too: `check_agreement` looks at bytes, this at extents.
+    This compares extents, so tensors that interleave without a common byte are a group, too; `check_agreement` compares
+    bytes.
     """
     extents = sorted((str(each.device), *span(each), name) for name, each in tensors.items() if each.numel())
     groups: list[list[str]] = []
@@ -37,7 +38,7 @@ def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def aliases(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors with the same elements in the same places."""
+    """A key that is equal for tensors with the same elements at the same addresses."""
     return (
         tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(),
         tensor.is_neg(),
@@ -45,9 +46,9 @@ def aliases(tensor: Tensor) -> tuple[object, ...]:
 
 
 def check_agreement(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], where: str) -> None:
-    """Raise `Mismatch` unless all targets hold their sources once each has been written.
+    """Raise `Mismatch` unless all targets hold their sources after each has been written.
 
-    The targets, on one device, are of the shapes and dtypes of the sources, which are on the CPU. `where` names the
+    The targets, on one device, have the shapes and dtypes of the sources, which are on the CPU. `where` names the
     targets in the error.
     """
     first = _disagreeing(targets, sources, list(targets))
@@ -66,7 +67,7 @@ def check_agreement(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]
 
 
 def _disagreeing(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
-    """Write these sources into a shadow of the targets' memory; the first target that does not hold its source then."""
+    """Write the sources into a copy of the targets' memory; return the first target that lost its source's bytes."""
     extents = [span(targets[name]) for name in names]
     begin, end = min(first for first, _ in extents), max(last for _, last in extents)
     shadow = np.zeros(end - begin, np.uint8)
@@ -83,7 +84,7 @@ def _window(shadow: npt.NDArray[np.uint8], target: Tensor, begin: int) -> npt.ND
 
 
 def _stored(source: Tensor, target: Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes that a target has in memory when it holds `source`."""
+    """The bytes in memory of a target that holds `source`."""
     source = source.detach()
     source = source.conj() if target.is_conj() else source
     source = torch.neg(source) if target.is_neg() else source

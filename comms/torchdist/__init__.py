@@ -2,8 +2,8 @@
 
 The transport is the one that `pg_options=Options(backend=...)` names, else the environment's HOLDFAST_BACKEND, else
 that of the default group, else "auto". DDP, FSDP2, DTensor, DeviceMesh, functional and object collectives and
-distributed checkpoints run unchanged. What this is not: a way
-to survive a death. It reports one, with holdfast's typed errors; `holdfast.ft` goes on from there.
+distributed checkpoints run unchanged. If a rank dies, ops raise holdfast's typed errors; `holdfast.ft` is what recovers
+from that.
 """
 
 from holdfast.comms.torchdist.device_backend import behind

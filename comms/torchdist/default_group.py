@@ -11,15 +11,14 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.registration import BACKEND, register
-from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+from holdfast.comms.torchdist.session_group import SessionProcessGroup
 
 
-def install(communicator: Communicator, store: dist.Store, timeout: float) -> BorrowedProcessGroup:
-    """Make torch's default group run over `communicator`; its subgroups meet at `store`. `timeout` (seconds) is that of
-    ops.
+def install(communicator: Communicator, store: dist.Store, timeout: float) -> SessionProcessGroup:
+    """Make torch's default group run over `communicator`. `timeout` (seconds) is the default of its ops.
 
-    Raises HoldfastError if torch has a default group already: that of another library, or of another rank in this
-    process.
+    Its subgroups meet at `store`. Raises HoldfastError if torch has a default group already: that of another library,
+    or of another rank in this process.
     """
     if dist.is_initialized():
         raise HoldfastError(
@@ -37,13 +36,13 @@ def install(communicator: Communicator, store: dist.Store, timeout: float) -> Bo
         pg_options=options,
     )
     group: Any = dist.group.WORLD
-    assert isinstance(group, BorrowedProcessGroup)
+    assert isinstance(group, SessionProcessGroup)
     return group
 
 
-def remove(group: BorrowedProcessGroup) -> None:
-    """Take `group` and its subgroups from torch, if it is still the default one, and end what was made over it."""
-    while group.kept:
-        group.kept.popitem()[1].end()
+def remove(group: SessionProcessGroup) -> None:
+    """End the group's dependents; destroy it and its subgroups, if it is still torch's default group."""
+    while group.dependents:
+        group.dependents.popitem()[1].end()
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()

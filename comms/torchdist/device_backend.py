@@ -1,8 +1,8 @@
-"""torch 2.14's seam for backends in Python: what torch's own ProcessGroup calls for the tensors of one device.
+"""`HoldfastBackend`: the interface of torch 2.14 for backends in Python, for the tensors of one device.
 
-So a group can have another backend for each device ("cpu:holdfast_device,cuda:nccl"). A group that is ours as a whole
-stays a `HoldfastProcessGroup`: behind this seam torch (2.14 and 2.15) loses what a Work says beyond `wait` and
-`get_future` (is it complete, has it failed, who sent), and a group's ranks are fixed.
+It lets a group have a backend for each device ("cpu:holdfast_device,cuda:nccl"). A group that is holdfast's as a whole
+is a `HoldfastProcessGroup` instead: behind this interface, torch 2.14 and 2.15 drop what a Work reports beside `wait`
+and `get_future` (completion, failure, the sender), and a group's ranks cannot change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
 
 AVAILABLE = hasattr(c10d.Backend, "reconfigure")
-"""Whether the torch that is installed calls what Python overrides of its backends."""
+"""Whether the installed torch calls methods of its backends that Python overrides."""
 
 _FORWARDED = (
     "allreduce",
@@ -51,7 +51,7 @@ _FORWARDED = (
 
 
 class HoldfastBackend(c10d.Backend):
-    """One rank of a group, as torch's ProcessGroup calls it. `group` does the work."""
+    """One rank of a group, for torch's ProcessGroup. It forwards all calls to `group`."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -99,8 +99,9 @@ for _name in _FORWARDED:
 
 
 def behind(group: object) -> HoldfastProcessGroup | None:
-    """What does the work of a torch process group that runs over holdfast; None for one of another kind, and for what
-    torch gives to ranks outside of a group.
+    """The `HoldfastProcessGroup` behind a torch process group.
+
+    None for a group over another backend, and for the placeholder that torch returns to ranks outside a group.
     """
     if isinstance(group, HoldfastProcessGroup):
         return group

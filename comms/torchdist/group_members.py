@@ -1,7 +1,7 @@
-"""Finds process groups that go by one name and have different members: `new_group` was not called by all ranks alike.
+"""Detects process groups of equal name and different members: not all ranks called `new_group` alike.
 
-torch numbers groups in each process by its calls of `new_group`. If some ranks leave one out, the next group of these
-ranks takes the number of another group, and its ranks meet in that group's part of the store.
+torch numbers groups in each process by its calls of `new_group`. If some ranks leave out a call, the next group of
+these ranks takes the number of another group, and its ranks meet in that group's part of the store.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _decode = msgspec.json.Decoder(list[int]).decode
 
 @contextlib.contextmanager
 def checked_members(store: dist.Store, name: str, members: Sequence[int], world: int) -> Iterator[None]:
-    """Connect the group `name` of the global ranks `members` within; `store` is that of the group, `world` the number
-    of global ranks.
+    """A context in which to connect the group `name` of the global ranks `members`.
 
-    Raises `Mismatch`, in place of an error of connecting, if another rank makes a group of that name with others.
+    `store` is that of the group, `world` the number of global ranks. If connecting fails, and another rank makes a
+    group of that name with other members, raises `Mismatch` in place of the error.
     """
     rank = dist.get_rank()
     store.set(_key(rank), msgspec.json.encode(list(members)).decode())
@@ -46,7 +46,7 @@ def _key(rank: int) -> str:
 
 
 def _members(store: dist.Store, rank: int) -> list[int] | None:
-    """The members that a rank gave for the group; None if it has given none."""
+    """The members that a rank wrote for the group; None if it has written none."""
     try:
         return _decode(store.get(_key(rank))) if store.check([_key(rank)]) else None
     except (msgspec.DecodeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""`monitored_barrier`: says which ranks did not come. It meets over the store, whatever the transport is doing."""
+"""`MonitoredBarrier`: a barrier that names the missing ranks. It uses the store, so it works without the transport."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _VERDICT_GRACE = 10.0
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group, in order. Rank 0 waits for all and tells them the verdict."""
+    """The monitored barriers of one group. Rank 0 waits for all ranks and writes the outcome for them."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._count = 0
 
     def pass_through(self, timeout: float, wait_all_ranks: bool) -> None:
-        """Return once all ranks have come. Else `OpTimeout`, on rank 0 naming the first rank that did not come, or with
-        `wait_all_ranks` all of them."""
+        """Return once all ranks have come; else raise `OpTimeout`.
+
+        On rank 0 the error names the first missing rank, or with `wait_all_ranks` all of them.
+        """
         self._count += 1
         key = f"monitored-barrier/{self._count}"
         if self._rank:
@@ -36,15 +38,15 @@ class MonitoredBarrier:
             if time.monotonic() >= deadline:
                 break
             time.sleep(_PAUSE)
-        told = missing if wait_all_ranks else missing[:1]
-        self._store.set(f"{key}/verdict", ",".join(map(str, told)) or "passed")
-        if told:
-            names = ", ".join(map(str, told))
+        reported = missing if wait_all_ranks else missing[:1]
+        self._store.set(f"{key}/verdict", ",".join(map(str, reported)) or "passed")
+        if reported:
+            names = ", ".join(map(str, reported))
             limit = f"{timeout * 1000:.0f} ms"
-            said = f"{'Ranks' if len(told) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in {limit}"
+            text = f"{'Ranks' if len(reported) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in {limit}"
             if timeout <= 0:
-                said = f"Rank 0 timed out in monitoredBarrier after {limit}, before it could look for rank {names}"
-            raise _said(OpTimeout("monitored_barrier", self._count, timeout, tuple(told)), said)
+                text = f"Rank 0 timed out in monitoredBarrier after {limit}, before it could look for rank {names}"
+            raise _with_text(OpTimeout("monitored_barrier", self._count, timeout, tuple(reported)), text)
 
     def _follow(self, key: str, timeout: float) -> None:
         self._store.set(f"{key}/{self._rank}", "here")
@@ -61,7 +63,7 @@ class MonitoredBarrier:
             )
 
 
-def _said(error: OpTimeout, text: str) -> OpTimeout:
-    """The error with the words that torch has for it."""
+def _with_text(error: OpTimeout, text: str) -> OpTimeout:
+    """Replace an error's message by `text`, which is worded as torch's own."""
     error.args = (text,)
     return error

@@ -1,4 +1,4 @@
-"""Which transport a process group runs over."""
+"""`Options`: the `pg_options` that choose a process group's transport and device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from holdfast.comms.communicator import Communicator
 class Options:
     """`pg_options` of `init_process_group("holdfast")` and `new_group`.
 
-    `backend` is a holdfast backend's name, a preference list ("ucx,gloo"), or "auto"; `device` the device whose tensors
-    the group takes. `over` is a communicator that exists already and stays its owner's.
+    `backend` is a holdfast backend's name, a preference list ("ucx,gloo"), or "auto". `device` is the device of the
+    group's tensors. `over` is an existing communicator to run over, which its owner closes.
     """
 
     backend: str = "auto"
@@ -21,10 +21,10 @@ class Options:
     over: Communicator | None = field(default=None, repr=False, compare=False)
 
 
-def chosen(given: object, inherited: Options | None) -> Options:
-    """The options of a new group: what was given, else the environment, else those of the default group.
+def resolve_options(given: object, inherited: Options | None) -> Options:
+    """The options of a new group: those given, else HOLDFAST_BACKEND, else those of the default group.
 
-    TypeError for options of another backend.
+    Raises TypeError for options of another backend.
     """
     if given is not None:
         if not isinstance(given, Options):

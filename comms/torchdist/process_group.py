@@ -1,10 +1,10 @@
 # mypy: disable-error-code="override, assignment"
 """`HoldfastProcessGroup`: torch's process group over a `Communicator`.
 
-Ops that torch waits for run in the calling thread; asynchronous ones on the communicator's worker. Threads (autograd's
-among them) take turns: the order of ops is that in which they entered.
+Synchronous ops run in the calling thread, asynchronous ones on the communicator's worker. A lock serialises calling
+threads (autograd's, too): ops are ordered as their threads entered.
 
-Types of overridden methods are looser than those in torch's stubs, which name one overload each: hence the first line.
+torch's stubs name one overload of each method; overrides here take all of them, hence the mypy comment above.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR,
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
-from holdfast.comms.torchdist.reconfigure import asked_for, check, connect_changed, handle
+from holdfast.comms.torchdist.reconfigure import check_request, connect_requested, member_handle, parse_request
 from holdfast.comms.torchdist.sparse import all_reduce_sparse
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
@@ -42,7 +42,7 @@ Issue = Callable[[bool, float], Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
 
 _RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
-"""From 2.15 on torch attaches a recorder to a new group that has devices, which takes a backend of torch's own kind."""
+"""torch from 2.15 on attaches a flight recorder to a new group that has devices, which needs torch's own backend."""
 
 _numbers = itertools.count()
 _ABORTED = "the process group was aborted"
@@ -52,7 +52,7 @@ _ABORTED = "the process group was aborted"
 class HoldfastProcessGroup(dist.ProcessGroup):
     """One rank of a group. Made by `init_process_group("holdfast")` and `new_group`, not by hand.
 
-    `communicator` is what it runs over. Ops take torch's arguments and raise holdfast's errors (all RuntimeErrors).
+    It runs over `communicator`. Ops take torch's arguments and raise holdfast's errors, which are all RuntimeErrors.
     """
 
     supports_splitting = False
@@ -77,7 +77,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._root = communicator.name
         self._used: set[int] = set()
 
-    # -- who it is
+    # -- identity
 
     def rank(self) -> int:
         return self.communicator.rank
@@ -115,7 +115,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return [torch.device(self.communicator.device.type)]
 
     def _get_backend(self, device: torch.device) -> HoldfastProcessGroup:
-        """torch asks a group for the backend of a device: it is its own."""
+        """This group itself, as the backend of its device."""
         if torch.device(device).type != self.communicator.device.type:
             raise RuntimeError(f"this group takes tensors on {self.communicator.device}, not on {device}")
         return self
@@ -125,17 +125,17 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @property
     def timeout(self) -> float:
-        """Seconds that an op may take which does not bring a timeout."""
+        """The timeout, in seconds, of ops without one of their own."""
         return self._timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Ops are numbered from the start."""
+        """Do nothing: ops are numbered from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._issued
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of ops that do not bring one."""
+        """Set the timeout of ops without one of their own."""
         self._timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -171,7 +171,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return TorchWork(work.parts, tensors)
 
     def _combine(self, tensors: Tensors, op: Any) -> None:
-        """Make each of several tensors of this rank their reduction."""
+        """Set each of several tensors of this rank to their reduction."""
         ours = reduction(op, tensors[0])
         if ours.name in arithmetic.SCALED:
             raise Unsupported(f"allreduce ({ours.name}) of several tensors of one rank", "pass one tensor")
@@ -186,7 +186,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return lambda later, limit: self.communicator.all_reduce(tensor, ours, later, limit)
 
     def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
-        """Reduce tensors that take more than an op each: they are complete when this returns."""
+        """Reduce tensors that need several ops each, synchronously."""
         with self._turn:
             limit = seconds(opts.timeout) or self._timeout
             for tensor in tensors:
@@ -332,7 +332,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         )
 
     def _of_root(self, op: str, items: Sequence[Tensors], what: str, root: int) -> Tensors | None:
-        """The one list of the root; None elsewhere."""
+        """The root's only list; None on other ranks."""
         rank = self.communicator.rank
         lists.of_root(op, items, what, rank, root)
         return items[0] if rank == root else None
@@ -365,12 +365,12 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return self._run([lambda later, limit: self.communicator.barrier(later, limit)], [], call.opts)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """Return once all ranks have come; else raise on all, naming those that did not. See `MonitoredBarrier`."""
+        """Return once all ranks have come; else raise on all ranks, naming the missing ones. See `MonitoredBarrier`."""
         with self._turn:
             limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             self._monitored.pass_through(self._timeout if limit is None else limit, wait_all_ranks)
 
-    # -- point to point: beside the collectives, not in order with them
+    # -- point to point: concurrent with collectives, not ordered with them
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
         (tensor,) = tensors
@@ -413,40 +413,40 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self._issued += len(issues)
             return self._joined(TorchWork([issue(later, limit) for issue in issues], tensors))
 
-    # -- other members, in the same object
+    # -- reconfiguration: other members, in the same object
 
     def get_reconfigure_handle(self) -> str:
-        """The name of this member, for `reconfigure` on those that are to be in a group with it."""
-        return handle(self.options.backend, self.communicator.device, self._number)
+        """This member's handle, for `reconfigure` on the members of its next group."""
+        return member_handle(self.options.backend, self.communicator.device, self._number)
 
     def reconfigure(
         self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
     ) -> TorchWork:
-        """Go on as the group of the members in `handles`, in rank order; collective over these alone.
+        """Continue as the group of the members in `handles`, in rank order; collective over these members.
 
-        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. What is pending ends with `Revoked`, or
-        `PeerFailed` if another member left first; an op that others have still to finish, they finish. Rank and size
-        are new when this returns. Works after an abort, and after the death of members that are left out. Raises
-        ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; else what
-        `connect` raises, after which another `reconfigure` may follow.
+        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. Pending ops raise `Revoked`, or
+        `PeerFailed` if another member left first; an op that this rank has completed still completes on the others.
+        Rank and size are new when this returns. Works after an abort, and after the death of members that are left
+        out. Raises ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; or the
+        errors of `connect`, after which `reconfigure` may be called again.
         """
-        change = asked_for(given, handles, timeout)
+        request = parse_request(given, handles, timeout)
         with self._turn:
-            if change.uuid in self._used:
-                raise HoldfastError(f"reconfigure: uuid {change.uuid} was already used; take a new one")
-            check(change, self.get_reconfigure_handle())
-            self._used.add(change.uuid)
+            if request.uuid in self._used:
+                raise HoldfastError(f"reconfigure: uuid {request.uuid} was already used; take a new one")
+            check_request(request, self.get_reconfigure_handle())
+            self._used.add(request.uuid)
             device = self.communicator.device
             self.shutdown()
-            mine = self.get_reconfigure_handle()
-            self.communicator = connect_changed(change, mine, self._store, self._root, device, self._timeout)
-            store = dist.PrefixStore(f"reconfigured/{change.uuid}", self._store)
+            own = self.get_reconfigure_handle()
+            self.communicator = connect_requested(request, own, self._store, self._root, device, self._timeout)
+            store = dist.PrefixStore(f"reconfigured/{request.uuid}", self._store)
             self._p2p = P2PChannels(self.communicator, dist.PrefixStore("point-to-point", store))
             self._monitored = MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
         return TorchWork([DONE], [])
 
     def get_error(self) -> Any:
-        """torch's `ErrorType`: what has ended the communicator, if anything did but an abort by this rank."""
+        """torch's `ErrorType` of the error that ended the communicator; SUCCESS after an abort by this rank."""
         from torch._C._distributed_c10d import ErrorType
 
         over = self.communicator._executor.over
@@ -456,7 +456,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         late = issubclass(kind, OpTimeout)
         return ErrorType.TIMEOUT if late else ErrorType.COMM_ERROR
 
-    # -- parts
+    # -- subgroups
 
     def split_group(
         self,
@@ -467,7 +467,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> HoldfastProcessGroup | None:
-        """A group of `ranks` of this one, over its transport; None on the other ranks."""
+        """Make a group of `ranks` of this one, over its transport; None on the other ranks."""
         if self.rank() not in ranks:
             return None
         seconds_each = self._timeout if timeout is None else timeout.total_seconds()
@@ -480,13 +480,13 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     # -- the end
 
     def abort(self) -> None:
-        """End all ops here, and those of the peers that wait for this rank, and release everything."""
+        """End all ops here, and those of peers that wait for this rank, and release all resources."""
         over = Revoked(self.communicator.epoch, _ABORTED)
         self.communicator.abort(over)
         self._p2p.abort(over)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Release everything; what is pending ends with `Revoked`. Idempotent."""
+        """Release all resources; pending ops raise `Revoked`. Idempotent."""
         self._p2p.close()
         self.communicator.close()

@@ -1,8 +1,8 @@
-"""Who a process group is to be made of from now on: `reconfigure(uuid, handles)`, as torch 2.14 has it.
+"""Changes the members of a process group: `reconfigure(uuid, handles)`, as in torch 2.14.
 
-A handle is a member's name: its process, and the backends that it can run. The members are given in rank order, each
-group of them with a `uuid` that was never used before; they meet under it in the store of the group. So survivors of a
-death go on without the dead, groups merge and split, and newcomers join, in the same process group object.
+A handle names a member: its process, and the backends that it can run. Handles are passed in rank order, with a `uuid`
+that was never used before, under which the members meet in the group's store. So survivors go on without dead members,
+groups merge and split, and new members join, in the same process group object.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from holdfast.comms.transport.liveness import this_process
 _MOST_HANDLE_BYTES = 4096
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One member of a group. `number` tells apart the groups of one process."""
+class ReconfigureMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One member of a group, as its handle encodes it. `number` distinguishes the groups of one process."""
 
     peer: Peer
     number: int
@@ -34,41 +34,41 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What torch's `ReconfigureOptions` say: the members in rank order, and how long to take (seconds)."""
+class ReconfigureRequest:
+    """The contents of torch's `ReconfigureOptions`: the members in rank order, and a timeout in seconds."""
 
     uuid: int
     handles: tuple[str, ...]
     timeout: float | None
 
 
-def handle(preference: str, device: torch.device, number: int) -> str:
+def member_handle(preference: str, device: torch.device, number: int) -> str:
     """This process's handle for a group that prefers the backends of `preference`."""
     runnable, _ = runnable_backends(preference, device)
-    return msgspec.json.encode(Member(this_process(), number, tuple(runnable))).decode()
+    return msgspec.json.encode(ReconfigureMember(this_process(), number, tuple(runnable))).decode()
 
 
-def asked_for(given: Any, handles: Sequence[str] | None, timeout: timedelta | float | None) -> Change:
-    """The change that `reconfigure(options)` or `reconfigure(uuid, handles, timeout)` asks for."""
+def parse_request(given: Any, handles: Sequence[str] | None, timeout: timedelta | float | None) -> ReconfigureRequest:
+    """Parse the arguments of `reconfigure(options)` or `reconfigure(uuid, handles, timeout)`."""
     if handles is None:
         given, handles, timeout = given.uuid, given.handles, given.timeout
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return Change(int(given), tuple(handles), seconds)
+    return ReconfigureRequest(int(given), tuple(handles), seconds)
 
 
-def check(change: Change, mine: str) -> None:
-    """ValueError for handles that are none, come twice, or lack this process's own."""
-    for each in change.handles:
+def check_request(request: ReconfigureRequest, own_handle: str) -> None:
+    """Raise ValueError for malformed or repeated handles, or if this process's own is missing."""
+    for each in request.handles:
         _decoded(each)
-    if len(set(change.handles)) != len(change.handles) or mine not in change.handles:
-        raise ValueError(f"reconfigure({change.uuid}): the handles must differ, and hold this process's own")
+    if len(set(request.handles)) != len(request.handles) or own_handle not in request.handles:
+        raise ValueError(f"reconfigure({request.uuid}): the handles must differ, and hold this process's own")
 
 
-def connect_changed(
-    change: Change, mine: str, store: dist.Store, name: str, device: torch.device, timeout: float
+def connect_requested(
+    request: ReconfigureRequest, own_handle: str, store: dist.Store, name: str, device: torch.device, timeout: float
 ) -> Communicator:
-    """Connect the members of `change`; collective over them. `timeout` (seconds) is that of later ops."""
-    members = [_decoded(each) for each in change.handles]
+    """Connect the members of `request`; collective over them. `timeout` (seconds) is the default of later ops."""
+    members = [_decoded(each) for each in request.handles]
     peers = [member.peer for member in members]
     common = [name for name in members[0].backends if all(name in member.backends for member in members)]
     if not common:
@@ -76,22 +76,22 @@ def connect_changed(
         raise BackendUnavailable("auto", f"the members have none in common ({offered})")
     return connect_members(
         choose_backend(",".join(common), peers, device),
-        rank=change.handles.index(mine),
+        rank=request.handles.index(own_handle),
         size=len(members),
-        store=dist.PrefixStore(f"reconfigure/{change.uuid}", store),
+        store=dist.PrefixStore(f"reconfigure/{request.uuid}", store),
         peers=peers,
-        epoch=change.uuid,
-        name=f"{name}/{change.uuid}",
+        epoch=request.uuid,
+        name=f"{name}/{request.uuid}",
         device=device,
-        timeout=timeout if change.timeout is None else change.timeout,
+        timeout=timeout if request.timeout is None else request.timeout,
         op_timeout=timeout,
     )
 
 
-def _decoded(handle: str) -> Member:
+def _decoded(handle: str) -> ReconfigureMember:
     if len(handle) > _MOST_HANDLE_BYTES:
         raise ValueError(f"a handle of {len(handle)} bytes is none of a holdfast group")
     try:
-        return msgspec.json.decode(handle, type=Member)
+        return msgspec.json.decode(handle, type=ReconfigureMember)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{handle[:80]!r} is no handle of a holdfast group: {error}") from error

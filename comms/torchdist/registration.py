@@ -1,4 +1,4 @@
-"""Tells torch that there is a backend called `holdfast`, and makes its process groups."""
+"""Registers the backend `holdfast` with torch, and makes its process groups."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
 from holdfast.comms.torchdist.group_members import checked_members
-from holdfast.comms.torchdist.options import Options, chosen
+from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
-from holdfast.comms.torchdist.session_group import BorrowedProcessGroup
+from holdfast.comms.torchdist.session_group import SessionProcessGroup
 from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
 
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
-"""In a group that has another backend for each device; takes torch 2.14."""
+"""The backend name in a group with a backend for each device. Requires torch 2.14."""
 
 _unregistered = itertools.count()
 
 
 def register() -> None:
-    """Register the backend name with torch. Idempotent; what the entry point `torch.distributed.backends` calls."""
+    """Register the backend name with torch. Idempotent. The entry point `torch.distributed.backends` calls this."""
     if BACKEND.upper() in dist.Backend._plugins:
         return
     movable = {device for info in registry().backends.values() for device in info.capabilities.moves}
@@ -45,20 +45,22 @@ def register() -> None:
 
 
 def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
-    """Connect one rank of a new process group, through the store that torch gives it; collective over the group.
+    """Connect one rank of a new process group, through the store that torch passes; collective over the group.
 
-    Raises as `holdfast.comms.connect` does, TypeError for foreign `pg_options`.
+    Raises the errors of `holdfast.comms.connect`, and TypeError for `pg_options` of another backend.
     """
     default = behind(c10d.GroupMember.WORLD) if dist.is_initialized() else None
     inherited = None if default is None else replace(default.options, over=None)
     timeout = given.timeout.total_seconds()
-    if isinstance(default, BorrowedProcessGroup):
-        options = inherited if pg_options is None else chosen(pg_options, inherited)
+    if isinstance(default, SessionProcessGroup):
+        options = inherited if pg_options is None else resolve_options(pg_options, inherited)
         assert options is not None
-        return HoldfastProcessGroup(given.store, default.part(given.global_ranks_in_group, options), options, timeout)
-    options = chosen(pg_options, inherited)
+        return HoldfastProcessGroup(
+            given.store, default.split_communicator(given.global_ranks_in_group, options), options, timeout
+        )
+    options = resolve_options(pg_options, inherited)
     if options.over is not None:
-        return BorrowedProcessGroup(given.store, options.over, options, timeout)
+        return SessionProcessGroup(given.store, options.over, options, timeout)
     with _checked_members(given):
         communicator = connect(
             options.backend,
@@ -73,7 +75,7 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
 
 
 def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
-    """Names calls of `new_group` that do not fit together; the default group has nothing to compare."""
+    """`checked_members` for `new_group`; nothing for the default group, which has all ranks."""
     if not dist.is_initialized():
         return contextlib.nullcontext()
     return checked_members(given.store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
@@ -82,14 +84,14 @@ def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
 def create_unregistered(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **kwargs: object
 ) -> HoldfastProcessGroup:
-    """One rank of a group for `torch.distributed._dist2.new_group`, which torch does not register.
+    """Connect one rank of a group for `torch.distributed._dist2.new_group`, which torch does not register.
 
-    `pg_options` is the one further argument. Raises as `create` does.
+    `pg_options` is the only further argument. Raises the errors of `create`.
     """
     given = kwargs.pop("pg_options", None)
     if kwargs:
         raise TypeError(f"the holdfast backend takes pg_options alone, not {', '.join(kwargs)}")
-    options = chosen(given, Options(device=device.type))
+    options = resolve_options(given, Options(device=device.type))
     communicator = connect(
         options.backend,
         rank=rank,
@@ -103,7 +105,7 @@ def create_unregistered(
 
 
 def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
-    """`create`, for one device of a group that is torch's own. Raises `Unsupported` before torch 2.14."""
+    """`create`, for one device of torch's own ProcessGroup. Raises `Unsupported` before torch 2.14."""
     if not AVAILABLE:
         raise Unsupported(
             f"a backend for one device of a group on torch {torch.__version__}",

@@ -1,6 +1,6 @@
-"""torch.distributed's default group over a communicator that belongs to somebody else: that of a session's epoch.
+"""`SessionProcessGroup`: torch.distributed's default group over the communicator of a session's epoch.
 
-Its end is the communicator's, so the group ends with the epoch; the next epoch gets a group of its own.
+The session owns the communicator: the group ends with the epoch, and the next epoch gets a new group.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import TorchWork
 
 
-class Ending(Protocol):
-    """What cannot outlive its group."""
+class Dependent(Protocol):
+    """An object that must end together with its process group."""
 
     def end(self) -> None: ...
 
 
 @untraced
-class BorrowedProcessGroup(HoldfastProcessGroup):
-    """A process group that leaves its communicator open, and its members to those who own that.
+class SessionProcessGroup(HoldfastProcessGroup):
+    """A process group over a session's communicator. The session closes that, and decides on the members.
 
-    `kept` are things that were made over the group and end with it: `remove` calls their `end()`.
+    `dependents` are objects that were made over the group; `default_group.remove` calls their `end()`.
     """
 
     supports_reconfigure = False
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
         super().__init__(store, communicator, options, timeout)
-        self.kept: dict[int, Ending] = {}
+        self.dependents: dict[int, Dependent] = {}
 
-    def part(self, ranks: Sequence[int], options: Options) -> Communicator:
-        """A communicator of `ranks` for a subgroup, which ends with this one; called by exactly those ranks.
+    def split_communicator(self, ranks: Sequence[int], options: Options) -> Communicator:
+        """Make a communicator of `ranks` for a subgroup; exactly those ranks call this. It ends with this group's.
 
-        Raises `Unsupported` for one over another transport: the session would not end it.
+        Raises `Unsupported` for another transport: the session could not end its ops.
         """
         ours = self.communicator
         if options.backend not in (ours.backend, "auto") or torch.device(options.device).type != ours.device.type:
@@ -59,7 +59,7 @@ class BorrowedProcessGroup(HoldfastProcessGroup):
         raise Unsupported("to reconfigure a session's process group", "the session decides who its members are")
 
     def abort(self) -> None:
-        """End what is beside the communicator: point-to-point ops."""
+        """End the point-to-point ops, and leave the communicator to the session."""
         self._p2p.abort(Revoked(self.communicator.epoch, "the process group was aborted"))
         self.shutdown()
 

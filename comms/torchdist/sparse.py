@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors: every rank's entries go to all, and are added up where they meet."""
+"""all_reduce of sparse tensors: an all-gather of every rank's entries, which each rank then adds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Tensor = torch.Tensor
 
 
 def all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: ReduceOp, timeout: float | None) -> None:
-    """Sum a sparse COO tensor over all ranks, in place. `Unsupported` for other layouts and reductions."""
+    """Sum or average a sparse COO tensor over all ranks, in place. Raises `Unsupported` for others."""
     if tensor.layout != torch.sparse_coo or op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise Unsupported(f"all_reduce ({op.name}) of {tensor.layout} tensors", "sum sparse COO tensors")
-    mine = tensor.detach().coalesce()
-    indices, values = mine.indices(), mine.values()
+    coalesced = tensor.detach().coalesce()
+    indices, values = coalesced.indices(), coalesced.values()
     size = communicator.size
     counts = torch.empty(size, dtype=torch.int64, device=values.device)
     count = torch.tensor([indices.shape[1]], dtype=torch.int64, device=values.device)

@@ -1,4 +1,4 @@
-"""Patches of torch: functions that refuse every backend but their own take a holdfast group, too."""
+"""Patches torch functions that accept only torch's own backends, so that they accept a holdfast group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.comms.torchdist.device_backend import behind
 
 
 def accept_builtin_hooks() -> None:
-    """torch's built-in FP16 hook takes futures of C++ alone: over holdfast let DDP use its equal in Python."""
+    """Let DDP over holdfast use the Python version of its FP16 hook: the built-in one needs C++ futures."""
     original: Callable[[Any, Any], None] = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(original)
@@ -32,7 +32,7 @@ def accept_builtin_hooks() -> None:
 
 
 def accept_monitored_barrier() -> None:
-    """torch's `monitored_barrier` refuses every backend whose name is not gloo: let it take ours too."""
+    """Let torch's `monitored_barrier`, which accepts only gloo, call that of a holdfast group."""
     original = c10d.monitored_barrier
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""torch's handles of ops (`Work`, `Future`) over ours."""
+"""`TorchWork`: torch's handles of ops (`Work`, `Future`) over holdfast's `Work`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Future = torch.futures.Future
 
 @untraced
 class TorchWork(dist.Work):
-    """One op, or several that torch sees as one, in torch's form. `result()` is the tensors that it fills."""
+    """torch's Work for one op, or for several that torch treats as one. `result()` is the tensors that it fills."""
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TorchWork(dist.Work):
 
     @property
     def parts(self) -> tuple[Work, ...]:
-        """Our handles of the ops behind this one."""
+        """holdfast's works behind this one."""
         return self._works
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -65,7 +65,7 @@ class TorchWork(dist.Work):
 
 @untraced
 class ReceivedFrom(TorchWork):
-    """A receive whose sender is known once it is complete."""
+    """A receive from any rank. Its sender is known once it is complete."""
 
     def __init__(self, work: Work, tensors: Sequence[Tensor], source: list[int]) -> None:
         super().__init__([work], tensors)
@@ -78,8 +78,10 @@ class ReceivedFrom(TorchWork):
 
 
 def _future_of(work: TorchWork) -> Future[list[Tensor]]:
-    """Callbacks of a future may wait for ops that they issue themselves (PowerSGD's do), so they never run in the
-    thread that runs the ops: each future that is not complete yet is completed by a thread of its own."""
+    """A future of a work's result; unless the work is complete, a thread of its own completes the future.
+
+    Callbacks may wait for ops that they issue (PowerSGD's do), so they must not run in the thread that runs the ops.
+    """
     start: Future[list[Tensor]] = Future()
 
     def outcome(_: Any) -> list[Tensor]:
@@ -94,7 +96,7 @@ def _future_of(work: TorchWork) -> Future[list[Tensor]]:
         try:
             work.wait()
         except BaseException:
-            pass  # `outcome` tells it
+            pass  # `outcome` raises it
         start.set_result(work.result())
 
     if work.is_completed():

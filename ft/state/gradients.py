@@ -99,10 +99,10 @@ class ShardSums:
         attempt of the same epoch gets the same replica.
         """
         group = self._attempt.process_group()
-        kept = group.kept.get(id(module))
+        kept = group.dependents.get(id(module))
         if not isinstance(kept, _Replica):
             replica = nn.parallel.DistributedDataParallel(module, process_group=group, **options)
-            kept = group.kept[id(module)] = _Replica(self._attempt.comm, replica)
+            kept = group.dependents[id(module)] = _Replica(self._attempt.comm, replica)
         kept.sums = self
         self._replica = kept.module
         self._parameters = [each for each in module.parameters() if each.requires_grad]

@@ -145,12 +145,12 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
         if expected is not None:
             torch.testing.assert_close(found.float(), expected.to(dtype).float(), equal_nan=True)
         return
-    wide = dtype if dtype.is_floating_point else arithmetic.wider(dtype, op) or dtype
-    first, *others = [arithmetic.before(each.to(wide), op) for each in inputs]
+    wide = dtype if dtype.is_floating_point else arithmetic.accumulation_dtype(dtype, op) or dtype
+    first, *others = [arithmetic.prescale(each.to(wide), op) for each in inputs]
     expected = first.clone()
     for each in others:
         arithmetic.combine(expected, each, op)
-    arithmetic.after(expected, op, ranks)
+    arithmetic.postscale(expected, op, ranks)
     expected = expected.to(dtype)
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         assert bytes(found.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())

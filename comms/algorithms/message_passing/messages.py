@@ -69,18 +69,18 @@ class MessageTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
         exchange = self._exchange("all_reduce", deadline)
-        scaled = arithmetic.before(tensor, op)
+        scaled = arithmetic.prescale(tensor, op)
         if scaled is not tensor:
             tensor.copy_(scaled)
         if tensor.numel() and self.size > 1:
             algorithm = cost.choose(cost.all_reduce(self._link, self.size, tensor.nbytes))
             run = {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce}
             run[algorithm](exchange, tensor.view(-1), op)
-        arithmetic.after(tensor, op, self.size)
+        arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         exchange = self._exchange("reduce", deadline)
-        partial = arithmetic.before(tensor, op).view(-1)
+        partial = arithmetic.prescale(tensor, op).view(-1)
         if self.rank != dst and partial.data_ptr() == tensor.data_ptr():
             partial = partial.clone()
         if tensor.numel():
@@ -88,13 +88,13 @@ class MessageTransport(Transport):
         if self.rank == dst:
             if partial.data_ptr() != tensor.data_ptr():
                 tensor.view(-1).copy_(partial)
-            arithmetic.after(tensor, op, self.size)
+            arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
         exchange = self._exchange("reduce_scatter", deadline)
-        given = [arithmetic.before(tensor, op).view(-1) for tensor in inputs]
+        given = [arithmetic.prescale(tensor, op).view(-1) for tensor in inputs]
         output.view(-1).copy_(pairwise.reduce_scatter(exchange, given, op))
-        arithmetic.after(output, op, self.size)
+        arithmetic.postscale(output, op, self.size)
 
     # -- moves
 

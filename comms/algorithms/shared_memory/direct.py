@@ -67,7 +67,7 @@ class DirectTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         ops, target = self._ops, span(tensor)
-        given = arithmetic.before(tensor, op) if op.name in arithmetic.SCALED else tensor
+        given = arithmetic.prescale(tensor, op) if op.name in arithmetic.SCALED else tensor
         source = target if given is tensor else span(given)
         if not ops.reduce("all_reduce", source, 0, op, target, deadline, tensor.dtype, alike=True):
             if self.size == 1:
@@ -76,10 +76,10 @@ class DirectTransport(Transport):
                 self._staging.all_reduce(given, tensor, op, deadline, ops.number)
             ops.finish()
         if op.name in arithmetic.SCALED:
-            arithmetic.after(tensor, op, self.size)
+            arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        ops, given, here = self._ops, arithmetic.before(tensor, op), self.rank == dst
+        ops, given, here = self._ops, arithmetic.prescale(tensor, op), self.rank == dst
         source, target = span(given), span(tensor)
         copied = ops.publish(
             "reduce", source, deadline, dtype=tensor.dtype, root=dst, reduction=op.name, count=tensor.numel()
@@ -99,16 +99,16 @@ class DirectTransport(Transport):
             self._staging.reduce("reduce", _padded(give, self.size), into, kind, target[1], deadline, ops.number)
         ops.finish()
         if here:
-            arithmetic.after(tensor, op, self.size)
+            arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, deadline: float
     ) -> None:
-        given = [arithmetic.before(tensor, op) for tensor in inputs]
+        given = [arithmetic.prescale(tensor, op) for tensor in inputs]
         self._reduce_scatter(output, _spans(given), op, deadline)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        given = arithmetic.before(tensor, op)
+        given = arithmetic.prescale(tensor, op)
         self._reduce_scatter(output, pieces(given.data_ptr(), output.nbytes, self.size), op, deadline)
 
     def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
@@ -124,7 +124,7 @@ class DirectTransport(Transport):
                 self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
                 unpack(result, output)
             ops.finish()
-        arithmetic.after(output, op, self.size)
+        arithmetic.postscale(output, op, self.size)
 
     # -- moves
 

@@ -1,1 +1,1 @@
-"""The forms in which torch calls a process group: overloads, lists of tensors, options."""
+"""Parses torch's calls of a process group: overloads, lists of tensors, options."""

@@ -1,4 +1,4 @@
-"""Between torch's words for an op (reductions, options, timeouts) and ours."""
+"""Converts torch's reductions, options and timeouts to holdfast's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _REDUCTIONS = {
 
 
 def reduction(op: Any, tensor: torch.Tensor) -> ReduceOp:
-    """torch's reduction (a `ReduceOp` or its `RedOpType`) as ours. Booleans add as `or` and multiply as `and`, as in
-    torch."""
+    """Convert torch's reduction (a `ReduceOp` or `RedOpType`) to holdfast's. Booleans sum by or, multiply by and."""
     kind = getattr(op, "op", op)
     name = kind.name
     if name == "PREMUL_SUM":
@@ -41,7 +40,7 @@ def reduction(op: Any, tensor: torch.Tensor) -> ReduceOp:
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:
-    """A timeout in seconds; None for torch's ways of saying "none given"."""
+    """A timeout in seconds; None if torch passed none, which it may express as a value of zero or less."""
     if timeout is None:
         return None
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -49,5 +48,5 @@ def seconds(timeout: timedelta | float | None) -> float | None:
 
 
 def is_async(opts: Any) -> bool:
-    """Whether torch goes on without waiting (its default, where nothing is said)."""
+    """Whether the op is asynchronous: torch's default if the options do not say."""
     return bool(getattr(opts, "asyncOp", True))

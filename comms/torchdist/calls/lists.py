@@ -1,4 +1,4 @@
-"""Checks of the lists of tensors that torch's process groups take, where gloo has them. ValueError tells what is wrong.
+"""Checks lists of tensors as torch's gloo group does. Each function raises ValueError if its check fails.
 
 Several tensors in one call are, in torch, the tensors of several devices of one rank.
 """
@@ -15,13 +15,13 @@ Tensors = Sequence[Tensor]
 
 
 def some(op: str, tensors: Tensors) -> None:
-    """At least one tensor."""
+    """Require at least one tensor."""
     if not tensors:
         raise ValueError(f"{op}: the list of tensors is empty; pass at least one")
 
 
 def of_one_type(op: str, tensors: Tensors) -> None:
-    """At least one tensor, and all of one dtype."""
+    """Require at least one tensor, and one dtype."""
     some(op, tensors)
     for index, tensor in enumerate(tensors):
         if tensor.dtype != tensors[0].dtype:
@@ -29,7 +29,7 @@ def of_one_type(op: str, tensors: Tensors) -> None:
 
 
 def of_one_size(op: str, tensors: Tensors) -> None:
-    """At least one tensor, and all of one dtype and number of elements."""
+    """Require at least one tensor, one dtype, and one number of elements."""
     of_one_type(op, tensors)
     for index, tensor in enumerate(tensors):
         if tensor.numel() != tensors[0].numel():
@@ -38,7 +38,7 @@ def of_one_size(op: str, tensors: Tensors) -> None:
 
 
 def alike(op: str, tensors: Tensors) -> None:
-    """At least one tensor, all of one dtype and shape; one may be there twice, but none may overlap another."""
+    """Require at least one tensor, one dtype and one shape. A tensor may be repeated, but not overlap another."""
     of_one_type(op, tensors)
     for index, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape:
@@ -49,19 +49,19 @@ def alike(op: str, tensors: Tensors) -> None:
 
 
 def root_tensor(op: str, tensors: Tensors, index: int) -> None:
-    """`opts.rootTensor` names one of the tensors."""
+    """Require that `opts.rootTensor` is the index of one of the tensors."""
     if not 0 <= index < len(tensors):
         raise ValueError(f"{op}: rootTensor={index} is out of range: {len(tensors)} tensors were given")
 
 
 def one(op: str, items: Sequence[object], what: str) -> None:
-    """A list of one: of one tensor, or of one list of tensors."""
+    """Require a list of length one: of one tensor, or of one list of tensors."""
     if len(items) != 1:
         raise ValueError(f"{op}: {what} must be a list of one, not of {len(items)}: a rank has one device here")
 
 
 def of_root(op: str, items: Sequence[object], what: str, rank: int, root: int) -> None:
-    """A list of one on the root, and an empty list elsewhere."""
+    """Require a list of length one on the root, and an empty list on other ranks."""
     if rank == root:
         one(op, items, what)
     elif items:
@@ -69,7 +69,7 @@ def of_root(op: str, items: Sequence[object], what: str, rank: int, root: int) -
 
 
 def pairs(op: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
-    """As many outputs as inputs, and at least one."""
+    """Require as many outputs as inputs, and at least one."""
     if not inputs or len(outputs) != len(inputs):
         raise ValueError(f"{op}: {len(outputs)} outputs for {len(inputs)} inputs; it takes as many, and at least one")
 
@@ -81,6 +81,6 @@ def overlap(tensors: Tensors) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first address of its memory, and the one behind the last."""
+    """The address of the tensor's first byte, and the address after its last byte."""
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

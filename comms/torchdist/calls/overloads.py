@@ -1,7 +1,7 @@
-"""torch's overloads of `ProcessGroup`'s methods: every form of a call, by position or by name, as one `Call`.
+"""Maps torch's overloads of `ProcessGroup`'s methods, by position or by name, to one `Call`.
 
-torch binds several forms of each collective (`broadcast(tensors, opts)`, `broadcast(tensor, root, timeout)`). A Python
-subclass replaces all of them at once, so it has to tell them apart.
+torch binds several overloads of each collective (`broadcast(tensors, opts)`, `broadcast(tensor, root, timeout)`).
+A method of a Python subclass replaces all of them, so it must distinguish them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Kind(Enum):
-    """What a parameter takes. Those that hold tensors have their depth as value: one, a list, a list of lists."""
+    """The kind of a parameter. The value of tensor kinds is their nesting depth: tensor, list, list of lists."""
 
     TENSOR = 0
     LIST = 1
@@ -36,15 +36,15 @@ class Kind(Enum):
 TENSOR, LIST, LISTS, SIZES = Kind.TENSOR, Kind.LIST, Kind.LISTS, Kind.SIZES
 _OPTIONAL = (Kind.OPTIONS, Kind.OP, Kind.TIMEOUT)
 _FIELDS = {Kind.OP: "reduceOp", Kind.ROOT: "rootRank", Kind.TIMEOUT: "timeout"}
-"""The field of torch's options that says the same."""
+"""The field of torch's options for the same argument."""
 
 Form = dict[str, Kind]
-"""One overload: what each of its parameters takes, in order. Outputs come first, inputs second."""
+"""One overload: the kind of each parameter, in order. Outputs come first, inputs second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call in the first form of its method. An op in place has the same `outputs` and `inputs`."""
+    """A call, converted to the first form of its method. An in-place op has equal `outputs` and `inputs`."""
 
     outputs: Any
     inputs: Any
@@ -53,14 +53,14 @@ class Call:
 
 
 def form(*names: str, **tensors: Kind) -> Form:
-    """The overload with these tensors, and then `names` ("opts", "op", "root", "timeout")."""
+    """The overload with the parameters `tensors`, followed by `names` ("opts", "op", "root", "timeout")."""
     return {**tensors, **{name: Kind(name) for name in names}}
 
 
 def overloads(
     options: Callable[[], Any], *forms: Form
 ) -> Callable[[Callable[[Group, Call], Result]], Callable[Concatenate[Group, ...], Result]]:
-    """Let a method that takes a `Call` be called in any of `forms`. TypeError for what fits none of them."""
+    """Let a method that takes a `Call` be called in any of `forms`; raise TypeError if none fits."""
 
     def decorate(method: Callable[[Group, Call], Result]) -> Callable[Concatenate[Group, ...], Result]:
         @functools.wraps(method)
@@ -79,7 +79,7 @@ def overloads(
 
 
 def _bind(each: Form, arguments: Sequence[Any], named: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments by name; None if this form does not have so many, or such ones, or needs more."""
+    """The arguments by parameter name; None if there are too many, unknown or missing ones for this form."""
     if len(arguments) > len(each):
         return None
     given = dict(zip(each, arguments, strict=False))
@@ -92,7 +92,7 @@ def _bind(each: Form, arguments: Sequence[Any], named: dict[str, Any]) -> dict[s
 
 
 def _fits(kind: Kind, value: Any, options: Any) -> bool:
-    """Whether torch takes `value` where a parameter is of this kind."""
+    """Whether torch accepts `value` for a parameter of this kind."""
     match kind:
         case Kind.TENSOR:
             return isinstance(value, torch.Tensor)

@@ -1,7 +1,7 @@
-"""One direction between two ranks of a group: a communicator of the two, and a thread at each end.
+"""`Channel`: one direction between two ranks of a group. It has a communicator of the two, and a thread at each end.
 
-A message is a header and then its bytes; all tags share the channel. The communicator is connected when both ends have
-first used it. The receiving end reads only while a receive is pending that it could serve.
+A message is a header followed by its bytes; all tags share the channel. The communicator is connected once both ends
+have used the channel. The receiving end reads only while a receive is pending that the sender's message could complete.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What names a channel: group ranks of sender and receiver."""
+class ChannelRanks:
+    """The group ranks of a channel's sender and receiver, which name it."""
 
     src: int
     dst: int
@@ -44,18 +44,18 @@ class Line:
     def name(self) -> str:
         return f"p2p-{self.src}-{self.dst}"
 
-    def used_by(self, end: int) -> str:
-        """The key that says that an end (0 sends, 1 receives) has come."""
+    def ready_key(self, end: int) -> str:
+        """The store key which an end (0 sends, 1 receives) sets when it first uses the channel."""
         return f"{self.name}/{end}"
 
 
 class Channel:
-    """One end of a channel. Its thread is started by the subclass."""
+    """One end of a channel. The subclass starts its thread."""
 
-    def __init__(self, line: Line, group: Communicator, store: dist.Store) -> None:
-        self._line = line
-        self._end = 0 if group.rank == line.src else 1
-        self.peer = line.dst if self._end == 0 else line.src
+    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store) -> None:
+        self._ranks = ranks
+        self._end = 0 if group.rank == ranks.src else 1
+        self.peer = ranks.dst if self._end == 0 else ranks.src
         self._group = group
         self._store = store
         self._communicator: Communicator | None = None
@@ -63,10 +63,10 @@ class Channel:
         self._over: HoldfastError | None = None
         self._lock = threading.Lock()
         self._liveness = Liveness([group.peers[group.rank], group.peers[self.peer]], 0)
-        self._thread = threading.Thread(target=self._run, name=f"holdfast-{line.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-{ranks.name}", daemon=True)
 
     def _serve(self) -> None:
-        """What the thread does."""
+        """The thread's main loop."""
         raise NotImplementedError
 
     def _run(self) -> None:
@@ -79,11 +79,14 @@ class Channel:
 
     @property
     def _pause(self) -> float | None:
-        """How long to wait for work before another `_try_to_connect`, which the peer may wait for; None: for ever."""
+        """How long to wait for work before the next `_try_to_connect`; None, without limit, once connected.
+
+        The peer may be waiting for this end to connect.
+        """
         return _LAST_LOOK if self._announced and self._communicator is None else None
 
     def _connected(self, give_up: Callable[[], bool]) -> Communicator | None:
-        """The communicator, waited for until `give_up()`; None then. Raises what ends the wait."""
+        """Wait for the communicator until `give_up()`, and then return None. Raises if the channel fails."""
         pause = _FIRST_LOOK
         while (communicator := self._try_to_connect()) is None:
             if self._over is not None:
@@ -99,14 +102,14 @@ class Channel:
         return communicator
 
     def _try_to_connect(self) -> Communicator | None:
-        """Connect if the peer has come to its end: only then is connecting sure to be quick."""
+        """Connect if the peer has announced itself: only then is connecting quick."""
         if self._communicator is not None:
             return self._communicator
         try:
             if not self._announced:
-                self._store.set(self._line.used_by(self._end), "here")
+                self._store.set(self._ranks.ready_key(self._end), "here")
                 self._announced = True
-            if not self._store.check([self._line.used_by(1 - self._end)]):
+            if not self._store.check([self._ranks.ready_key(1 - self._end)]):
                 return None
         except RuntimeError as error:
             if self._liveness.dead():
@@ -116,10 +119,10 @@ class Channel:
             self._group.backend,
             rank=self._end,
             size=2,
-            store=dist.PrefixStore(self._line.name, self._store),
-            peers=[self._group.peers[self._line.src], self._group.peers[self._line.dst]],
+            store=dist.PrefixStore(self._ranks.name, self._store),
+            peers=[self._group.peers[self._ranks.src], self._group.peers[self._ranks.dst]],
             epoch=self._group.epoch,
-            name=f"{self._group.name}/{self._line.name}",
+            name=f"{self._group.name}/{self._ranks.name}",
             device=self._group.device,
             timeout=_CONNECT_SECONDS,
             over=lambda: self._over,
@@ -130,8 +133,8 @@ class Channel:
                 communicator.abort(self._over)
         return communicator
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """`error` of a communicator of two, in ranks of the group."""
+    def _in_group_ranks(self, error: BaseException) -> BaseException:
+        """Translate an error of the two-rank communicator to ranks of the group."""
         if isinstance(error, PeerFailed):
             return PeerFailed((self.peer,), error.evidence)
         if isinstance(error, OpTimeout):
@@ -141,34 +144,34 @@ class Channel:
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
-        """End what is pending, and all that comes later, with `error`. From any thread."""
+        """Fail pending and later messages with `error`. From any thread."""
         with self._lock:
             self._over = self._over or error
             if self._communicator is not None:
                 self._communicator.abort(error)
 
-    def ended(self, seconds: float) -> bool:
-        """Whether the thread has ended, within `seconds` from now."""
+    def join(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the thread, and return whether it has ended."""
         self._thread.join(max(seconds, 0.0))
         return not self._thread.is_alive()
 
 
 class SendChannel(Channel):
-    """The end that sends."""
+    """The sending end of a channel."""
 
-    def __init__(self, line: Line, group: Communicator, store: dist.Store) -> None:
-        super().__init__(line, group, store)
+    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store) -> None:
+        super().__init__(ranks, group, store)
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread.start()
 
     def send(self, tensor: Tensor, tag: int, timeout: float) -> Work:
-        """Send `tensor` behind what is queued."""
+        """Queue `tensor` for sending."""
         work = Work("send")
         self._queue.put((work, partial(self._send, tensor, tag, timeout, time.monotonic() + timeout)))
         return work
 
     def finish(self) -> None:
-        """End the thread behind what is queued."""
+        """Let the thread end after it has sent what is queued."""
         self._queue.put(None)
 
     def _serve(self) -> None:
@@ -195,14 +198,14 @@ class SendChannel(Channel):
                 message.append(Send(tensor, 1, _PAYLOAD))
             communicator.batch_send_recv(message, timeout=left)
         except HoldfastError as error:
-            raise self._explained(error) from None
+            raise self._in_group_ranks(error) from None
 
 
 class RecvChannel(Channel):
-    """The end that receives. A failure ends the receives that could be for this sender's messages."""
+    """The receiving end of a channel. A failure fails the receives that this sender's messages could complete."""
 
-    def __init__(self, line: Line, group: Communicator, store: dist.Store, matcher: MessageMatcher) -> None:
-        super().__init__(line, group, store)
+    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store, matcher: MessageMatcher) -> None:
+        super().__init__(ranks, group, store)
         self._matcher = matcher
         self._thread.start()
 
@@ -216,13 +219,13 @@ class RecvChannel(Channel):
                 if communicator is not None:
                     self._receive(communicator)
             except Exception as error:
-                explained = self._explained(error)
-                if not isinstance(explained, HoldfastError):
-                    explained = HoldfastError(f"receiving from rank {self.peer} failed: {error}")
-                self._matcher.fail(self.peer, explained)
+                translated = self._in_group_ranks(error)
+                if not isinstance(translated, HoldfastError):
+                    translated = HoldfastError(f"receiving from rank {self.peer} failed: {error}")
+                self._matcher.fail(self.peer, translated)
 
     def _receive(self, communicator: Communicator) -> None:
-        """Receive one message, into the tensor that it is for if that is known."""
+        """Receive one message: into the tensor of its receive, if that is posted, else to be kept."""
         words = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._group.device)
         communicator.recv(words, 0, _HEADER, timeout=_DAY)
         header = Header.read(words)
@@ -239,13 +242,13 @@ class RecvChannel(Channel):
                 left = max(expected.deadline - time.monotonic(), 0.001)
                 communicator.recv(expected.tensor, 0, _PAYLOAD, timeout=left)
         except BaseException as error:
-            expected.fail(self._explained(error))
+            expected.fail(self._in_group_ranks(error))
             raise
         expected.source[:] = [self.peer]
         expected.run(lambda: None)
 
     def _payload(self, communicator: Communicator, header: Header) -> Tensor:
-        """The bytes of a message that has no tensor to go to."""
+        """Receive the bytes of a message without a fitting receive into a new tensor."""
         count = header.nbytes // header.dtype.itemsize
         payload = torch.empty(count, dtype=header.dtype, device=self._group.device)
         if header.nbytes:

@@ -1,7 +1,7 @@
-"""Point to point as torch has it: sends and receives that are issued run side by side, whatever their order.
+"""`P2PChannels`: torch's point-to-point ops, which run concurrently in any order of issue.
 
-A communicator runs its ops one after the other, so two ranks that both send first and receive second would wait for
-each other. Here each ordered pair of ranks that talk has a channel of its own, for all tags.
+A communicator runs its ops one after the other: two ranks that both send first and receive second would deadlock. So
+each ordered pair of ranks that exchange messages has its own channel, for all tags.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
 from holdfast.comms.system import forks
-from holdfast.comms.torchdist.p2p.channel import Channel, Line, RecvChannel, SendChannel
-from holdfast.comms.torchdist.p2p.message_matcher import Expected, MessageMatcher
+from holdfast.comms.torchdist.p2p.channel import Channel, ChannelRanks, RecvChannel, SendChannel
+from holdfast.comms.torchdist.p2p.message_matcher import MessageMatcher, PendingRecv
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.work import Work
 
@@ -27,14 +27,14 @@ Tensor = torch.Tensor
 
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 _GRACE_SECONDS = 0.5
-"""How long what is under way may take to end by itself when a group is closed."""
+"""How long `close` waits for pending messages before it revokes them."""
 _JOIN_SECONDS = 10.0
 
 _open: weakref.WeakSet[P2PChannels] = weakref.WeakSet()
 
 
 class P2PChannels:
-    """All channels of one rank of a group, and the receives that wait for their messages."""
+    """All channels of one rank of a group, and its pending receives."""
 
     def __init__(self, group: Communicator, store: dist.Store) -> None:
         self._group = group
@@ -48,18 +48,18 @@ class P2PChannels:
         _open.add(self)
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Work:
-        """Send to rank `dst`. Raises what `Communicator.send` raises before any byte moves."""
+        """Send to rank `dst`. Raises the errors of `Communicator.send` before any byte moves."""
         self._check(tensor, dst, "dst")
         with self._lock:
             channel = self._to.get(dst)
             if channel is None:
-                self._refuse()
-                line = Line(self._group.rank, dst)
-                channel = self._to[dst] = SendChannel(line, self._group, _own_client(self._store))
+                self._check_open()
+                ranks = ChannelRanks(self._group.rank, dst)
+                channel = self._to[dst] = SendChannel(ranks, self._group, _own_client(self._store))
         return channel.send(tensor, tag, timeout)
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Expected:
-        """Receive from rank `src`, or from whichever rank sends first under `tag` (None)."""
+    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> PendingRecv:
+        """Receive from rank `src`; for None, from the first rank that sends under `tag`."""
         self._check(tensor, src, "src")
         expected = self._matcher.expect(tensor, src, tag, timeout)
         if src is None:
@@ -80,18 +80,18 @@ class P2PChannels:
     def _receive_from(self, src: int) -> None:
         with self._lock:
             if src not in self._from:
-                self._refuse()
-                line = Line(src, self._group.rank)
-                self._from[src] = RecvChannel(line, self._group, _own_client(self._store), self._matcher)
+                self._check_open()
+                ranks = ChannelRanks(src, self._group.rank)
+                self._from[src] = RecvChannel(ranks, self._group, _own_client(self._store), self._matcher)
 
-    def _refuse(self) -> None:
+    def _check_open(self) -> None:
         if self._over is not None:
             raise self._over.again()
 
     # -- receives from any rank
 
     def _look_for_senders(self) -> None:
-        """Have a thread look for ranks that have begun to send, while a receive from any rank is pending."""
+        """Start the thread that finds ranks which have begun to send, while a receive from any rank is pending."""
         with self._lock:
             if self._scout is None or not self._scout.is_alive():
                 self._scout = threading.Thread(target=self._look, name="holdfast-p2p-scout", daemon=True)
@@ -102,12 +102,12 @@ class P2PChannels:
         liveness = Liveness(self._group.peers, self._group.rank)
         pause = _FIRST_LOOK
         try:
-            while self._over is None and self._goes_on_looking():
+            while self._over is None and self._must_look():
                 for dead in liveness.dead():
                     self._matcher.fail(dead, PeerFailed((dead,), "its process ended"))
                 for src in range(self._group.size):
                     new = src != self._group.rank and src not in self._from
-                    if new and store.check([Line(src, self._group.rank).used_by(0)]):
+                    if new and store.check([ChannelRanks(src, self._group.rank).ready_key(0)]):
                         self._receive_from(src)
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK)
@@ -119,7 +119,7 @@ class P2PChannels:
         finally:
             liveness.close()
 
-    def _goes_on_looking(self) -> bool:
+    def _must_look(self) -> bool:
         with self._lock:
             if self._matcher.wanted_from_any():
                 return True
@@ -129,29 +129,29 @@ class P2PChannels:
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
-        """End all that is pending. From any thread."""
+        """Fail all pending messages with `error`. From any thread."""
         for channel in self._end(error):
             channel.abort(error)
 
     def close(self, grace: float = _GRACE_SECONDS, join: float = _JOIN_SECONDS) -> None:
-        """End all threads and connections. A send that does not end by itself within `grace` seconds is revoked."""
+        """End all threads and connections. A send that does not complete within `grace` seconds is revoked."""
         closed = Revoked(self._group.epoch, "closed")
         channels = self._end(closed)
-        for to in self._to.values():
-            to.finish()
+        for sending in self._to.values():
+            sending.finish()
         until = time.monotonic() + grace
-        for come in self._from.values():
-            come.abort(closed)
-        pending = [channel for channel in channels if not channel.ended(until - time.monotonic())]
+        for receiving in self._from.values():
+            receiving.abort(closed)
+        pending = [channel for channel in channels if not channel.join(until - time.monotonic())]
         for channel in pending:
             channel.abort(closed)
         for channel in pending:
-            channel.ended(join)
+            channel.join(join)
         if (scout := self._scout) is not None:
             scout.join(join)
 
     def _end(self, error: HoldfastError) -> list[Channel]:
-        """Let nothing new begin and end all receives; the channels that there are."""
+        """Refuse new messages and fail all receives; return the existing channels."""
         with self._lock:
             self._over = self._over or error
             channels = [*self._to.values(), *self._from.values()]
@@ -160,14 +160,14 @@ class P2PChannels:
 
 
 def _own_client(store: dist.Store) -> dist.Store:
-    """Another client of the same store: a wait in a client of torch's TCPStore blocks all that share it."""
+    """A new client of the same store: a wait in a client of torch's TCPStore blocks all threads that share it."""
     clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Threads inside a backend when the interpreter ends would end the process with SIGABRT."""
+    """Close all channels at exit: a thread inside a backend would end the process with SIGABRT."""
     for channels in list(_open):
         channels.close(0.0, 2.0)
 

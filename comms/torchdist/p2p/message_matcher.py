@@ -1,4 +1,4 @@
-"""Which message goes to which receive: by sender and tag, in the order of both; messages of other tags are kept."""
+"""`MessageMatcher`: matches messages to receives by sender and tag, in order, and keeps unmatched messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What comes before a message's bytes."""
+    """The header before a message's bytes."""
 
     tag: int
     nbytes: int
@@ -42,7 +42,7 @@ class Header:
         return torch.tensor([self.tag, self.nbytes, DTYPES.index(self.dtype)], dtype=torch.int64, device=device)
 
     def mismatch(self, tensor: Tensor, src: int) -> Mismatch | None:
-        """Why the message does not fit into `tensor`; None if it does."""
+        """The error if the message does not fit into `tensor`; None if it fits."""
         if (self.nbytes, self.dtype) == (tensor.nbytes, tensor.dtype):
             return None
         return Mismatch(
@@ -51,10 +51,10 @@ class Header:
         )
 
 
-class Expected(Work):
-    """A receive that waits for its message. Its deadline holds until a message is claimed for it.
+class PendingRecv(Work):
+    """A receive that waits for its message. Its deadline applies until it is matched to a message (`claimed`).
 
-    `source` holds the sender once the message is here.
+    `source` holds the sender once the message has arrived.
     """
 
     __slots__ = ("_expire", "claimed", "deadline", "source", "src", "tag", "tensor", "timeout")
@@ -86,7 +86,7 @@ class Expected(Work):
         self.run(partial(_raise, error))
 
     def take(self, src: int, header: Header, payload: Tensor) -> None:
-        """Complete with a message that was kept."""
+        """Complete with a kept message."""
         self.run(partial(self._take, src, header, payload))
 
     def _take(self, src: int, header: Header, payload: Tensor) -> None:
@@ -99,19 +99,19 @@ class Expected(Work):
 
 
 class MessageMatcher:
-    """The receives of one rank that are pending, and the messages that came before theirs was posted."""
+    """One rank's pending receives, and the messages that arrived before their receive was posted."""
 
     def __init__(self, size: int) -> None:
         self._ranks = range(size)
         self._changed = threading.Condition()
-        self._pending: deque[Expected] = deque()
+        self._pending: deque[PendingRecv] = deque()
         self._kept: dict[tuple[int, int], deque[tuple[Header, Tensor]]] = {}
         self._broken: dict[int, HoldfastError] = {}
         self._over: HoldfastError | None = None
 
-    def expect(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Expected:
+    def expect(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> PendingRecv:
         """Post a receive from `src`, or from any rank (None)."""
-        expected = Expected(tensor, src, tag, timeout, lambda: self._expire(expected))
+        expected = PendingRecv(tensor, src, tag, timeout, lambda: self._expire(expected))
         with self._changed:
             sources = self._ranks if src is None else (src,)
             for each in sources:
@@ -130,13 +130,13 @@ class MessageMatcher:
         expected.take(each, header, payload)
         return expected
 
-    def claim(self, src: int, header: Header) -> Expected | None:
-        """The receive that a message from `src` is for; None if none is posted."""
+    def claim(self, src: int, header: Header) -> PendingRecv | None:
+        """Match a message from `src` to a pending receive; None if none is posted."""
         with self._changed:
             return self._claim(src, header.tag)
 
     def keep(self, src: int, header: Header, payload: Tensor) -> None:
-        """Keep a message for which no receive was posted when it began to arrive."""
+        """Keep a message that began to arrive without a receive, or complete a receive posted since."""
         with self._changed:
             expected = self._claim(src, header.tag)
             if expected is None:
@@ -144,7 +144,7 @@ class MessageMatcher:
                 return
         expected.take(src, header, payload)
 
-    def _claim(self, src: int, tag: int) -> Expected | None:
+    def _claim(self, src: int, tag: int) -> PendingRecv | None:
         now = time.monotonic()
         for expected in self._pending:
             if expected.tag == tag and expected.src in (src, None) and expected.deadline > now:
@@ -153,8 +153,8 @@ class MessageMatcher:
                 return expected
         return None
 
-    def _expire(self, expected: Expected) -> None:
-        """Fail a receive whose deadline is over and for which no message has begun to arrive."""
+    def _expire(self, expected: PendingRecv) -> None:
+        """Fail a receive with a passed deadline, unless a message for it has begun to arrive."""
         with self._changed:
             if expected.claimed or expected.deadline > time.monotonic():
                 return
@@ -164,10 +164,10 @@ class MessageMatcher:
         missing = (expected.src,) if expected.src is not None else ()
         expected.fail(OpTimeout("recv", 0, expected.timeout, missing))
 
-    # -- for the threads that receive
+    # -- called by the receiving threads
 
     def wanted(self, src: int) -> bool:
-        """Whether a receive is pending that a message from `src` could be for."""
+        """Whether a receive is pending that a message from `src` could complete."""
         with self._changed:
             return self._wanted(src)
 
@@ -181,7 +181,7 @@ class MessageMatcher:
         return any(each.src in (src, None) and each.deadline > now for each in self._pending)
 
     def wait_wanted(self, src: int, seconds: float | None) -> bool:
-        """Wait until `wanted(src)`, or for `seconds`; False once all is over, or nothing can come from `src`."""
+        """Wait until `wanted(src)`, or for `seconds`. Returns False once the group is over or `src` has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._wanted(src), seconds)
             return self._over is None and src not in self._broken
@@ -189,7 +189,7 @@ class MessageMatcher:
     # -- the end
 
     def fail(self, src: int, error: HoldfastError) -> None:
-        """Nothing more can come from `src`: end the receives that could be for its messages, and those to come."""
+        """Fail the pending and later receives from `src`, which can send nothing more, and those from any rank."""
         with self._changed:
             self._broken.setdefault(src, error)
             failed = [each for each in self._pending if each.src in (src, None)]
@@ -198,7 +198,7 @@ class MessageMatcher:
             expected.fail(error.again())
 
     def fail_all(self, error: HoldfastError) -> None:
-        """End all receives, and those to come."""
+        """Fail all pending and later receives."""
         with self._changed:
             self._over = self._over or error
             failed = list(self._pending)
@@ -206,7 +206,7 @@ class MessageMatcher:
         for expected in failed:
             expected.fail(error.again())
 
-    def _end(self, failed: list[Expected]) -> None:
+    def _end(self, failed: list[PendingRecv]) -> None:
         for expected in failed:
             expected.claimed = True
             self._pending.remove(expected)

@@ -303,7 +303,7 @@ def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend
 def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
     """One rank (a thread) finds that it lacks the backend `inproc`."""
     module = importlib.import_module("holdfast.comms.connect")
-    asked = module._asked
+    asked = module._requested_backends
 
     def lacking(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
         names, unavailable = asked(backend, device)
@@ -311,7 +311,7 @@ def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
             on_rank
         ) else unavailable
 
-    monkeypatch.setattr(module, "_asked", lacking)
+    monkeypatch.setattr(module, "_requested_backends", lacking)
 
 
 def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:

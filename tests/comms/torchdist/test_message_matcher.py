@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Mismatch, OpTimeout, PeerFailed
-from holdfast.comms.torchdist.p2p.message_matcher import Expected, Header, MessageMatcher
+from holdfast.comms.torchdist.p2p.message_matcher import Header, MessageMatcher, PendingRecv
 
 SENDERS, TAGS = (0, 1), (0, 1, 2)
 
@@ -24,7 +24,7 @@ def arrive(matcher: MessageMatcher, src: int, tag: int, number: int) -> None:
         expected.take(src, header, payload.view(torch.uint8))
 
 
-def expect(matcher: MessageMatcher, src: int | None, tag: int, timeout: float = 60.0) -> Expected:
+def expect(matcher: MessageMatcher, src: int | None, tag: int, timeout: float = 60.0) -> PendingRecv:
     return matcher.expect(torch.zeros(1, dtype=torch.int64), src, tag, timeout)
 
 
