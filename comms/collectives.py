@@ -156,10 +156,7 @@ class Collectives:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Reduce `tensor`, and put part i of the result into rank i's `output`.
-
-        `tensor` has size times the elements of `output`.
-        """
+        """Reduce `tensor` and put its part i into rank i's `output`, which has 1/size of its elements."""
         fast = self._fast
         if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
             return DONE
