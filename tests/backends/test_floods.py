@@ -55,7 +55,7 @@ def flood(ports: list[int], count: int) -> Iterator[None]:
 
 
 def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None:
-    """One thread serves them all, and holds few of their descriptors."""
+    """One thread serves all connections, and holds few of their descriptors."""
     server = metrics_server.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         threads = set(threading.enumerate())

@@ -1,4 +1,4 @@
-"""What is special about `mpi`: mpirun starts its ranks, MPI numbers them its own way, and its world only shrinks."""
+"""The `mpi` backend: mpirun starts its ranks, MPI numbers them in its own way, and its world only shrinks."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(tmp_path: Path)
         cluster.run(body)
 
 
-def test_a_hundred_communicators_cost_no_memory_to_speak_of() -> None:
+def test_a_hundred_communicators_cost_less_than_8_mib() -> None:
     def body(comm: Communicator) -> int:
         def rounds(number: int) -> int:
             for _ in range(number):

@@ -30,7 +30,7 @@ def four() -> Iterator[LocalCluster]:
 
 
 class Epochs:
-    """One rank's communicators, each after the one before it, as a session makes them."""
+    """Makes the communicators of one rank, one an epoch, as a session does."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
         self._outer = outer
@@ -55,8 +55,8 @@ class Epochs:
             connect_payload=connect_payload,
         )
 
-    def everybody(self) -> None:
-        """Wait until all ranks of the outer communicator are here."""
+    def wait_for_all(self) -> None:
+        """Wait for all ranks of the outer communicator."""
         self._outer.barrier()
 
 
@@ -89,7 +89,7 @@ def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> 
                 before.close()
                 sums.append(total(comm))
         comm.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return kept, sums
 
     results = four.run(run)
@@ -110,7 +110,7 @@ def test_a_new_rank_finds_the_segment_of_the_survivors_at_any_rank(four: LocalCl
                     before.close()
         if comm is not None:
             comm.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return sums
 
     assert four.run(run) == [[6.0], [6.0], [6.0, 6.0], [6.0, 6.0]]
@@ -128,7 +128,7 @@ def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalClu
         for each in (before, comm):
             if each is not None:
                 each.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return moved, result
 
     assert four.run(run) == [(True, 10.0)] * 4
@@ -146,7 +146,7 @@ def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster,
         before.close()
         after = total(comm)
         comm.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return same, result + after
 
     assert four.run(run) == [(True, 20.0)] * 4
@@ -159,8 +159,8 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, t
         before, counts = comm, []
         for epoch in range(2, 102):
             ranks = [rank for rank in range(4) if (epoch + rank) % 5]
-            everybody = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
-            comm = epochs.next(epoch, everybody, before, (epoch, -comm.rank))
+            wait_for_all = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
+            comm = epochs.next(epoch, wait_for_all, before, (epoch, -comm.rank))
             assert comm.connect_payloads is not None
             assert all(said[0] == epoch for said in comm.connect_payloads)
             assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
@@ -169,7 +169,7 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, t
             if epoch % 20 == 0:
                 counts.append(len(list(Path("/proc/self/fd").iterdir())))
         comm.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return max(counts) - min(counts), [tuple(said) for said in comm.connect_payloads or ()]
 
     for spread, _ in four.run(run):
@@ -177,7 +177,7 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, t
 
 
 def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, tmp_path: Path) -> None:
-    """Epoch 2 waits for a rank that does not come, and is given up; epoch 6 has the slot of 2."""
+    """Epoch 2 is given up, as a rank does not come; epoch 6 has the same slot."""
 
     def run(outer: Communicator) -> float:
         epochs = Epochs(outer, tmp_path)
@@ -194,12 +194,12 @@ def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, 
                     timeout=0.3,
                     previous=first,
                 )
-        epochs.everybody()
+        epochs.wait_for_all()
         comm = epochs.next(6, [0, 1, 2, 3], first)
         result = total(comm)
         first.close()
         comm.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return result
 
     assert four.run(run) == [10.0] * 4
@@ -290,7 +290,7 @@ def test_an_announcement_is_left_on_the_board_where_others_wait(four: LocalClust
         found = total(after)
         assert after.announced is None
         after.close()
-        epochs.everybody()
+        epochs.wait_for_all()
         return word, found
 
     assert four.run(run) == [(None if rank == 2 else b"epoch 2", 10.0) for rank in range(4)]

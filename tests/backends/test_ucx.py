@@ -1,4 +1,4 @@
-"""ucx alone: transports by name, deaths that UCX does not report, one-sided access over both."""
+"""The ucx backend: transports by name, deaths that UCX does not report, one-sided access over both transports."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_message_of_another_size_is_a_mismatch(tls: str, sent: int) -> None:
         cluster.run(body)
 
 
-def test_a_receiver_does_not_take_what_an_aborted_sender_left_for_a_message(tls: str) -> None:
+def test_an_op_that_its_sender_aborted_fails_at_the_receiver(tls: str) -> None:
     def body(comm: Communicator) -> None:
         with over(comm, tls) as part:
             tensor = torch.ones(1_000_000)
@@ -266,7 +266,7 @@ def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
         for turn in range(rounds):
             part = over(comm, tls)
             part.all_reduce(torch.ones(100_000))
-            comm.barrier()  # the first rank to give up below ends the op that the other may still be in
+            comm.barrier()  # below, the first rank that gives up ends an op in which the other may still be
             if turn % 2:
                 with pytest.raises((Revoked, PeerFailed, OpTimeout)):
                     part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
@@ -396,7 +396,7 @@ def _try_to_read(pipe: Connection) -> None:
             pipe.send(str(error))
 
 
-def test_a_worker_waits_for_a_communicator_and_goes_with_the_last(start: Callable[..., Child]) -> None:
+def test_a_prewarmed_worker_is_reused_and_closed_with_the_last_communicator(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         def one(epoch: int, previous: Communicator | None) -> Communicator:
             return connect_members(
@@ -428,7 +428,7 @@ def test_a_worker_waits_for_a_communicator_and_goes_with_the_last(start: Callabl
 
 
 @pytest.mark.parametrize("tls", [TCP])
-def test_a_fork_of_a_process_that_uses_tcp_is_told_that_it_cannot(start: Callable[..., Child]) -> None:
+def test_ucx_over_tcp_is_refused_in_a_forked_child(start: Callable[..., Child]) -> None:
     with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
         child = start(_try_to_read)
         child.tell(region.handle.encode())
@@ -617,7 +617,7 @@ def test_a_killed_holder_of_a_window_lock_does_not_block_others() -> None:
         assert cluster.outcomes(body)[0].value == 0
 
 
-def test_a_writer_that_is_stopped_in_a_block_finds_no_memory_in_use(tmp_path: Path) -> None:
+def test_a_window_closes_while_a_stopped_writer_is_inside_a_block(tmp_path: Path) -> None:
     """The target closes the window all the same, and moves its tensor away."""
 
     def body(comm: Communicator) -> None:

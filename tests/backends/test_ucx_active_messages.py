@@ -19,8 +19,8 @@ from holdfast.comms.tensors.exposed import ExposedMemory
 SIZE, REGION, READ_ONLY = 64, 7, 8
 
 
-class Itself:
-    """A worker that is connected to itself: it sends requests and answers them."""
+class LoopbackWorker:
+    """A worker that is connected to itself, so that it answers its own requests."""
 
     def __init__(self) -> None:
         self.worker = UcxWorker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
@@ -50,10 +50,10 @@ class Itself:
 
 
 @pytest.fixture(scope="module")
-def itself() -> Iterator[Itself]:
-    made = Itself()
-    yield made
-    made.worker.close()
+def loopback() -> Iterator[LoopbackWorker]:
+    worker = LoopbackWorker()
+    yield worker
+    worker.worker.close()
 
 
 offsets = st.one_of(st.integers(0, 2 * SIZE), st.integers(0, 2**64 - 1))
@@ -71,21 +71,21 @@ def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
 
 @given(region=regions, offset=offsets, nbytes=st.integers(0, 2 * SIZE), writing=st.booleans())
 def test_bytes_within_a_region_are_moved_and_no_others(
-    itself: Itself, region: int, offset: int, nbytes: int, writing: bool
+    loopback: LoopbackWorker, region: int, offset: int, nbytes: int, writing: bool
 ) -> None:
-    itself.memory.copy_(torch.arange(SIZE))
-    before, mine = itself.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
+    loopback.memory.copy_(torch.arange(SIZE))
+    before, mine = loopback.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
     if writing:
-        ask = itself.messages.write(itself.endpoint, region, offset, mine.data_ptr(), nbytes, mine)
+        ask = loopback.messages.write(loopback.endpoint, region, offset, mine.data_ptr(), nbytes, mine)
     else:
-        ask = itself.messages.read(itself.endpoint, region, offset, mine.data_ptr(), nbytes)
-    assert itself.finish(ask) == expected(region, offset, nbytes, writing)
+        ask = loopback.messages.read(loopback.endpoint, region, offset, mine.data_ptr(), nbytes)
+    assert loopback.finish(ask) == expected(region, offset, nbytes, writing)
     if ask.status == active_messages.DONE and writing:
         before[offset : offset + nbytes] = 200
     elif ask.status == active_messages.DONE:
         assert torch.equal(mine[:nbytes], before[offset : offset + nbytes])
         assert (mine[nbytes:] == 200).all()
-    assert torch.equal(itself.memory, before)
+    assert torch.equal(loopback.memory, before)
 
 
 @given(
@@ -96,16 +96,16 @@ def test_bytes_within_a_region_are_moved_and_no_others(
     values=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
 )
 def test_an_integer_is_added_to_and_swapped_as_in_a_model(
-    itself: Itself, region: int, offset: int, width: int, kind: int, values: tuple[int, int]
+    loopback: LoopbackWorker, region: int, offset: int, width: int, kind: int, values: tuple[int, int]
 ) -> None:
-    itself.memory.zero_()
-    ask = itself.messages.update(itself.endpoint, kind, region, offset, width, values)
-    status = itself.finish(ask)
+    loopback.memory.zero_()
+    ask = loopback.messages.update(loopback.endpoint, kind, region, offset, width, values)
+    status = loopback.finish(ask)
     if width not in (4, 8) and region != 9:
         assert status == active_messages.REFUSED
     else:
         assert status == expected(region, offset, width, writing=True)
-    found = bytes(itself.memory.tolist())
+    found = bytes(loopback.memory.tolist())
     if status == active_messages.DONE:
         becomes = values[0] if kind == active_messages.ADD else values[1] if values[0] == 0 else 0
         assert ask.value == 0
@@ -116,43 +116,46 @@ def test_an_integer_is_added_to_and_swapped_as_in_a_model(
 
 
 @given(number=st.integers(0, 3), header=st.binary(max_size=96), payload=st.binary(max_size=300))
-def test_spoilt_messages_change_nothing(itself: Itself, number: int, header: bytes, payload: bytes) -> None:
-    itself.memory.copy_(torch.arange(SIZE))
-    ffi, call = itself.worker.lib.ffi, itself.worker.lib.call
+def test_spoilt_messages_change_nothing(loopback: LoopbackWorker, number: int, header: bytes, payload: bytes) -> None:
+    loopback.memory.copy_(torch.arange(SIZE))
+    ffi, call = loopback.worker.lib.ffi, loopback.worker.lib.call
     source = ffi.from_buffer(payload)
     params = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.AM_COPY_HEADER})
     at = int(ffi.cast("uintptr_t", source))
-    request = call.ucp_am_send_nbx(itself.endpoint, number, header, len(header), at, len(payload), params)
-    itself.worker.finish(request, 5.0)
-    ask = itself.messages.read(itself.endpoint, REGION, 0, itself.memory.data_ptr(), 8)
-    assert itself.finish(ask) == active_messages.DONE, "and who asks properly is answered"
-    assert torch.equal(itself.memory, torch.arange(SIZE, dtype=torch.uint8))
+    request = call.ucp_am_send_nbx(loopback.endpoint, number, header, len(header), at, len(payload), params)
+    loopback.worker.finish(request, 5.0)
+    ask = loopback.messages.read(loopback.endpoint, REGION, 0, loopback.memory.data_ptr(), 8)
+    assert loopback.finish(ask) == active_messages.DONE, "and who asks properly is answered"
+    assert torch.equal(loopback.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 
-def test_a_late_answer_writes_nowhere(itself: Itself) -> None:
+def test_a_late_answer_writes_nowhere(loopback: LoopbackWorker) -> None:
     into = torch.zeros(8, dtype=torch.uint8)
-    itself.memory.fill_(1)
-    forgotten = itself.messages.read(itself.endpoint, REGION, 0, into.data_ptr(), 8)
-    itself.messages.forget(forgotten)
+    loopback.memory.fill_(1)
+    forgotten = loopback.messages.read(loopback.endpoint, REGION, 0, into.data_ptr(), 8)
+    loopback.messages.forget(forgotten)
     other = torch.zeros(8, dtype=torch.uint8)
-    assert itself.finish(itself.messages.read(itself.endpoint, REGION, 0, other.data_ptr(), 8)) == active_messages.DONE
+    assert (
+        loopback.finish(loopback.messages.read(loopback.endpoint, REGION, 0, other.data_ptr(), 8))
+        == active_messages.DONE
+    )
     assert (other == 1).all()
     assert (into == 0).all()
 
 
-def test_a_withdrawn_region_is_not_touched(itself: Itself) -> None:
+def test_a_withdrawn_region_is_not_touched(loopback: LoopbackWorker) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
-    itself.messages.expose(11, ExposedRange(ExposedMemory(memory), True))
+    loopback.messages.expose(11, ExposedRange(ExposedMemory(memory), True))
     source = torch.ones(8, dtype=torch.uint8)
-    under_way = itself.messages.write(itself.endpoint, 11, 0, source.data_ptr(), 8, source)
+    under_way = loopback.messages.write(loopback.endpoint, 11, 0, source.data_ptr(), 8, source)
     arrived = under_way.status == active_messages.DONE
-    itself.messages.withdraw(11)
-    assert itself.finish(under_way) == (active_messages.DONE if arrived else active_messages.GONE)
+    loopback.messages.withdraw(11)
+    assert loopback.finish(under_way) == (active_messages.DONE if arrived else active_messages.GONE)
     assert memory.any() == arrived
 
 
-def test_a_note_reaches_the_owner_as_it_was_sent(itself: Itself) -> None:
-    itself.notes.clear()
-    ask = itself.messages.note(itself.endpoint, REGION, sender=3, word=5, value=-9, after=2)
-    assert itself.finish(ask) == active_messages.DONE
-    assert itself.notes == [(3, 5, -9, 2)]
+def test_a_note_reaches_the_owner_as_it_was_sent(loopback: LoopbackWorker) -> None:
+    loopback.notes.clear()
+    ask = loopback.messages.note(loopback.endpoint, REGION, sender=3, word=5, value=-9, after=2)
+    assert loopback.finish(ask) == active_messages.DONE
+    assert loopback.notes == [(3, 5, -9, 2)]

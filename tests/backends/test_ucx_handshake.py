@@ -44,7 +44,9 @@ class Epochs:
     def enter(
         self, epoch: int, processes: Sequence[int], *, alone: bool = False, timeout: float = 10.0
     ) -> Communicator:
-        """Take part in the next epoch as one of `processes`, in this order; `alone` with a store that no other process
+        """Take part in the next epoch as one of `processes`, in this order.
+
+        `alone`: with a store that no other process
         sees.
         """
         if self.comm is not None:

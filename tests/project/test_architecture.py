@@ -103,7 +103,7 @@ def test_only_a_view_keeps_what_is_derived_from_it() -> None:
 
 
 READS_SWITCHES_OF_OTHERS = {Path("backends/mpi/__init__.py"), Path("backends/nccl/settings.py")}
-"""Variables of Open MPI and torch, which have their own words for on and off."""
+"""Files that read variables of Open MPI and torch, which have their own words for on and off."""
 
 
 def test_switches_in_the_environment_are_read_in_one_place() -> None:
@@ -142,7 +142,7 @@ def test_files_stay_small() -> None:
     assert not long, f"more than {LONGEST} lines; split by idea: " + ", ".join(long)
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         str(path)
         for path in modules()
@@ -202,7 +202,7 @@ def test_the_command_starts_without_torch() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy of the files in git, so that no other file gets in."""
+    """The wheel of this tree, built from a copy of the files in git alone."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     names = subprocess.check_output(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, text=True
@@ -297,7 +297,7 @@ def test_our_own_tensors_do_not_follow_the_default_device() -> None:
 
 
 def _kept(function: ast.AST) -> Iterator[tuple[int, str]]:
-    """The `raise` statements of a function that raise an error which something keeps."""
+    """The `raise` statements of a function that raise a stored error."""
     caught = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler)}
     kept = set()
     for node in ast.walk(function):
@@ -327,8 +327,8 @@ def test_kept_errors_are_raised_as_copies() -> None:
     assert not wrong, "raise again(error): " + "; ".join(sorted(wrong))
 
 
-def test_errors_are_told_by_their_type_and_not_by_their_words() -> None:
-    """Messages change. Where a library gives nothing else, one file knows its messages, and a test has real ones."""
+def test_errors_are_recognised_by_type_and_not_by_message() -> None:
+    """Messages change. Where a library offers only messages, one file parses them, and a test has real ones."""
     classifiers = {"backends/gloo/errors.py", "comms/system/local_causes.py", "ft/registers/etcd.py"}
     wrong = []
     for path in modules():

@@ -94,7 +94,7 @@ IGNORED = "print(next(line for line in open('/proc/self/status') if line.startsw
 
 
 def test_children_of_tests_in_the_background_start_with_default_dispositions() -> None:
-    """`make test &`: a shell ignores SIGINT for its jobs in the background; children must not inherit that."""
+    """A shell ignores SIGINT for its background jobs (`make test &`); children must not inherit that."""
     start = f"subprocess.run([sys.executable, '-c', {IGNORED!r}])"
     body = f"import subprocess, sys; from support import dispositions; dispositions.restore(); {start}"
     command = ["sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh", sys.executable, "-c", body]

@@ -37,7 +37,7 @@ def test_figures_on_the_page_exist_and_are_drawn_from_the_data(drawn: Path) -> N
         assert (DOCS / name).exists()
 
 
-def test_pictures_are_whole_and_need_nothing_outside_themselves(drawn: Path) -> None:
+def test_pictures_are_whole_and_self_contained(drawn: Path) -> None:
     for path in drawn.glob("*.svg"):
         text = path.read_text()
         ElementTree.fromstring(text)

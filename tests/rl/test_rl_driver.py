@@ -20,8 +20,8 @@ RECIPE = Recipe(steps=1, units=1, lag=0)
 SITE = Site(address="", job="test", key=bytes(32), register="memory://test", replicas=2, keep=3)
 
 
-class Puppet:
-    """A worker that does nothing."""
+class FakeWorker:
+    """A worker without a process."""
 
     def __init__(self, name: str, pid: int, args: tuple[Any, ...], on_exit: Callable[[str], None]) -> None:
         self.name, self.pid, self.args, self.exit = name, pid, args, on_exit
@@ -34,25 +34,25 @@ class Puppet:
         self.closed = True
 
 
-class Stage:
-    """An engine that starts puppets."""
+class FakeEngine:
+    """An engine that starts fake workers."""
 
     def __init__(self) -> None:
-        self.puppets: dict[str, Puppet] = {}
+        self.workers: dict[str, FakeWorker] = {}
         self.broken = False
 
-    def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> Puppet:
+    def start(self, name: str, body: Callable[..., None], *args: Any, on_exit: Callable[[str], None]) -> FakeWorker:
         if self.broken:
             raise HoldfastError("the engine is broken")
-        self.puppets[name] = Puppet(name, len(self.puppets) + 1, args, on_exit)
-        return self.puppets[name]
+        self.workers[name] = FakeWorker(name, len(self.workers) + 1, args, on_exit)
+        return self.workers[name]
 
 
 class World:
     def __init__(self) -> None:
-        self.stage = Stage()
+        self.engine = FakeEngine()
         self.heard: list[Happening] = []
-        self.driver = TrainingDriver(RECIPE, Crew(), SITE, self.stage, self.heard.append)
+        self.driver = TrainingDriver(RECIPE, Crew(), SITE, self.engine, self.heard.append)
 
     def of(self, kind: type[Happening]) -> list[Any]:
         return [happening for happening in self.heard if isinstance(happening, kind)]
@@ -82,17 +82,17 @@ def scenario(body: Callable[[World], Awaitable[None]], timeout: float = 10.0) ->
     try:
         asyncio.run(within())
     finally:
-        assert all(puppet.closed for puppet in world.stage.puppets.values())
+        assert all(worker.closed for worker in world.engine.workers.values())
     return world
 
 
 def test_workers_are_started_and_told_where_the_driver_is() -> None:
     async def body(world: World) -> None:
-        puppets = world.stage.puppets
-        assert sorted(puppets) == [
+        workers = world.engine.workers
+        assert sorted(workers) == [
             "generator-0", "generator-1", "holder-0", "holder-1", "trainer-0", "trainer-1", "trainer-2"
         ]  # fmt: skip
-        assert all(puppet.args[0].address.startswith("127.0.0.1:") for puppet in puppets.values())
+        assert all(worker.args[0].address.startswith("127.0.0.1:") for worker in workers.values())
         world.driver.service.fail(HoldfastError("enough"))
 
     with pytest.raises(HoldfastError, match="enough"):
@@ -102,14 +102,14 @@ def test_workers_are_started_and_told_where_the_driver_is() -> None:
 def test_a_dead_generator_is_replaced_and_its_unit_goes_to_another() -> None:
     async def body(world: World) -> None:
         await world.take(published=0)
-        puppets = world.stage.puppets
+        workers = world.engine.workers
         for _ in range(2):
             await world.call("work", "generator-0", wire.WorkRequest())
-        puppets["generator-0"].exit("was ended by SIGKILL")
+        workers["generator-0"].exit("was ended by SIGKILL")
         (lost,) = world.of(WorkerLost)
         assert (lost.name, len(lost.requeued)) == ("generator-0", 2)
         assert world.of(WorkerStarted)[-1].replaces == "generator-0"
-        assert puppets["generator-2"].args[1] == "generator-2"
+        assert workers["generator-2"].args[1] == "generator-2"
         reply = wire.decode(await world.call("work", "generator-2", wire.WorkRequest()), wire.WorkReply)
         assert reply.unit == lost.requeued[0] == Unit(0, 0, 0, "evaluate")
         assert set(world.driver.alive("generator")) == {"generator-1", "generator-2"}
@@ -123,13 +123,13 @@ def test_a_trainer_started_later_does_not_begin_the_job() -> None:
     """The first trainers warm their weights up; a later one takes over those of the others."""
 
     async def body(world: World) -> None:
-        puppets = world.stage.puppets
-        assert [puppets[f"trainer-{n}"].args[-1] for n in range(3)] == [True, True, True]
-        puppets["trainer-0"].exit("was ended by SIGKILL")
-        assert puppets["trainer-3"].args[-1] is True
+        workers = world.engine.workers
+        assert [workers[f"trainer-{n}"].args[-1] for n in range(3)] == [True, True, True]
+        workers["trainer-0"].exit("was ended by SIGKILL")
+        assert workers["trainer-3"].args[-1] is True
         await world.take(published=0)
-        puppets["trainer-1"].exit("was ended by SIGKILL")
-        assert puppets["trainer-4"].args[-1] is False
+        workers["trainer-1"].exit("was ended by SIGKILL")
+        assert workers["trainer-4"].args[-1] is False
         world.driver.service.fail(HoldfastError("enough"))
 
     with pytest.raises(HoldfastError, match="enough"):
@@ -139,7 +139,7 @@ def test_a_trainer_started_later_does_not_begin_the_job() -> None:
 def test_a_run_in_which_workers_keep_dying_fails_and_says_how() -> None:
     async def body(world: World) -> None:
         for number in range(2, 20):
-            world.stage.puppets[f"generator-{number - 1}"].exit("exited with status 7")
+            world.engine.workers[f"generator-{number - 1}"].exit("exited with status 7")
             if world.driver.service.failure is not None:
                 return
 
@@ -149,8 +149,8 @@ def test_a_run_in_which_workers_keep_dying_fails_and_says_how() -> None:
 
 def test_a_worker_that_cannot_be_replaced_fails_the_run() -> None:
     async def body(world: World) -> None:
-        world.stage.broken = True
-        world.stage.puppets["holder-0"].exit("was ended by SIGKILL")
+        world.engine.broken = True
+        world.engine.workers["holder-0"].exit("was ended by SIGKILL")
 
     with pytest.raises(HoldfastError, match="the engine is broken"):
         scenario(body)
@@ -159,7 +159,7 @@ def test_a_worker_that_cannot_be_replaced_fails_the_run() -> None:
 def test_trainers_that_all_return_too_early_fail_the_run() -> None:
     async def body(world: World) -> None:
         for number in range(3):
-            world.stage.puppets[f"trainer-{number}"].exit("")
+            world.engine.workers[f"trainer-{number}"].exit("")
 
     with pytest.raises(RunFailed, match="none has committed all steps"):
         scenario(body)
@@ -175,15 +175,15 @@ def test_a_run_that_takes_too_long_fails_and_says_how_far_it_came() -> None:
 
 def test_a_whole_run_ends_with_the_digest_and_no_worker() -> None:
     async def body(world: World) -> None:
-        puppets, service = world.stage.puppets, world.driver.service
+        workers, service = world.engine.workers, world.driver.service
         service.buffer.commit(1)
         await world.call("finished", "trainer-0", wire.Finished("abc", 1, 2, 1))
         while not service.done:
             reply = wire.decode(await world.call("work", "generator-0", wire.WorkRequest()), wire.WorkReply)
             assert reply.unit is not None
             service.ledger.complete(reply.unit)
-        for puppet in puppets.values():
-            asyncio.get_running_loop().call_later(1.1, puppet.exit, "")
+        for worker in workers.values():
+            asyncio.get_running_loop().call_later(1.1, worker.exit, "")
 
     world = scenario(body)
     assert world.of(WorkerLost) == []
@@ -197,8 +197,8 @@ def test_a_stuck_generator_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         await world.take(published=0)
         await world.call("work", "generator-0", wire.WorkRequest())
         await asyncio.sleep(1.5)
-        assert world.stage.puppets["generator-0"].killed
-        assert not world.stage.puppets["generator-1"].killed
+        assert world.engine.workers["generator-0"].killed
+        assert not world.engine.workers["generator-1"].killed
         world.driver.service.fail(HoldfastError("enough"))
 
     with pytest.raises(HoldfastError, match="enough"):

@@ -119,7 +119,7 @@ def test_seeds_fit_a_torch_generator_and_depend_on_every_part(parts: list[int | 
     assert seed != seed_of(*parts, 0)
 
 
-def test_samples_that_are_not_samples_are_refused() -> None:
+def test_malformed_samples_are_refused() -> None:
     samples = generate.generate(model.build(0), RECIPE, 0, 0)
     packed = wire.pack_samples(samples)
     with pytest.raises(CorruptData, match="bytes where"):

@@ -1,4 +1,4 @@
-"""The driver's calls: units go out as versions come, samples wait for their step, no call waits for ever."""
+"""The driver's calls: units go out as versions come, samples wait for their step, and every call ends."""
 
 from __future__ import annotations
 

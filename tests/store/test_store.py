@@ -335,7 +335,7 @@ def test_a_store_without_references_is_closed(tmp_path: Path) -> None:
         assert fresh.versions() == []
 
 
-def test_a_closed_store_says_so(tmp_path: Path) -> None:
+def test_calls_of_a_closed_store_are_refused(tmp_path: Path) -> None:
     store = WeightStore(f"memory://{tmp_path}")
     store.publish(1, weights())
     store.close()
@@ -366,7 +366,7 @@ def test_a_register_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
                 use()
 
 
-def test_a_thing_with_a_url_names_the_register(tmp_path: Path) -> None:
+def test_an_object_with_a_url_names_the_register(tmp_path: Path) -> None:
     class Session:
         url = f"memory://{tmp_path}/session"
 
@@ -408,7 +408,7 @@ def test_without_a_second_process_publishing_times_out_and_leaves_nothing(url: s
             store.get(1, blank(weights()))
 
 
-def test_a_reader_need_not_hold_and_a_publisher_neither(url: str, start: Callable[..., Child]) -> None:
+def test_readers_and_publishers_need_not_hold_replicas(url: str, start: Callable[..., Child]) -> None:
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
         holder.hear()
@@ -439,7 +439,7 @@ def test_publishers_in_two_processes_bring_a_part_each(url: str, start: Callable
         assert store.get(1, into) == 1
 
 
-def test_a_holder_that_closes_hands_over_what_it_holds(url: str, start: Callable[..., Child]) -> None:
+def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[..., Child]) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(6))
         holder = start(a_holder, url)

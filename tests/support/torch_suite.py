@@ -1,4 +1,4 @@
-"""Runs torch's own distributed tests (they ship inside torch): `torch_suite.py BACKEND [NAME ...]`, or `compare`.
+"""Runs torch's own distributed tests, which ship inside torch: `torch_suite.py BACKEND [NAME ...]`, or `compare`.
 
 BACKEND is gloo, or holdfast over the transport that HOLDFAST_BACKEND names. Prints one line of JSON a test: its name,
 outcome (passed, failed, skipped) and seconds. torch's tests ask which backend they run on and skip what it is not known

@@ -72,7 +72,7 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a report: a kill at a point of the protocol, and the same expecting too much."""
+    """The folder of a report: a run with a kill at a point of the protocol, and one that expects the impossible."""
     folder = tmp_path_factory.mktemp("chaos")
     (folder / "kill.toml").write_text(KILL)
     (folder / "too-much.toml").write_text(KILL.replace("ranks = 2\nrebuilds", "ranks = 5\nrebuilds"))
@@ -94,10 +94,10 @@ def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
     assert held.passed, held.failures
     assert (held.speed.steps, held.ranks, held.rebuilds) == (60, 2, 1)
     assert held.digest == held.reference_digest != ""
-    (strike,) = held.strikes
-    assert strike.step == 20
-    assert [stage.name for stage in strike.stages] == ["detected", "rebuilt", "resumed"]
-    assert [stage.seconds for stage in strike.stages] == sorted(stage.seconds for stage in strike.stages)
+    (fault,) = held.strikes
+    assert fault.step == 20
+    assert [stage.name for stage in fault.stages] == ["detected", "rebuilt", "resumed"]
+    assert [stage.seconds for stage in fault.stages] == sorted(stage.seconds for stage in fault.stages)
     looked = {finding.invariant: finding.looked for finding in held.findings}
     assert looked["every sample once"] == 60
     assert looked["one membership an epoch"] > 0
@@ -141,7 +141,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
 
 
 @pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
-def test_a_run_may_end_before_the_last_of_the_faults_that_come_again_and_again(again: bool, came: bool) -> None:
+def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: bool) -> None:
     raw = history()
     raw.faults = [FaultOutcome(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
@@ -152,7 +152,7 @@ def test_a_run_may_end_before_the_last_of_the_faults_that_come_again_and_again(a
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
-def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:
+def test_commands_report_invalid_arguments(tmp_path: Path) -> None:
     unknown = invoke("run", "no-such-scenario", "--report", str(tmp_path))
     assert unknown.exit_code == 2
     assert "there are bad-network" in unknown.stderr
@@ -174,7 +174,7 @@ def test_show_prints_the_file_and_the_schedule_of_a_seed() -> None:
 # -- the page
 
 
-def test_the_page_needs_nothing_outside_itself_and_has_all_pictures(killed: Path) -> None:
+def test_the_page_is_self_contained_and_has_all_pictures(killed: Path) -> None:
     page = (killed / "report.html").read_text()
     assert set(re.findall(r"""https?://[^"'\s<]+""", page)) <= {"http://www.w3.org/2000/svg"}
     assert "<script" not in page
@@ -221,7 +221,7 @@ for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [1280, 800])
-def test_nothing_on_the_pages_is_cut(killed: Path, tmp_path: Path, width: int) -> None:
+def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_path: Path, width: int) -> None:
     assert invoke("compare", str(killed), str(killed), "--report", str(tmp_path)).exit_code == 0
     for page in (killed / "report.html", tmp_path / "compare.html"):
         looked = tmp_path / f"looked-{page.name}"
@@ -253,13 +253,13 @@ def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
 
 def test_a_slower_run_is_worse() -> None:
     stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
-    strike = InjectedFault(
+    fault = InjectedFault(
         number=1, type="kill", words="kill", when="", time=1.0, healed=None, victims=(), step=1, stages=tuple(stage)
     )
-    slower = msgspec.structs.replace(strike, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
-    assert percentiles([strike])["resumed"].p50 == 0.01
-    assert percentiles([strike, slower])["resumed"].worst == 0.5
-    assert percentiles([strike, slower, slower])["resumed"].p50 == 0.5
+    slower = msgspec.structs.replace(fault, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
+    assert percentiles([fault])["resumed"].p50 == 0.01
+    assert percentiles([fault, slower])["resumed"].worst == 0.5
+    assert percentiles([fault, slower, slower])["resumed"].p50 == 0.5
 
 
 def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
@@ -381,7 +381,7 @@ def test_descriptors_for_members_that_come_and_go_are_not_growth() -> None:
 
 
 def train(session: Session, steps: int) -> torch.Tensor:
-    """What a user's training may look like."""
+    """A user's training."""
     weights = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(weights.weight)
     session.attach("weights", weights)
@@ -396,7 +396,7 @@ def train(session: Session, steps: int) -> torch.Tensor:
     return weights.weight.detach()
 
 
-def forgets(session: Session, steps: int) -> torch.Tensor:
+def train_without_attaching(session: Session, steps: int) -> torch.Tensor:
     """Training with a bug: the state is not attached, so a newcomer begins with another one."""
     state = torch.zeros(4)
     for attempt in session.steps(steps):
@@ -408,17 +408,16 @@ def forgets(session: Session, steps: int) -> torch.Tensor:
     return state
 
 
-def test_a_training_of_the_user_survives(chaos: Any) -> None:
+def test_a_users_training_survives_a_kill(chaos: Any) -> None:
     run = chaos.run(train, 40, ranks=2, spares=1, faults=[chaos.kill(1, point="commit.before_barrier", in_step=9)])
     run.check()
     assert len(run.values) == 2
     assert torch.equal(run.values[0], run.values[1])
 
 
-def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5
-    )  # it would be over between two looks
+def test_a_fast_job_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # without the wait the job would be over between two looks
+    monkeypatch.setattr("holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5)
     run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
     run.check()
     first, last = run.report.strikes
@@ -429,7 +428,7 @@ def test_a_job_in_a_hurry_waits_for_its_faults(chaos: Any, monkeypatch: pytest.M
 def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     faults = [chaos.kill(0, point="step.begin", in_step=9, rank=0)]
     with pytest.raises(chaos_module.ChaosFailed, match="same weights as without faults") as caught:
-        chaos.run(forgets, 20, ranks=2, spares=1, faults=faults).check()
+        chaos.run(train_without_attaching, 20, ranks=2, spares=1, faults=faults).check()
     assert (
         "repeat: pytest 'tests/harness/chaos/test_chaos.py::test_a_bug_in_a_users_training_is_found' --chaos-seed 0"
         in str(caught.value)
@@ -437,9 +436,9 @@ def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     assert (tmp_path / "chaos" / "report.html").exists()
 
 
-def wraps(session: Session, steps: int) -> torch.Tensor:
-    """Training whose library makes a RuntimeError of what an op raises, as torch does in callbacks."""
-    state = Holding()
+def train_with_wrapped_errors(session: Session, steps: int) -> torch.Tensor:
+    """Training with a library that raises a RuntimeError when an op fails, as torch does in callbacks."""
+    state = TensorState()
     session.attach("state", state)
     for attempt in session.steps(steps):
         with attempt:
@@ -453,8 +452,8 @@ def wraps(session: Session, steps: int) -> torch.Tensor:
     return state.tensor
 
 
-class Holding:
-    """A tensor that newcomers are given."""
+class TensorState:
+    """A state of one tensor, which newcomers receive."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(4)
@@ -466,12 +465,12 @@ class Holding:
         self.tensor.copy_(state["tensor"])
 
 
-def test_a_failure_that_a_library_makes_a_runtime_error_of_is_survived(chaos: Any) -> None:
+def test_training_survives_a_library_that_raises_runtime_error_for_peer_failed(chaos: Any) -> None:
     faults = [chaos.kill(1, point="commit.before_prepare", in_step=9), chaos.kill(0, point="step.begin", in_step=15)]
-    chaos.run(wraps, 30, ranks=3, spares=2, faults=faults).check()
+    chaos.run(train_with_wrapped_errors, 30, ranks=3, spares=2, faults=faults).check()
 
 
-def test_the_example_of_the_readme_runs_as_it_stands_there() -> None:
+def test_the_example_in_the_readme_runs_unchanged() -> None:
     root = ROOT
     example = root / "examples" / "test_my_training.py"
     _, begun, rest = example.read_text().partition("import torch")

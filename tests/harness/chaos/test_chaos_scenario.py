@@ -140,12 +140,12 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_is_allowed(
     assert str(caught.value).startswith(f"mine.toml:{line}: ")
 
 
-def test_a_number_of_the_users_own_arguments_may_be_anything() -> None:
+def test_arguments_of_a_users_function_may_be_any_number() -> None:
     text = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train:train"\narguments = { limit = inf }\n'
     assert parsed(text).workload.arguments == {"limit": float("inf")}  # type: ignore[union-attr]
 
 
-def test_a_byte_order_mark_and_other_line_ends_are_read_over(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_crlf_line_ends_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(b"\xef\xbb\xbf" + BROKEN.replace("\n", "\r\n").encode())
     assert load(path).title == "a kill"
@@ -161,7 +161,7 @@ def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> Non
 OWN = 'title = "x"\n[workload]\nkind = "python"\ntarget = "train.py:train"\n'
 
 
-def test_a_target_counts_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_path_is_relative_to_the_scenario_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine.toml").write_text(OWN)
     with pytest.raises(BadScenario, match=r"mine\.toml:4: target = 'train\.py:train': there is no file"):
@@ -173,7 +173,7 @@ def test_a_target_counts_from_the_folder_of_the_file(tmp_path: Path, monkeypatch
     assert Path(workload.target.rpartition(":")[0]).resolve() == tmp_path / "train.py"
 
 
-def test_a_random_step_of_an_unknown_number_says_what_to_set(tmp_path: Path) -> None:
+def test_a_random_step_needs_a_known_number_of_steps(tmp_path: Path) -> None:
     scenario = parsed(OWN.replace("train.py", "train") + '[[fault]]\ntype = "kill"\nwho = 0\nat.random = [0.2, 0.8]\n')
     with pytest.raises(ValueError, match=r"say so by `steps` in \[workload\], or steps="):
         schedule(scenario, 0)
@@ -188,7 +188,9 @@ LINKED = SMALLEST + '[job]\nbackend = "{}"\nlinks = true\n[[fault]]\ntype = "par
 
 
 @pytest.mark.parametrize("backend", ["ucx", "mpi", "ucx,gloo", "inproc"])
-def test_links_that_do_not_go_over_tcp_are_not_broken_in_part(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_faults_are_refused_for_backends_that_do_not_use_tcp_alone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     with pytest.raises(BadScenario, match=f"the {backend[:3]}.* backend has no links to break"):
         parsed(LINKED.format(backend))
@@ -200,7 +202,9 @@ def test_links_that_do_not_go_over_tcp_are_not_broken_in_part(backend: str, monk
 @pytest.mark.parametrize(
     ("tls", "breakable"), [("tcp,self", True), ("tcp", True), ("self,posix,tcp", False), ("all", False)]
 )
-def test_ucx_has_links_where_it_uses_tcp_alone(tls: str, breakable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_ucx_can_be_broken_where_it_uses_tcp_alone(
+    tls: str, breakable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     assert (unbreakable("ucx", {"UCX_TLS": tls}) is None) == breakable
     assert unbreakable("ucx", {}, many_hosts=True) is None
@@ -255,7 +259,7 @@ def test_other_seeds_give_other_schedules() -> None:
     assert len({encoded(schedule(parsed(BROKEN), seed)) for seed in range(20)}) > 15
 
 
-def test_another_process_draws_the_same() -> None:
+def test_another_process_draws_the_same_schedule() -> None:
     code = (
         "from holdfast.harness.chaos.scenario import library; from holdfast.harness.chaos import schedule\n"
         "from holdfast.harness.chaos.scenario.planning import encoded\n"
@@ -265,12 +269,12 @@ def test_another_process_draws_the_same() -> None:
     assert there == encoded(schedule(library.find("two-at-once"), 11))
 
 
-def test_a_fault_more_does_not_change_those_before_it() -> None:
+def test_an_added_fault_does_not_change_earlier_faults() -> None:
     more = BROKEN + '\n[[fault]]\ntype = "kill"\nwho = "random"\nat.random = [0.0, 1.0]\n'
     assert schedule(parsed(more), 5)[:2] == schedule(parsed(BROKEN), 5)
 
 
-def test_two_random_ranks_are_two() -> None:
+def test_two_random_ranks_are_different() -> None:
     scenario = library.find("two-at-once")
     for seed in range(30):
         (planned,) = schedule(scenario, seed)
@@ -287,7 +291,7 @@ def test_the_soak_has_a_fault_every_29_seconds() -> None:
 
 
 class Plain(chaos.FaultType, frozen=True, kw_only=True):
-    """Does nothing, but says so."""
+    """Breaks nothing; only notes that it was injected."""
 
     summary: ClassVar[str] = "nothing at all"
     times: int = 1

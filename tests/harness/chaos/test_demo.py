@@ -122,18 +122,18 @@ def test_the_report_is_one_file_beside_the_data(verified: tuple[dict[str, Any], 
 
 
 def test_the_survivors_were_inside_the_reduction(verified: tuple[dict[str, Any], Path]) -> None:
-    """The blow falls while the other trainer is in the reduction; the step is reduced again, without the victim."""
+    """The other trainer is in the reduction at the kill; the step is reduced again without the victim."""
     _, folder = verified
     run = msgspec.json.decode((folder / "run.json").read_bytes(), type=DemoRun)
-    blow = next(blow for blow in run.blows if blow.victim == "trainer")
-    reduced = [span for span in run.spans if span.activity == "reduce" and span.step == blow.step]
+    fault = next(fault for fault in run.blows if fault.victim == "trainer")
+    reduced = [span for span in run.spans if span.activity == "reduce" and span.step == fault.step]
     inside, *afterwards = sorted(reduced, key=lambda span: span.start)
-    assert inside.start < blow.time < inside.end
+    assert inside.start < fault.time < inside.end
     assert len(afterwards) == 2
-    assert all(span.start > blow.time for span in afterwards)
-    assert blow.process not in {span.process for span in reduced}
-    trained = [span for span in run.spans if span.activity == "train" and span.step == blow.step]
-    assert len([span for span in trained if span.end < blow.time]) == 2
+    assert all(span.start > fault.time for span in afterwards)
+    assert fault.process not in {span.process for span in reduced}
+    trained = [span for span in run.spans if span.activity == "train" and span.step == fault.step]
+    assert len([span for span in trained if span.end < fault.time]) == 2
 
 
 def test_another_backend_ends_with_the_same_bits(verified: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_faults_are_spread_over_the_run() -> None:
     assert all(kill.step == 0 for kill in DemoPlan(recipe=Recipe(steps=1), backend="shm").with_faults().kills)
 
 
-def test_only_backends_that_connect_processes_will_do() -> None:
+def test_only_backends_that_connect_processes_are_accepted() -> None:
     check_backend("shm")
     with pytest.raises(BackendUnavailable, match="cannot connect processes"):
         check_backend("inproc")
@@ -219,7 +219,7 @@ def unit(number: int) -> Unit:
     return Unit(0, 0, number, "generate")
 
 
-def test_a_generators_recovery_is_complete_once_all_it_had_is_redone() -> None:
+def test_a_generators_recovery_is_complete_once_all_its_units_are_redone() -> None:
     lost = WorkerLost(time=11.0, name="g", role="generator", pid=7, how="x", requeued=(unit(0), unit(1)))
     heard = [
         WorkerKilled(time=10.0, victim="generator", process="g", pid=7, where="w", step=0),
@@ -227,17 +227,17 @@ def test_a_generators_recovery_is_complete_once_all_it_had_is_redone() -> None:
         WorkerStarted(time=12.0, name="h", role="generator", pid=8, replaces="g"),
         UnitDone(time=13.0, unit=unit(1), worker="h"),
     ]
-    (blow,) = injected_faults(5.0, heard, [])
-    assert [(stage.name, stage.seconds) for stage in blow.stages] == [("detected", 1.0), ("replaced", 2.0)]
-    assert not complete(blow)
-    (blow,) = injected_faults(5.0, [*heard, UnitDone(time=14.0, unit=unit(0), worker="h")], [])
-    assert complete(blow)
-    assert blow.stages[-1].seconds == 4.0
-    assert blow.time == 5.0
+    (fault,) = injected_faults(5.0, heard, [])
+    assert [(stage.name, stage.seconds) for stage in fault.stages] == [("detected", 1.0), ("replaced", 2.0)]
+    assert not complete(fault)
+    (fault,) = injected_faults(5.0, [*heard, UnitDone(time=14.0, unit=unit(0), worker="h")], [])
+    assert complete(fault)
+    assert fault.stages[-1].seconds == 4.0
+    assert fault.time == 5.0
 
 
 def test_a_trainers_recovery_is_read_from_the_logs() -> None:
-    struck = WorkerKilled(time=10.0, victim="trainer", process="t", pid=7, where="w", step=4)
+    killed = WorkerKilled(time=10.0, victim="trainer", process="t", pid=7, where="w", step=4)
 
     def event(time: float, kind: str, **fields: object) -> Event:
         return Event(time, "m", 1, kind, fields)
@@ -249,11 +249,11 @@ def test_a_trainers_recovery_is_read_from_the_logs() -> None:
         event(10.7, "rebuilt", epoch=3, seconds=0.1),
         event(11.0, "committed", step=4, epoch=3),
     ]
-    (blow,) = injected_faults(0.0, [struck], log)
-    assert complete(blow)
-    assert [stage.seconds for stage in blow.stages] == [pytest.approx(0.5), pytest.approx(0.7), 1.0]
-    (blow,) = injected_faults(0.0, [struck], log[:-1])
-    assert not complete(blow)
+    (fault,) = injected_faults(0.0, [killed], log)
+    assert complete(fault)
+    assert [stage.seconds for stage in fault.stages] == [pytest.approx(0.5), pytest.approx(0.7), 1.0]
+    (fault,) = injected_faults(0.0, [killed], log[:-1])
+    assert not complete(fault)
 
 
 def a_run_so_far() -> RunRecorder:
@@ -273,7 +273,7 @@ def a_run_so_far() -> RunRecorder:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_an_observer_sees_the_progress(terminal: bool) -> None:
+def test_the_display_shows_the_progress(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
     plan = DemoPlan(recipe=Recipe(steps=10), backend="shm")

@@ -57,7 +57,7 @@ class Run:
 
 
 def good_run() -> Run:
-    """Three ranks; c is killed in step 3 after it was prepared by all, and a spare d takes its place."""
+    """A run of three ranks: c is killed in step 3, which all had prepared; the spare d replaces it."""
     run = Run().add("harness", "simulated", ranks=3, hosts=1)
     run.install(1, "a", "b", "c").step(1, 1, "a", "b", "c").step(2, 1, "a", "b", "c")
     run.add("a", "published", version=2).add("b", "fetched", version=2)
@@ -84,20 +84,20 @@ def test_a_good_run_with_a_fault_breaks_nothing() -> None:
     assert check(good_run().events) == []
 
 
-def test_every_checker_has_looked_at_something_in_a_good_run() -> None:
+def test_every_checker_examines_events_of_a_good_run() -> None:
     findings = examine(good_run().events)
     assert len(findings) == len(CHECKERS)
     assert all(finding.looked > 0 for finding in findings), findings
     assert len({finding.invariant for finding in findings}) == len(findings)
 
 
-def test_the_log_of_a_real_run_says_nothing_of_what_needs_a_simulation() -> None:
+def test_checkers_that_need_a_simulation_are_left_out_for_real_logs() -> None:
     real = [event for event in good_run().events if event.kind not in ("simulated", "horizon")]
     assert len(examine(real)) == len(CHECKERS) - 2
     assert all(finding.looked for finding in examine(real))
 
 
-def test_an_invariant_that_was_not_checked_is_told_apart_from_one_that_holds() -> None:
+def test_an_unchecked_invariant_has_looked_at_no_event() -> None:
     assert all(finding.looked == 0 and not finding.violations for finding in examine([]))
 
 
@@ -362,7 +362,7 @@ def test_a_job_that_starts_from_a_checkpoint_need_not_begin_with_step_one() -> N
 
 
 def test_violations_are_reported_with_the_event_that_shows_them() -> None:
-    """A simulator looks after every event."""
+    """A simulator can read the violations after every event."""
     run = good_run()
     _step_twice(run)
     commits = next(checker for checker in CHECKERS if checker.name == "committed steps are kept")(Bounds())

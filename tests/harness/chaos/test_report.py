@@ -1,4 +1,4 @@
-"""The report of a run: what is on the page, that it needs nothing outside itself, and how it looks in a browser."""
+"""The report of a run: its content, that it is self-contained, and how it looks in a browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def pictures(page: str) -> list[ElementTree.Element]:
-    """The SVGs, parsed as strictly as XML is."""
+    """The SVGs of the page, parsed as XML."""
     return [ElementTree.fromstring(text) for text in re.findall(r'<div class="chart">(<svg.*?</svg>)</div>', page)]
 
 
@@ -43,7 +43,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
 # What is on the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_report_needs_nothing_outside_itself(page: str) -> None:
+def test_the_report_is_self_contained(page: str) -> None:
     addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which nobody fetches"
     assert "<script" not in page
@@ -52,7 +52,7 @@ def test_the_report_needs_nothing_outside_itself(page: str) -> None:
     assert len(page) < 1_000_000
 
 
-def test_the_report_has_the_verdict_the_figures_and_how_to_repeat_it(page: str) -> None:
+def test_the_report_has_the_verdict_the_figures_and_the_command_to_repeat_it(page: str) -> None:
     assert "✓ held" in page
     assert "10.3% → 90.7%" in page
     assert "equal bits" in page

@@ -1,4 +1,4 @@
-"""The simulator: the same seed gives the same run, it drives the classes of production, and it finds known bugs."""
+"""The simulator: equal seeds give equal runs, it drives the production classes, and it finds known bugs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
     assert other.stdout.split() == here
 
 
-def test_a_trace_has_one_line_for_all_that_happens() -> None:
+def test_a_trace_has_one_line_for_each_event() -> None:
     lines: list[str] = []
     outcome = run(draw(3), lines.append)
     assert all(line.endswith("\n") for line in lines)
@@ -82,10 +82,10 @@ def test_a_trace_has_one_line_for_all_that_happens() -> None:
     assert sum(" committed " in line for line in lines) >= outcome.steps
 
 
-# What runs in production ------------------------------------------------------------------------------------------
+# Production classes -----------------------------------------------------------------------------------------------
 
 
-def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
+def test_a_simulated_process_uses_the_production_classes() -> None:
     world = World(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1)))
     world.run(0.5)
     for process in world.processes:
@@ -98,8 +98,18 @@ def test_a_simulated_process_is_made_of_the_classes_of_production() -> None:
     assert worker.judge is decision.judge
 
 
-def test_no_class_of_production_has_a_copy_in_the_simulator() -> None:
-    ours = {"Membership", "Silence", "Observing", "Observers", "Evidence", "Tenure", "Ledger", "Verdict", "View"}
+def test_the_simulator_copies_no_production_class() -> None:
+    ours = {
+        "Membership",
+        "Silence",
+        "Observing",
+        "Observers",
+        "Evidence",
+        "EpochGuard",
+        "CommitState",
+        "Verdict",
+        "View",
+    }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
@@ -107,7 +117,7 @@ def test_no_class_of_production_has_a_copy_in_the_simulator() -> None:
                 assert not ({node.name} | bases) & ours, f"{path.name}: {node.name}"
 
 
-def test_nothing_in_virtual_time_looks_at_a_clock_or_a_socket() -> None:
+def test_no_module_in_virtual_time_imports_a_clock_or_a_socket() -> None:
     forbidden = {"time", "socket", "threading", "asyncio", "os", "subprocess", "secrets", "datetime"}
     outside = {"scale", "show", "command", "growth", "run_all"}  # measure costs, write files, start processes
     for path in PACKAGE.rglob("*.py"):
@@ -151,7 +161,7 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
 )
 @pytest.mark.parametrize("ranks", [4, 5])
 def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: Fault) -> None:
-    """A host of as many ranks as the other or more, which the other hears no more: both ways, or only it."""
+    """The first host has at least half of the ranks. Neither host hears the other, or only the second does not."""
     schedule = Schedule(layout=JobLayout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
     for seed in range(10):
         events: list[Event] = []
@@ -174,13 +184,13 @@ def test_a_run_without_faults_has_one_epoch() -> None:
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
 
 
-def test_lost_heartbeats_do_not_evict_the_healthy() -> None:
+def test_lost_heartbeats_evict_no_healthy_node() -> None:
     result = soak(hours=20_000, burst=0.05, seed=1)
     assert result.false_evictions == 0
     assert result.windows > 50 and result.suspicions > 10
 
 
-def test_a_node_that_no_peer_hears_is_evicted_in_the_soak_as_well() -> None:
+def test_the_soak_evicts_a_node_that_no_peer_hears() -> None:
     assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
 
 
@@ -224,7 +234,7 @@ def test_an_impossible_schedule_is_refused(text: str, tmp_path: Path) -> None:
         load(path)
 
 
-def test_faults_at_points_of_the_protocol_strike_there() -> None:
+def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
     died: list[Event] = []
     schedule = Schedule(faults=(AtPoint(at=0.3, point="commit.after_barrier", nth=3),))
     outcome = run(schedule, also=lambda event: died.append(event) if event.kind == "died" else None)
@@ -269,7 +279,7 @@ def test_several_known_bugs_are_searched_in_parallel_and_reported_as_found() -> 
 
 
 def test_a_run_whose_messages_multiply_without_end_is_ended() -> None:
-    """With this bug one run went on to two million events and gigabytes."""
+    """Without the limit this run had two million events and took gigabytes of memory."""
     bug = next(bug for bug in KNOWN_BUGS if bug.name == "stale announcement")
     with bug.inject():
         outcome = run(draw(254))
@@ -277,14 +287,14 @@ def test_a_run_whose_messages_multiply_without_end_is_ended() -> None:
     assert outcome.events < 100_000
 
 
-def test_a_known_bug_is_gone_when_it_is_taken_out() -> None:
+def test_a_known_bug_is_removed_at_the_end_of_its_block() -> None:
     for bug in KNOWN_BUGS:
         with bug.inject():
             pass
     assert run(draw(3)).violation is None
 
 
-def test_shrinking_deletes_what_does_not_matter() -> None:
+def test_shrinking_deletes_events_that_do_not_matter() -> None:
     faults = tuple(KillProcess(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
 
     def fails(schedule: Schedule) -> bool:
@@ -296,7 +306,7 @@ def test_shrinking_deletes_what_does_not_matter() -> None:
     assert small.layout.steps == 1 and small.layout.spares == 0
 
 
-def test_a_story_tells_the_faults_and_what_broke() -> None:
+def test_a_summary_has_the_faults_and_the_violation() -> None:
     bug = next(bug for bug in KNOWN_BUGS if bug.name == "joiners first")
     schedule = reproduce(bug, seeds=100, tries=0).schedule
     assert schedule is not None

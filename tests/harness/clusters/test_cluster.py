@@ -213,7 +213,7 @@ def test_a_rank_that_is_blocked_in_an_op_is_freed_when_another_fails(process_bac
         assert cluster.run(pid_of) == before, "it was freed, not killed"
 
 
-def test_a_rank_that_does_not_notice_is_ended_after_the_grace(process_backend: str) -> None:
+def test_a_rank_that_does_not_return_is_ended_after_the_grace(process_backend: str) -> None:
     def fail(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
@@ -318,7 +318,7 @@ def test_a_rank_that_was_killed_between_runs_is_replaced(process_backend: str) -
         assert cluster.run(total) == [1.0, 1.0]
 
 
-def test_a_rank_takes_the_processes_that_it_started_with_it() -> None:
+def test_processes_that_a_rank_started_end_with_it() -> None:
     def start_a_child(comm: Communicator) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
@@ -365,7 +365,7 @@ def test_nothing_outlives_the_zygote() -> None:
         assert zygote_client.zygote_pid() != zygote
 
 
-def test_a_stopped_rank_does_not_hinder_the_end() -> None:
+def test_closing_ends_a_stopped_rank() -> None:
     with LocalCluster(2) as cluster:
         pids = cluster.run(pid_of)
         os.kill(pids[0], signal.SIGSTOP)

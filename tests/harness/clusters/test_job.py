@@ -194,7 +194,7 @@ def test_a_rank_out_of_range_is_refused() -> None:
         job.results()
 
 
-def test_the_death_of_all_is_raised() -> None:
+def test_the_death_of_all_processes_is_raised() -> None:
     with LocalCluster(2, session=QUICK) as cluster:
         job = cluster.start(train, 1000, 0.01)
         job.wait_for("committed", step=2)

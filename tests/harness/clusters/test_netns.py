@@ -33,11 +33,11 @@ pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network na
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.6, operation=12.0, rebuild=12.0, join=20.0)
 LAST = 15
-"""The step in which all wait for the gate."""
+"""The step in which all ranks wait for the gate."""
 
 
 def tally_up(session: Session, gate: Path) -> list[float]:
-    """Add up; in the last step but one stay until the gate is open, op after op."""
+    """Add up numbers; in step LAST run ops until the file `gate` exists."""
     tally = Tally()
     session.attach("tally", tally)
     for attempt in session.steps(LAST + 2):
@@ -58,7 +58,7 @@ def tally_up(session: Session, gate: Path) -> list[float]:
 
 
 def live(entry: EnterNamespace, options: dict[str, Any], gate: Path) -> Callable[[ProcessChannel], None]:
-    """A process on a host: it takes part, and begins anew whenever it is left out."""
+    """The body of a process on a host: joins the job, and joins again whenever it was left out."""
 
     def target(channel: ProcessChannel) -> None:
         entry()
@@ -130,13 +130,14 @@ class Hosts:
         return [event for event in errors if event["error"].startswith("StaleEpoch")]
 
     def finish(self) -> list[int]:
-        """Open the gate, and check that all end with the right sum; how many sessions each process needed."""
+        """Open the gate, and check that all end with the right sum; returns how many sessions each process needed."""
         self.gate.touch()
         expected = [float(sum((s + 1) * (shard + 1) for s in range(LAST + 2) for shard in range(SHARDS)))] * 5
         ends: list[tuple[int, list[float]]] = [process.channel.recv(30.0) for process in self.processes]
         assert [result for _, result in ends] == [expected] * 6
         broken = check([event_of(event) for event in self._contract.events()])
-        assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []  # they have no cable
+        # the checker of evictions knows nothing of cables
+        assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []
         return [sessions for sessions, _ in ends]
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(folder: Path, backend: str = "gloo", etcd_on: int | None = None) -> Iterator[Hosts]:
-    """A job that runs on three hosts; its register is a file that all reach, or etcd on one of them."""
+    """A job on three hosts; its register is a file that all hosts reach, or etcd on host `etcd_on`."""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network(3))
         register = None
@@ -172,13 +173,13 @@ def test_a_host_whose_cable_is_pulled_stops_and_comes_back(tmp_path: Path) -> No
         job.network.heal(2)
         job.until_size(6, cut)
         sessions = job.finish()
-        assert job.left_out(0, 1) == [], "nobody of the healthy side was left out"
+        assert job.left_out(0, 1) == [], "no process of the healthy side was left out"
         assert len(job.left_out(2)) == 2 and min(sessions[4:]) >= 2
 
 
 @pytest.mark.parametrize("fault", ["mute", "deafen"])
-def test_a_cable_that_works_one_way_costs_its_own_host(tmp_path: Path, fault: str) -> None:
-    """The register is a file that both sides reach, so only their judgement keeps the healthy side in."""
+def test_a_host_whose_cable_works_one_way_is_left_out(tmp_path: Path, fault: str) -> None:
+    """Both sides reach the register, a file: the detectors alone decide that the healthy side stays."""
     with hosts(tmp_path) as job:
         getattr(job.network, fault)(2)
         broken = time.monotonic()
@@ -189,8 +190,8 @@ def test_a_cable_that_works_one_way_costs_its_own_host(tmp_path: Path, fault: st
         assert job.left_out(0, 1) == []
 
 
-def test_one_job_remains_with_the_register_on_the_side_that_is_cut_off(tmp_path: Path) -> None:
-    """The two hosts without etcd stop; the one that has it goes on alone, and the others come back to it."""
+def test_the_job_goes_on_at_the_side_of_the_register(tmp_path: Path) -> None:
+    """The two hosts without etcd stop; the host with etcd goes on alone, and the others rejoin it."""
     with hosts(tmp_path, etcd_on=2) as job:
         job.network.cut(2)
         cut = time.monotonic()
@@ -201,8 +202,8 @@ def test_one_job_remains_with_the_register_on_the_side_that_is_cut_off(tmp_path:
         job.finish()
 
 
-def test_a_cable_that_flaps_or_is_slow_costs_no_member(tmp_path: Path) -> None:
-    """It is gone for less than the suspect time at a time, and then lets 50 Mbit/s through."""
+def test_a_flapping_or_slow_cable_evicts_no_member(tmp_path: Path) -> None:
+    """The cable is pulled for less than the suspect time, three times, and then limited to 50 Mbit/s."""
     with hosts(tmp_path) as job:
         for _ in range(3):
             job.network.cut(2)

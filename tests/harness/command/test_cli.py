@@ -1,4 +1,4 @@
-"""The `holdfast` command: as a user calls it, in a process of its own; and in this one where only its words matter."""
+"""The `holdfast` command, called in a process of its own, or in this process where only its output matters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_version_is_printed() -> None:
     assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
 
 
-def test_help_teaches_by_examples() -> None:
+def test_help_lists_the_commands() -> None:
     done = holdfast("--help")
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("backends", "run", "bench", "demo"))
@@ -113,7 +113,7 @@ def test_an_unwritable_trace_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
-def test_each_command_is_guarded(command: tuple[str, ...]) -> None:
+def test_each_command_is_a_guarded_command(command: tuple[str, ...]) -> None:
     found: Any = COMMANDS
     for name in command:
         found = found.commands[name]
@@ -194,7 +194,7 @@ def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
-def test_a_closed_pipe_is_no_verdict(options: list[str]) -> None:
+def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
@@ -345,7 +345,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
-def test_run_starts_a_script_of_torch_distributed_as_it_is(tmp_path: Path, backend: str) -> None:
+def test_run_starts_a_script_of_torch_distributed_unchanged(tmp_path: Path, backend: str) -> None:
     done = holdfast("run", "-n", "2", "--backend", backend, script(tmp_path, TORCH_SCRIPT))
     assert done.returncode == 0, done.stdout
     for rank in range(2):
@@ -544,12 +544,12 @@ def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is not of the job's last view, or stopped, is given hardly any time after its end."""
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the job's end, give 0.2 s to processes that are stopped or not in its last view."""
     monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 0.2)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> None:
     status = launched(
         tmp_path,
@@ -568,7 +568,7 @@ def test_run_fails_if_a_rank_fails_after_the_last_step(tmp_path: Path, capsys: p
     assert "rank 0 exited with status 3" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(
     ("lingering", "grace"),
     [("import time; time.sleep(600)", 1.0), ("import os; os.kill(os.getpid(), 19)", float("inf"))],
@@ -586,7 +586,9 @@ def test_run_names_the_ranks_that_it_ended_after_the_last_step(
 
 
 @pytest.mark.parametrize("end", ["signal.SIGKILL", "signal.SIGRTMIN + 1"])
-def test_run_ends_what_a_dead_rank_had_started(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str) -> None:
+def test_run_ends_processes_that_a_dead_rank_had_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
     path = script(
         tmp_path,
         f"""

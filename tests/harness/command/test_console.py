@@ -68,7 +68,7 @@ def test_a_line_without_an_end_is_shown_at_the_end() -> None:
     assert splitter.end() == ["no newline"]
 
 
-def test_a_line_that_never_ends_is_not_kept_for_ever() -> None:
+def test_a_line_without_an_end_takes_bounded_memory() -> None:
     splitter = LineSplitter()
     shown = splitter.feed(b"x" * (3 * LONGEST_LINE))
     assert len(shown) == 2
@@ -115,7 +115,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def everything_that_shows(text: str) -> None:
-    """Print `text` in every way that the commands have."""
+    """Print `text` in every way in which commands print."""
     out = console()
     out.print(text)
     out.print(styled(text, "bold red"))

@@ -1,4 +1,4 @@
-"""The asv suite: its counts, its ranks that stay alive, and a real run whose published pages open in a browser."""
+"""The asv suite: its counts, its ranks that stay alive, and the published pages of a real run in a browser."""
 
 from __future__ import annotations
 

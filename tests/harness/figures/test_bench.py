@@ -47,7 +47,7 @@ from holdfast.harness.bench.recovery import recovery
 
 
 class Summing(LibraryDriver):
-    """A rank that sums with others that have what it has."""
+    """A rank that sums with other ranks, all of which have its own input."""
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks, self.detail = 0, ranks, ""
@@ -115,7 +115,7 @@ def test_a_malformed_size_is_refused(text: str) -> None:
 
 
 def _reference(op: str, inputs: list[np.ndarray], rank: int, block: int) -> np.ndarray:
-    """What the op must give, written in the plainest way."""
+    """The expected result of the op, computed by numpy in the simplest way."""
     match op:
         case "all_reduce" | "all_reduce_async" | "all_reduce_reproducible" | "reduce":
             return np.sum(inputs, axis=0)
@@ -145,7 +145,7 @@ ROOTED = ("reduce", "gather")
 
 @pytest.mark.parametrize("op", [name for name, operation in OPERATIONS.items() if operation.layout != "none"])
 @pytest.mark.parametrize("block", [1, 7, 20_000])
-def test_the_expectation_is_what_the_op_gives_and_one_wrong_element_is_seen(op: str, block: int) -> None:
+def test_the_check_accepts_the_ops_result_and_counts_one_wrong_element(op: str, block: int) -> None:
     operation, ranks = OPERATIONS[op], 4
     spread = op in ("broadcast", "broadcast_object")
     lengths = operation.lengths(block, ranks)
@@ -166,7 +166,7 @@ def test_the_expectation_is_what_the_op_gives_and_one_wrong_element_is_seen(op: 
         assert count_wrong(operation, rank, ranks, block, 4, target) == 1
 
 
-def test_blocks_that_changed_places_are_seen() -> None:
+def test_swapped_blocks_are_counted_as_wrong() -> None:
     operation, block = OPERATIONS["all_gather"], 4096
     target = np.concatenate([np.resize(pattern(rank, 0, "int64"), block) for rank in (1, 0)])
     assert count_wrong(operation, 0, 2, block, 0, target) > block
@@ -192,7 +192,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert (ratio.peer, ratio.median, ratio.least, ratio.most) == ("openmpi", 3.0, 2.0, 4.0)
 
 
-def test_the_slowest_rank_counts() -> None:
+def test_a_timing_is_that_of_the_slowest_rank() -> None:
     from holdfast.harness.bench.collectives.wire import Measurement
 
     answers = [Measurement([(0, 1000), (0, 5000)], [], 0), Measurement([(0, 3000), (0, 2000)], [], 0)]
@@ -218,7 +218,7 @@ def _plan(
 
 
 def _refused(bench: Bench) -> set[tuple[str, str]]:
-    """Who has no such op: (library, op)."""
+    """The ops that libraries do not have, as (library, op)."""
     assert all("not measured" in failure.reason for failure in bench.failures), bench.failures
     return {(failure.contestant, failure.op) for failure in bench.failures}
 
@@ -331,7 +331,7 @@ def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
         segments = [path for path in launcher._shared.path.iterdir() if path.name != MARKER]
         assert {path.name.split(".")[0] for path in segments} == {"sm_segment"}
         for member in group._members:
-            with contextlib.suppress(ProcessLookupError):  # mpirun ends the other one when the first has died
+            with contextlib.suppress(ProcessLookupError):  # once the first has died, mpirun ends the other
                 os.kill(member.hello.pid, signal.SIGKILL)
     assert not any(path.exists() for path in segments)
 
@@ -397,7 +397,7 @@ def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_sums_that_are_summed_again_stay_numbers_however_many_are_timed(tmp_path: Path, ranks: int) -> None:
+def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     operation = OPERATIONS["all_reduce_reproducible"]
     bound = Bound(Summing(ranks), operation, 64, "float32")
     bound.fill(1)
@@ -469,7 +469,7 @@ def test_recovery_is_measured_on_real_kills(spares: int) -> None:
 
 
 def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
-    """The second of two may be struck a moment later, and be in the epoch that comes of the first one's death."""
+    """Of two ranks killed at once the second may still be a member of the epoch after the first one's death."""
     events = [
         _logged(1, "installed", 100.001, epoch=1, members=["a", "b", "c", "d"]),
         _logged(1, "installed", 100.004, epoch=2, members=["a", "b", "d"]),

@@ -1,4 +1,4 @@
-"""What becomes of a bench: its page with the roofline, the comparison with a stored run, pictures by themselves."""
+"""The output of a bench: its page with the roofline, the comparison with a stored run, standalone pictures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[Op
 # The page --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_charts_with_the_roofline_and_needs_nothing_outside_itself() -> None:
+def test_the_page_has_charts_with_the_roofline_and_is_self_contained() -> None:
     text = page.render(bench(), when="today")
     assert set(re.findall(r"""https?://[^"'\s<]+""", text)) <= {"http://www.w3.org/2000/svg"}
     assert "<script" not in text

@@ -55,7 +55,7 @@ def test_drift_cancels_and_a_disturbed_turn_does_no_harm() -> None:
 
 
 def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: int = 8) -> Verdict:
-    """A run of the rule on clusters whose log ratios are normal."""
+    """Apply the rule to clusters with normally distributed log ratios."""
     rule, ratios = DecisionRule(), []
     for _ in range(rule.most):
         ratios.append(chance.gauss(slowdown, noise))
@@ -66,7 +66,7 @@ def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: in
 
 
 @pytest.mark.parametrize("noise", [0.002, 0.01, 0.02, 0.03])
-def test_the_rule_keeps_its_error_rates_whatever_the_noise(noise: float) -> None:
+def test_the_rule_keeps_its_error_rates_at_any_noise(noise: float) -> None:
     chance = random.Random(7)
     equal = [_verdict(0.0, noise, chance) for _ in range(1000)]
     slowed = [_verdict(0.0488, noise, chance) for _ in range(400)]
@@ -74,7 +74,7 @@ def test_the_rule_keeps_its_error_rates_whatever_the_noise(noise: float) -> None
     assert slowed.count("slower") >= 0.95 * len(slowed)
 
 
-def test_a_small_difference_is_not_called_slower_however_sure() -> None:
+def test_a_certain_difference_within_the_margin_is_not_called_slower() -> None:
     exactly = [0.008 + 0.0001 * (number % 2) for number in range(10)]
     assert decide(exactly, DecisionRule(), 1)[0] == "same"
 
@@ -84,7 +84,7 @@ def test_a_small_difference_is_not_called_slower_however_sure() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with one commit, of a package that looks like ours."""
+    """A repository with one commit, of a package laid out like holdfast."""
     root = tmp_path / "repository"
     (root / "comms").mkdir(parents=True)
     (root / "comms" / "__init__.py").write_text("WHO = 'committed'\n")
@@ -183,7 +183,7 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["arm", "workloads"])
 def test_nothing_of_holdfast_is_imported_before_the_sides_are_forked(name: str) -> None:
-    """Or both sides would run the code of the gate."""
+    """Otherwise both sides would run the code of the gate."""
     tree = ast.parse((ROOT / "harness" / "gate" / f"{name}.py").read_text())
     imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert not [module for module in imported if module and module.startswith("holdfast")]
@@ -267,7 +267,7 @@ def test_workloads_that_base_lacks_are_not_compared() -> None:
         ((found("call", "same"), found("store", "unsure")), 0, "✅ No slowdown found, ❔ 1 undecided"),
     ],
 )
-def test_a_run_is_no_better_than_what_it_compared(
+def test_the_status_and_headline_count_workloads_that_were_not_compared(
     findings: tuple[WorkloadResult, ...], status: int, headline: str
 ) -> None:
     report = reported(*findings)
@@ -275,8 +275,8 @@ def test_a_run_is_no_better_than_what_it_compared(
     assert markdown(report).startswith(f"### {headline}\n")
 
 
-class Unable(SideProcess):
-    """A side that refuses some workloads, and does the others in no time."""
+class FakeSide(SideProcess):
+    """A side that cannot run one workload, and runs all others in no time."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused
@@ -296,7 +296,7 @@ def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
 
         @contextlib.contextmanager
         def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
-            yield [Unable("store"), Unable("call")]
+            yield [FakeSide("store"), FakeSide("call")]
 
     side = Side("a", "a", Path(), Path())
     states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))

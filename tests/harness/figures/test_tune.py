@@ -107,7 +107,7 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
 def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(
     cache: Path, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    """However long its path is, which is in the error."""
+    """The error names the path of the cache, also a long one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.joinpath(*["d" * 200] * depth)))
     tuning.path().parent.mkdir(parents=True)
     tuning.path().write_text("{")

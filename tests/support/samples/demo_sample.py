@@ -1,4 +1,4 @@
-"""A made-up demo run, as long and as full as a real one, for tests of its report."""
+"""A generated demo run with as much data as a real one, for tests of its report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _findings(broken: bool) -> list[Event]:
 
 
 def sample_run(steps: int = 1000, passed: bool = True, faults: bool = True) -> DemoRun:
-    """A run of `steps` steps in which a trainer, a generator and a holder were killed, unless there are no `faults`."""
+    """A run of `steps` steps; with `faults` a trainer, a generator and a holder were killed."""
     noise = random.Random(7)
     begins, at = [], 2.5
     for _ in range(steps):

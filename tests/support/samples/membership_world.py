@@ -292,7 +292,7 @@ def _check_install(world: World, i: int, view: View) -> None:
 
 
 def _check_succession(world: World, view: View) -> None:
-    """The register takes `view`: it must be a lawful successor of the one before."""
+    """Check that `view`, which the register takes, is a valid successor of the one before."""
     old = world.register
     check(view.epoch == (old.epoch if old else 0) + 1, "an epoch was left out")
     if old is None:
@@ -321,7 +321,7 @@ def check_settled(world: World) -> None:
     for i in living:
         core = world.processes[i].core
         if core.wake_at is not None and not core.ended:
-            return  # a process still waits for its turn: only time is missing
+            return  # a process still waits for its turn, which a tick would bring
     for i in living:
         check(world.processes[i].core.view == view, f"p{i} does not know the newest view")
     if view is None or view.phase != "running" or not living:
