@@ -125,7 +125,7 @@ def test_spoilt_messages_change_nothing(loopback: LoopbackWorker, number: int, h
     request = call.ucp_am_send_nbx(loopback.endpoint, number, header, len(header), at, len(payload), params)
     loopback.worker.finish(request, 5.0)
     ask = loopback.messages.read(loopback.endpoint, REGION, 0, loopback.memory.data_ptr(), 8)
-    assert loopback.finish(ask) == active_messages.DONE, "and who asks properly is answered"
+    assert loopback.finish(ask) == active_messages.DONE, "valid requests are still answered"
     assert torch.equal(loopback.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 

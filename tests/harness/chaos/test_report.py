@@ -45,7 +45,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
 
 def test_the_report_is_self_contained(page: str) -> None:
     addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
-    assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which nobody fetches"
+    assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which is not fetched"
     assert "<script" not in page
     assert "@import" not in page
     assert "url(" not in page

@@ -87,21 +87,21 @@ def repository(tmp_path: Path) -> Path:
     """A repository with one commit, of a package laid out like holdfast."""
     root = tmp_path / "repository"
     (root / "comms").mkdir(parents=True)
-    (root / "comms" / "__init__.py").write_text("WHO = 'committed'\n")
+    (root / "comms" / "__init__.py").write_text("STATE = 'committed'\n")
     (root / "constraints.txt").write_text("# pins\ntorch==1\n")
     (root / "pyproject.toml").write_text(
         '[project]\nname = "holdfast"\nversion = "7"\n[project.entry-points.holdfast]\nshm = "holdfast.shm"\n'
     )
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", "-C", str(root), *arguments], check=True, timeout=30)
     return root
 
 
 def test_a_commit_is_built_with_its_own_entry_points_and_leaves_no_trace(repository: Path, tmp_path: Path) -> None:
-    (repository / "comms" / "__init__.py").write_text("WHO = 'changed'\n")
+    (repository / "comms" / "__init__.py").write_text("STATE = 'changed'\n")
     side = build("HEAD", repository, tmp_path / "built")
-    assert (side.site / "holdfast" / "comms" / "__init__.py").read_text() == "WHO = 'committed'\n"
+    assert (side.site / "holdfast" / "comms" / "__init__.py").read_text() == "STATE = 'committed'\n"
     assert side.title.endswith("first")
     (found,) = distributions(path=[str(side.site)])
     assert [(point.name, point.value) for point in found.entry_points] == [("shm", "holdfast.shm")]
@@ -111,11 +111,11 @@ def test_a_commit_is_built_with_its_own_entry_points_and_leaves_no_trace(reposit
 
 def test_a_folder_is_a_side_as_it_is_and_pins_that_differ_are_told(repository: Path, tmp_path: Path) -> None:
     (repository / "constraints.txt").write_text("torch==2\n")
-    (repository / "comms" / "__init__.py").write_text("WHO = 'changed'\n")
+    (repository / "comms" / "__init__.py").write_text("STATE = 'changed'\n")
     base = build("HEAD", repository, tmp_path / "base")
     head = build(str(repository), repository, tmp_path / "head")
-    (repository / "comms" / "__init__.py").write_text("WHO = 'changed again'\n")
-    assert (head.site / "holdfast" / "comms" / "__init__.py").read_text() == "WHO = 'changed'\n"
+    (repository / "comms" / "__init__.py").write_text("STATE = 'changed again'\n")
+    assert (head.site / "holdfast" / "comms" / "__init__.py").read_text() == "STATE = 'changed'\n"
     assert differing_pins(base, head) == ("torch==1", "torch==2")
 
 

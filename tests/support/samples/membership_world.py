@@ -63,14 +63,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Action:
-    """A possible step: `about` happens to the process `who`."""
+    """A possible step: `kind` happens to the process number `process`, with `what` as its event."""
 
     kind: Kind
-    who: int
+    process: int
     what: Event | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.who}" + (f" {self.what}" if self.what else "")
+        return f"{self.kind} {self.process}" + (f" {self.what}" if self.what else "")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def actions(world: World) -> Iterator[Action]:
 
 def apply(world: World, action: Action) -> World:
     """The world after `action`. Raises `InvariantBroken`."""
-    i = action.who
+    i = action.process
     process = world.processes[i]
     match action.kind:
         case "kill":
