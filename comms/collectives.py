@@ -15,7 +15,7 @@ from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.reproducible import check_exact, reduce_exactly
-from holdfast.comms.tensors.overlap import apart, check_outputs
+from holdfast.comms.tensors.overlap import check_outputs, unaliased
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport.base import Transport
 from holdfast.comms.work import DONE, Work
@@ -59,7 +59,7 @@ class Collectives:
         transport = self._transport
 
         def prepare() -> Body:
-            flat, inner = self._check.carrier(packed(tensor), op), self._check.carried(op, tensor.dtype)
+            flat, inner = self._check.carrier(packed(tensor), op), self._check.carrier_op(op, tensor.dtype)
 
             def body(deadline: float) -> None:
                 if reproducible:
@@ -100,7 +100,7 @@ class Collectives:
             flat = self._check.carrier(packed(tensor), op)
 
             def body(deadline: float) -> None:
-                self._transport.reduce(flat, dst, self._check.carried(op, tensor.dtype), deadline)
+                self._transport.reduce(flat, dst, self._check.carrier_op(op, tensor.dtype), deadline)
                 if dst == self.rank:
                     unpack(flat, tensor)
 
@@ -131,10 +131,10 @@ class Collectives:
         def prepare() -> Body:
             flat = self._check.carrier(packed(output), op)
             given = [self._check.carrier(packed(each), op) for each in inputs]
-            given = [apart(each, [flat], 0 if i == self.rank else None) for i, each in enumerate(given)]
+            given = [unaliased(each, [flat], 0 if i == self.rank else None) for i, each in enumerate(given)]
 
             def body(deadline: float) -> None:
-                self._transport.reduce_scatter(flat, given, self._check.carried(op, output.dtype), deadline)
+                self._transport.reduce_scatter(flat, given, self._check.carrier_op(op, output.dtype), deadline)
                 unpack(flat, output)
 
             return body
@@ -162,16 +162,16 @@ class Collectives:
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.reducible(output, op)
-        self._check.like(tensor, output)
+        self._check.same_dtype(tensor, output)
         self._check.whole(tensor, output, "tensor", "output's")
 
         def prepare() -> Body:
             flat, given = self._check.carrier(packed(output), op), self._check.carrier(packed(tensor), op)
-            if apart(flat, parts(given, self.size), self.rank) is not flat:
+            if unaliased(flat, parts(given, self.size), self.rank) is not flat:
                 given = given.clone()
 
             def body(deadline: float) -> None:
-                self._transport.reduce_scatter_single(flat, given, self._check.carried(op, output.dtype), deadline)
+                self._transport.reduce_scatter_single(flat, given, self._check.carrier_op(op, output.dtype), deadline)
                 unpack(flat, output)
 
             return body
@@ -223,7 +223,7 @@ class Collectives:
 
         def prepare() -> Body:
             flats = [packed(t) for t in outputs]
-            given = apart(packed(tensor), flats, self.rank)
+            given = unaliased(packed(tensor), flats, self.rank)
 
             def body(deadline: float) -> None:
                 self._transport.all_gather(flats, given, deadline)
@@ -247,12 +247,12 @@ class Collectives:
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
-        self._check.like(output, tensor)
+        self._check.same_dtype(output, tensor)
         self._check.whole(output, tensor, "output", "tensor's")
 
         def prepare() -> Body:
             flat = packed(output)
-            given = apart(packed(tensor), parts(flat, self.size), self.rank)
+            given = unaliased(packed(tensor), parts(flat, self.size), self.rank)
 
             def body(deadline: float) -> None:
                 self._transport.all_gather_single(flat, given, deadline)
@@ -287,7 +287,7 @@ class Collectives:
 
         def prepare() -> Body:
             flats, given = [packed(t) for t in outputs], [packed(t) for t in inputs]
-            given = [apart(each, flats, i if i == self.rank else None) for i, each in enumerate(given)]
+            given = [unaliased(each, flats, i if i == self.rank else None) for i, each in enumerate(given)]
 
             def body(deadline: float) -> None:
                 self._transport.all_to_all(flats, given, deadline)
@@ -320,11 +320,11 @@ class Collectives:
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
-        self._check.like(output, tensor)
+        self._check.same_dtype(output, tensor)
         splits = None
         if even and output.numel() == tensor.numel():
-            self._check.divided(output, "output")
-            self._check.divided(tensor, "tensor")
+            self._check.evenly_divided(output, "output")
+            self._check.evenly_divided(tensor, "tensor")
         else:
             to_output = self._check.split_rows(output, output_split_sizes, "output")
             of_tensor = self._check.split_rows(tensor, input_split_sizes, "tensor")
@@ -333,7 +333,7 @@ class Collectives:
 
         def prepare() -> Body:
             flat = packed(output)
-            given = apart(packed(tensor), [flat])
+            given = unaliased(packed(tensor), [flat])
 
             def body(deadline: float) -> None:
                 if splits is None:
@@ -369,7 +369,7 @@ class Collectives:
 
         def prepare() -> Body:
             flats = [packed(t) for t in outputs or ()]
-            given = apart(packed(tensor), flats, dst)
+            given = unaliased(packed(tensor), flats, dst)
 
             def body(deadline: float) -> None:
                 self._transport.gather(given, flats if self.rank == dst else None, dst, deadline)
@@ -401,7 +401,7 @@ class Collectives:
 
         def prepare() -> Body:
             flat = packed(tensor)
-            given = [apart(packed(each), [flat], 0 if i == src else None) for i, each in enumerate(inputs or ())]
+            given = [unaliased(packed(each), [flat], 0 if i == src else None) for i, each in enumerate(inputs or ())]
 
             def body(deadline: float) -> None:
                 self._transport.scatter(flat, given if self.rank == src else None, src, deadline)
@@ -478,7 +478,7 @@ class Collectives:
 
         def prepare() -> Body:
             flats = [packed(recv.tensor) for recv in recvs]
-            given = [(apart(packed(send.tensor), flats), *line) for send, line in zip(sends, to, strict=True)]
+            given = [(unaliased(packed(send.tensor), flats), *line) for send, line in zip(sends, to, strict=True)]
             into = [(flat, *line) for flat, line in zip(flats, of, strict=True)]
 
             def body(deadline: float) -> None:

@@ -22,7 +22,7 @@ from holdfast.comms.journal import Recorder
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
-from holdfast.comms.rendezvous.gathering import MeetingCount
+from holdfast.comms.rendezvous.offer_exchange import MeetingCounter
 from holdfast.comms.system import forks
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.window_memory import WindowMemory
@@ -67,14 +67,16 @@ class Communicator(Collectives):
         self._context = context
         self._connect_part = connect_part
         self._recorder = recorder
-        self._splits: dict[tuple[int, ...], MeetingCount] = {}
+        self._splits: dict[tuple[int, ...], MeetingCounter] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
         self._dropped = weakref.finalize(self, _dropped, self._executor, self._memories, repr(self))
         self._dropped.atexit = False
-        forks.own(self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend"))
+        forks.refuse_in_children(
+            self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend")
+        )
 
     def __repr__(self) -> str:
         over = self._executor.over
@@ -144,7 +146,7 @@ class Communicator(Collectives):
         part = self._connect_part(
             self,
             members,
-            self._splits.setdefault(members, MeetingCount()),
+            self._splits.setdefault(members, MeetingCounter()),
             self._context,
             timeout=seconds_or(timeout, self._executor.timeout),
             op_timeout=self._executor.timeout,

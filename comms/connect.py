@@ -24,7 +24,7 @@ from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
-from holdfast.comms.rendezvous.gathering import Gathering, MeetingCount, connected
+from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, OfferExchange, connected_nonces
 from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag
@@ -35,18 +35,18 @@ from holdfast.comms.transport.liveness import this_process
 
 log = logging.getLogger("holdfast.comms")
 
-_counts: dict[tuple[str, str, int], MeetingCount] = {}
+_counts: dict[tuple[str, str, int], MeetingCounter] = {}
 _open: set[tuple[str, str, int]] = set()
 _lock = threading.Lock()
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     """Forget the parent's connected ranks in a forked child."""
     global _lock
     _lock = threading.Lock()
     _open.clear()
-    connected.clear()
+    connected_nonces.clear()
 
 
 def checks_are_on() -> bool:
@@ -108,8 +108,8 @@ def connect(
                 "another name"
             )
         _open.add(identity)
-        count = _counts.setdefault(identity, MeetingCount())
-    gathering = Gathering(
+        count = _counts.setdefault(identity, MeetingCounter())
+    exchange = OfferExchange(
         place,
         name,
         count,
@@ -119,17 +119,17 @@ def connect(
         renew=find if place.by_rank_0 and not place.served else None,
     )
     offer = _offer(place.size, preference, unavailable)
-    connected.add(offer.nonce)
+    connected_nonces.add(offer.nonce)
     del place
     try:
-        decide = functools.partial(_choose, rank=gathering.place.rank, name=name)
-        with gathering.meeting(offer, decide) as meeting:
+        decide = functools.partial(_choose, rank=exchange.place.rank, name=name)
+        with exchange.meeting(offer, decide) as meeting:
             return _build(
                 meeting.decision,
                 functools.partial(
                     Context,
-                    rank=gathering.place.rank,
-                    size=gathering.place.size,
+                    rank=exchange.place.rank,
+                    size=exchange.place.size,
                     name=name,
                     epoch=0,
                     device=where,
@@ -139,10 +139,10 @@ def connect(
                 ),
                 timeout,
                 check=any(each.check for each in meeting.offers),
-                on_close=functools.partial(_release_rank, identity, gathering.place, offer.nonce),
+                on_close=functools.partial(_release_rank, identity, exchange.place, offer.nonce),
             )
     except BaseException:
-        _release_rank(identity, gathering.place, offer.nonce)
+        _release_rank(identity, exchange.place, offer.nonce)
         raise
 
 
@@ -150,7 +150,7 @@ def connect(
 def connect_part(
     whole: Communicator,
     members: tuple[int, ...],
-    count: MeetingCount,
+    count: MeetingCounter,
     context: Context,
     *,
     timeout: float,
@@ -170,8 +170,8 @@ def connect_part(
         if (error := whole.over) is not None:
             raise again(error)
 
-    gathering = Gathering(place, within, count, deadline=deadline, timeout=timeout, check_abort=check_abort)
-    with gathering.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
+    exchange = OfferExchange(place, within, count, deadline=deadline, timeout=timeout, check_abort=check_abort)
+    with exchange.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
         return connect_members(
             whole.backend,
             rank=rank,
@@ -319,7 +319,7 @@ def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace, no
     """Let the rank connect again. Until then the caller holds `place`, and with it the store that it may serve."""
     with _lock:
         _open.discard(identity)
-        connected.discard(nonce)
+        connected_nonces.discard(nonce)
 
 
 def _offer(size: int, preference: list[str], unavailable: dict[str, str]) -> Offer:

@@ -68,7 +68,7 @@ class Window:
         else:
             self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, rank))
         self._bounds = _native.WindowBounds(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
-        forks.own(self, f"a window of rank {rank}", ("rank", "dtype"))
+        forks.refuse_in_children(self, f"a window of rank {rank}", ("rank", "dtype"))
 
     @property
     def memory(self) -> WindowMemory:

@@ -55,7 +55,7 @@ class Attempt:
         self.entered = False
         self.settled = False
         self._transaction = transaction
-        forks.own(self, f"the attempt at step {step}", _READABLE)
+        forks.refuse_in_children(self, f"the attempt at step {step}", _READABLE)
 
     def __repr__(self) -> str:
         state = ", committed" * self.committed

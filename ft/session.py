@@ -127,7 +127,7 @@ class Session(Attachments):
         self._view: View | None = None
         self._commit_state = CommitState()
         self._over = False
-        forks.own(self, f"the session of job {self._settings.name!r}", _READABLE)
+        forks.refuse_in_children(self, f"the session of job {self._settings.name!r}", _READABLE)
 
     # The public part ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import xxhash
 from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.comms.tensors.overlap import overlaps_itself
-from holdfast.comms.tensors.shared import aliases, check_agreement, sharing
+from holdfast.comms.tensors.shared import alias_key, check_agreement, groups_sharing_memory
 from holdfast.comms.transport.liveness import this_process
 from holdfast.store.catalog import Catalog, Replica, Shard, Version
 from holdfast.store.errors import StoreTimeout
@@ -146,12 +146,12 @@ def fill_shared(parts: Sequence[tuple[PartReader, Manifest]], wanted: Mapping[st
     Of tied tensors that get the same bytes, one is left for `fill`. Raises `Mismatch`, before any tensor is changed, if
     two get different bytes in one place.
     """
-    groups = sharing(wanted)
+    groups = groups_sharing_memory(wanted)
     sums = _sums_of_large(manifest for _, manifest in parts) if groups else {}
     ready: list[tuple[str, torch.Tensor]] = []
     filled: set[str] = set()
     for group in groups:
-        distinct = {(aliases(wanted[name]), sums.get(name, name)): name for name in reversed(group)}
+        distinct = {(alias_key(wanted[name]), sums.get(name, name)): name for name in reversed(group)}
         filled.update(set(group) - set(distinct.values()))
         if len(distinct) == 1 and not overlaps_itself(wanted[group[0]]):
             continue

@@ -44,7 +44,7 @@ class Lease:
     def __init__(self, version: int, release: Callable[[], None]) -> None:
         self.version = version
         self._release: Callable[[], None] | None = release
-        forks.own(self, f"a lease on version {version}", ("version",))
+        forks.refuse_in_children(self, f"a lease on version {version}", ("version",))
 
     def release(self) -> None:
         """End the lease. Idempotent. If the register cannot be reached, raises `RegisterAway`; the version stays."""
@@ -103,10 +103,10 @@ class WeightStore:
                 self._keeper.start()
             undo.pop_all()
         self._ending = weakref.finalize(self, _end, self._keeper, self._book, self._plane)
-        forks.begin_anew(self)
-        forks.own(self, f"the store {self.url}", ("url",))
+        forks.reset_in_children(self)
+        forks.refuse_in_children(self, f"the store {self.url}", ("url",))
 
-    def begin_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         self._ending.detach()
 
     # -- publishing

@@ -190,7 +190,7 @@ class HeldRegion(Region):
         self.open = True
         self._handle, self.memory = handle, memory
         _own[os.getpid(), handle.plane, handle.address] = self
-        forks.own(self, "a region of exposed memory", ("handle", "open"))
+        forks.refuse_in_children(self, "a region of exposed memory", ("handle", "open"))
 
     @property
     def handle(self) -> Handle:  # type: ignore[override]

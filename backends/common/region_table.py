@@ -30,7 +30,7 @@ from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.system.file_io import read_at
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import started
+from holdfast.comms.transport.liveness import start_time
 
 SLOTS = 1 << 20
 """The file is sparse: a slot costs memory once it has been used."""
@@ -175,7 +175,7 @@ def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
         if magic != _MAGIC or (pid, start, table) != (owner.pid, owner.started, address.table):
             raise RegionGone(f"the table of process {owner.pid} that this region was in is gone")
         try:
-            if started(owner.pid) != owner.started:
+            if start_time(owner.pid) != owner.started:
                 raise ProcessLookupError
         except ProcessLookupError:
             raise RegionGone(f"process {owner.pid}, which exposed this region, is gone") from None

@@ -104,13 +104,13 @@ class GlooTransport(TorchGroup):
         except BaseException:
             self._forget_peers()
             raise
-        forks.begin_anew(self)
+        forks.reset_in_children(self)
         self._watch_peers("gloo")
 
-    def begin_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         """Close the connections in a forked child: otherwise they would stay up when its parent dies."""
         inodes = {os.fstat(each.fileno()).st_ino for each in self._sockets if each.fileno() >= 0}
-        forks.replace_by_nothing(number for number, inode in sockets() if inode in inodes)
+        forks.replace_by_dev_null(number for number, inode in sockets() if inode in inodes)
 
     def _make_group(self, context: Context) -> Any:
         gloo: Any = dist.ProcessGroupGloo

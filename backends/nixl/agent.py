@@ -29,14 +29,14 @@ _setting = threading.Lock()
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
 
 
-@forks.in_child
+@forks.run_in_children
 def _keep_all() -> None:
     """Keep all agents alive in a forked child: destroying one would spoil memory that the parent still uses.
 
     That includes agents that the parent has dropped and the collector has yet to find. NIXL's UCX ended the parent with
     a segmentation fault.
     """
-    forks.keep(list(_agents))
+    forks.never_destroy(list(_agents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class NixlAgent:
                 return
             except Exception:
                 pass
-        forks.keep((transfer, memory))
+        forks.never_destroy((transfer, memory))
 
     def release(self, transfer: Transfer) -> None:
         self._api.release_xfer_handle(transfer.handle)

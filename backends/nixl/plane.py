@@ -117,10 +117,10 @@ class NixlPlane(CheckedPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
-        forks.begin_anew(self)
+        forks.reset_in_children(self)
 
-    def begin_in_child(self) -> None:
-        forks.keep((self._agent, self._remote))  # destroying them would free resources of the parent
+    def reset_in_child(self) -> None:
+        forks.never_destroy((self._agent, self._remote))  # destroying them would free resources of the parent
         if self._table is not None:
             self._table.close()
         self._begin()

@@ -63,9 +63,9 @@ class ShmPlane(BlockCopyPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
-        forks.begin_anew(self)
+        forks.reset_in_children(self)
 
-    def begin_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         if self._table is not None:
             self._table.close()
         self._begin()

@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed
-from holdfast.comms.system.local_causes import not_openable
+from holdfast.comms.system.local_causes import unopenable_file
 from holdfast.comms.transport.base import Peer
 
 BOARD_SLOTS = 4
@@ -88,7 +88,7 @@ class SharedSegment:
         try:
             descriptor = os.open(f"/proc/{peers[0].pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise not_openable(0, "shared memory", error) from error
+            raise unopenable_file(0, "shared memory", error) from error
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (place.inode, BOARD_SLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)

@@ -30,7 +30,7 @@ from holdfast.comms.plugins.spec import (
     hookimpl,
 )
 from holdfast.comms.rendezvous import fetch
-from holdfast.comms.system.local_causes import unreadable
+from holdfast.comms.system.local_causes import unreadable_memory
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
@@ -77,7 +77,7 @@ class ShmTransport(DirectTransport):
         except ProcessLookupError:
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
-            raise unreadable(rank, error.errno or 0) from error
+            raise unreadable_memory(rank, error.errno or 0) from error
         if copied != nbytes:
             raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 

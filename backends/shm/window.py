@@ -21,7 +21,7 @@ import torch
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
 from holdfast.comms.algorithms.window_lock import WindowLock
-from holdfast.comms.system.local_causes import not_openable
+from holdfast.comms.system.local_causes import unopenable_file
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer, Transport
 
@@ -87,7 +87,7 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
             held.callback(whole.close)
             address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
     except OSError as error:
-        raise not_openable(rank, "window", error) from error
+        raise unopenable_file(rank, "window", error) from error
     lock = _FileLock(descriptor)
     return Part(
         header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release)

@@ -52,10 +52,10 @@ class UcxPlane(CheckedPlane):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
-        forks.begin_anew(self)
+        forks.reset_in_children(self)
 
-    def begin_in_child(self) -> None:
-        forks.keep((self._read_workers, self._table, self._regions))
+    def reset_in_child(self) -> None:
+        forks.never_destroy((self._read_workers, self._table, self._regions))
         self._begin()
 
     def _begin(self) -> None:

@@ -23,7 +23,7 @@ from holdfast.comms.transport.base import Context, Transport
 _prepared = False
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     """Reset the loader in a forked child: the parent may have been in the middle of loading."""
     global _prepared

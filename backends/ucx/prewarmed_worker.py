@@ -70,8 +70,8 @@ def worker_closed(over: Transports) -> None:
         idle.close()
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     global _lock, _users, _waiting
-    forks.keep(_waiting)
+    forks.never_destroy(_waiting)
     _lock, _users, _waiting = threading.Lock(), 0, None

@@ -88,7 +88,7 @@ _inherited = False
 """Whether this process was forked from one that had workers."""
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     global _in_use, _inherited
     _in_use, _inherited = 0, _inherited or _in_use > 0

@@ -61,13 +61,13 @@ class ArgumentChecks:
         check_outputs(given, [f"{what}[{i}]" for i in range(len(given))])
         return given
 
-    def as_it_is(self, tensor: Tensor) -> bool:
+    def needs_no_copy(self, tensor: Tensor) -> bool:
         """Whether `packed(tensor)` would return `tensor` itself."""
         return self._on_cpu and plain(tensor)
 
     def movable(self, tensor: Tensor) -> bool:
-        """As `as_it_is`. Raises `Unsupported` unless the backend moves the tensor's dtype."""
-        itself = self.as_it_is(tensor)
+        """As `needs_no_copy`. Raises `Unsupported` unless the backend moves the tensor's dtype."""
+        itself = self.needs_no_copy(tensor)
         if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._moves:
@@ -80,7 +80,7 @@ class ArgumentChecks:
 
         Raises `Unsupported` unless the backend reduces the tensor's dtype by `op`, natively or as float32.
         """
-        itself = self.as_it_is(tensor)
+        itself = self.needs_no_copy(tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
         carrier = self._carriers.get((tensor.dtype, op.name))
@@ -102,7 +102,7 @@ class ArgumentChecks:
         """The tensor to reduce instead of `tensor`: itself, or a copy in a wider dtype. Call `reducible` before."""
         return tensor.to(self._carriers[tensor.dtype, op.name])
 
-    def carried(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+    def carrier_op(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
         """The reduction of carriers that gives `op` of `dtype`: for avg, inputs are divided before they are added."""
         widened = op.name == "avg" and accumulation_dtype(dtype, op) == self._carriers[dtype, op.name] == torch.float32
         return ReduceOp.premul_sum(1 / self._size) if widened else op
@@ -146,7 +146,7 @@ class ArgumentChecks:
         self.one_for_each(items, what, tensor.dtype)
         self.same_count(items[root], tensor.numel(), f"{what}[{root}]", "as many as tensor")
 
-    def like(self, tensor: Tensor, checked: Tensor) -> None:
+    def same_dtype(self, tensor: Tensor, checked: Tensor) -> None:
         """Raise ValueError unless `tensor` has the dtype of `checked`, which was checked before."""
         if tensor.dtype != checked.dtype:
             raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
@@ -161,7 +161,7 @@ class ArgumentChecks:
         if tensor.numel() != count:
             self.same_count(tensor, count, what, f"size times {whose}")
 
-    def divided(self, tensor: Tensor, what: str) -> None:
+    def evenly_divided(self, tensor: Tensor, what: str) -> None:
         """Raise ValueError unless the rows of dimension 0 divide evenly over the ranks."""
         shape = tensor.shape
         total = shape[0] if shape else 1
@@ -172,7 +172,7 @@ class ArgumentChecks:
         """The rows of dimension 0 for each rank: `counts`, or an even division."""
         total = tensor.shape[0] if tensor.dim() else 1
         if counts is None:
-            self.divided(tensor, what)
+            self.evenly_divided(tensor, what)
             return [total // self._size] * self._size
         counts = [integer(count, f"a split size of {what}") for count in counts]
         if len(counts) != self._size or sum(counts) != total or min(counts) < 0:

@@ -41,7 +41,7 @@ from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.transport.base import Context, FastPath, Form, Transport
-from holdfast.comms.transport.liveness import stopped
+from holdfast.comms.transport.liveness import stopped_ranks
 from holdfast.comms.work import DONE, Work
 
 Body = Callable[[float], None]
@@ -90,9 +90,9 @@ class Executor:
         if transport.ends_before_exit:
             _until_exit.add(self)
         self._pid = os.getpid()
-        forks.begin_anew(self)
+        forks.reset_in_children(self)
 
-    def begin_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         """Fail the running and the queued ops in a forked child, which has no thread to run them."""
         error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
         self._running.abandon(error)
@@ -235,7 +235,7 @@ class Executor:
 
     def _named(self, error: OpTimeout, name: str, seq: int, joint: int) -> OpTimeout:
         """A transport's timeout as that of a communicator's op. It blames stopped local ranks first, if any."""
-        missing = (stopped(self._peers) if joint else ()) or error.missing_ranks
+        missing = (stopped_ranks(self._peers) if joint else ()) or error.missing_ranks
         named = OpTimeout(name, seq, error.waited, missing)
         named.communicator, named.joint = self._name, joint if error.seq else 0
         named.__suppress_context__ = True
@@ -419,11 +419,11 @@ def _plan(
     if tensor is None:
         return transport.function(Form(op, None, 0, root, None, timeout))
     try:
-        as_it_is = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
+        needs_no_copy = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
     except (TypeError, ValueError, Unsupported):
         return None
     form = Form(op, tensor.dtype, tensor.nbytes, root, reduction, timeout)
-    return transport.function(form) if as_it_is else None
+    return transport.function(form) if needs_no_copy else None
 
 
 @atexit.register
@@ -435,4 +435,4 @@ def _close_before_exit() -> None:
             executor.close()
 
 
-forks.in_child(_until_exit.clear)
+forks.run_in_children(_until_exit.clear)

@@ -55,7 +55,7 @@ _numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary
 _next_number = itertools.count()
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     global _lock
     _lock = threading.Lock()

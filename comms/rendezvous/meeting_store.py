@@ -71,7 +71,7 @@ class MeetingStore(dist.Store):
     # -- torch's Store interface
 
     def set(self, key: str, value: str | bytes) -> None:
-        data = self.sealed(key, value)
+        data = self.wrap(key, value)
         self._call(lambda: self._store.set(self._name(key), data))  # type: ignore[arg-type]  # it takes bytes
 
     def get(self, key: str) -> bytes:
@@ -80,7 +80,7 @@ class MeetingStore(dist.Store):
 
     def read(self, key: str) -> bytes:
         """The value of a key that exists."""
-        return self.opened(key, self._call(lambda: self._store.get(self._name(key))))
+        return self.unwrap(key, self._call(lambda: self._store.get(self._name(key))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Poll for the keys: torch's own waits cannot be interrupted, and a FileStore's last a second or more."""
@@ -110,8 +110,8 @@ class MeetingStore(dist.Store):
         return int(self._call(lambda: self._store.add(self._name(key), value)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        expected = self.sealed(key, expected_value) if expected_value else b""
-        return self.opened(key, self.swap(key, expected, self.sealed(key, desired_value)))
+        expected = self.wrap(key, expected_value) if expected_value else b""
+        return self.unwrap(key, self.swap(key, expected, self.wrap(key, desired_value)))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """`compare_set` on the stored (sealed) bytes."""
@@ -146,15 +146,15 @@ class MeetingStore(dist.Store):
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def sealed(self, key: str, value: str | bytes) -> bytes:
+    def wrap(self, key: str, value: str | bytes) -> bytes:
         """The bytes to store under `key` for `value`."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        return data if self._seal is None else self._seal.close(self._name(key), data)
+        return data if self._seal is None else self._seal.wrap(self._name(key), data)
 
-    def opened(self, key: str, data: bytes) -> bytes:
+    def unwrap(self, key: str, data: bytes) -> bytes:
         """The value in the bytes stored under `key`. Raises `CorruptData`, `Mismatch`."""
         data, name = bytes(data), self._name(key)
-        return check_unsealed(name, data) if self._seal is None else self._seal.open(name, data)
+        return check_unsealed(name, data) if self._seal is None else self._seal.unwrap(name, data)
 
     def stop_checking(self) -> None:
         """Do not call `check_abort` any more."""

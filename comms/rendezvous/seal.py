@@ -19,11 +19,11 @@ class Seal:
     key: bytes = field(repr=False)
     scope: bytes
 
-    def close(self, name: str, value: bytes) -> bytes:
+    def wrap(self, name: str, value: bytes) -> bytes:
         """`value` with its MAC."""
         return MAGIC + self._mac(name, value) + value
 
-    def open(self, name: str, data: bytes) -> bytes:
+    def unwrap(self, name: str, data: bytes) -> bytes:
         """The value in `data`. Raises `CorruptData` unless its MAC fits the job's key, this meeting and `name`."""
         if not data.startswith(MAGIC):
             raise CorruptData(
@@ -38,7 +38,7 @@ class Seal:
             )
         return value
 
-    def within(self, transcript: bytes) -> Seal:
+    def bound_to(self, transcript: bytes) -> Seal:
         """A seal bound also to `transcript`, the offers of all ranks: for values written after the meeting."""
         return Seal(mac(self.key, b"rendezvous transcript", self.scope, transcript), self.scope)
 

@@ -27,13 +27,13 @@ _lock = threading.Lock()
 _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     """Forget the parent's served stores: their threads do not exist in a forked child."""
     global _lock
     _lock = threading.Lock()
     for store in _served.values():
-        forks.keep(store)
+        forks.never_destroy(store)
     _served.clear()
 
 

@@ -40,7 +40,7 @@ _refusals: dict[int, tuple[UsedAfterFork, dict[str, object]]] = {}
 """In a child, by the id of an inherited object: its error, and the attributes that can still be read."""
 
 
-def own(thing: Any, what: str, readable: Iterable[str] = ()) -> None:
+def refuse_in_children(thing: Any, what: str, readable: Iterable[str] = ()) -> None:
     """Let `thing` refuse every call in forked children of this process. The error calls it `what`.
 
     `readable` are the attributes and properties that keep the values they had at the fork.
@@ -48,28 +48,28 @@ def own(thing: Any, what: str, readable: Iterable[str] = ()) -> None:
     _owned[thing] = (what, tuple(readable), os.getpid())
 
 
-def begin_anew(thing: Any) -> None:
-    """Call `thing.begin_in_child()` in forked children, before anything else runs there."""
+def reset_in_children(thing: Any) -> None:
+    """Call `thing.reset_in_child()` in forked children, before anything else runs there."""
     _reset.add(thing)
 
 
-def in_child(start: Start) -> Start:
+def run_in_children(start: Start) -> Start:
     """Call a module's function in forked children, before anything else runs there. A decorator."""
     _starts.append(start)
     return start
 
 
-def around(before: Callable[[], None], after: Callable[[], None]) -> None:
+def run_around_fork(before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call `before` in this process right before it forks, and `after` in this process once it has."""
     os.register_at_fork(before=before, after_in_parent=after)
 
 
-def guard_socket(owner: HasSocket) -> None:
+def release_socket_in_children(owner: HasSocket) -> None:
     """Release this owner's socket in forked children: a copy would keep the connection open after its owner dies."""
     _sockets.add(owner)
 
 
-def keep(thing: object) -> None:
+def never_destroy(thing: object) -> None:
     """Never destroy `thing`, not even at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -81,16 +81,16 @@ def error_of(thing: object) -> UsedAfterFork | None:
 
 
 def _begin_child() -> None:
-    replace_by_nothing(number for owner in list(_sockets) if (number := owner.fileno()) >= 0)
+    replace_by_dev_null(number for owner in list(_sockets) if (number := owner.fileno()) >= 0)
     _sockets.clear()
     for start in _starts:
         start()
     for thing in list(_reset):
-        thing.begin_in_child()
+        thing.reset_in_child()
     owned = list(_owned.items())
     _owned.clear()
     for thing, (what, readable, pid) in owned:
-        keep(thing)
+        never_destroy(thing)
         values: dict[str, object] = {}
         for name in readable:
             with contextlib.suppress(Exception):  # a property may raise on a closed object: then it is refused, too
@@ -100,7 +100,7 @@ def _begin_child() -> None:
         thing.__class__ = _refusing(type(thing))
 
 
-def replace_by_nothing(numbers: Iterable[int]) -> None:
+def replace_by_dev_null(numbers: Iterable[int]) -> None:
     """Release sockets, but keep their descriptor numbers taken: inherited objects may still close them."""
     if numbers := list(numbers):
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -32,14 +32,14 @@ def local_cause(error: BaseException, doing: str) -> HoldfastError | None:
     if isinstance(error, HoldfastError):
         return error if isinstance(error, ResourceExhausted) else None
     if isinstance(error, MemoryError):
-        return exhausted(errno.ENOMEM, doing)
+        return resource_exhausted(errno.ENOMEM, doing)
     if isinstance(error, OSError):
-        return exhausted(error.errno, doing, error.filename)
+        return resource_exhausted(error.errno, doing, error.filename)
     if isinstance(error, RuntimeError):
         text = str(error)
         if "can't start new thread" in text or "Resource temporarily unavailable" in text:
             return ResourceExhausted("threads", f"one more for {doing}", _limit_of(resource.RLIMIT_NPROC, "ulimit -u"))
-        return next((exhausted(number, doing) for words, number in _WORDS.items() if words in text), None)
+        return next((resource_exhausted(number, doing) for words, number in _WORDS.items() if words in text), None)
     return None
 
 
@@ -55,7 +55,7 @@ def reraise_local_cause(doing: str) -> Iterator[None]:
         raise cause from error
 
 
-def exhausted(number: int | None, doing: str, path: str | bytes | None = None) -> ResourceExhausted | None:
+def resource_exhausted(number: int | None, doing: str, path: str | bytes | None = None) -> ResourceExhausted | None:
     """The error for an errno that means that this process or host ran out of a resource; None for other errnos."""
     where = "the file system" if path is None else repr(os.fsdecode(path))
     match number:
@@ -78,25 +78,25 @@ def out_of_descriptors(doing: str) -> ResourceExhausted | None:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        return exhausted(error.errno, doing)
+        return resource_exhausted(error.errno, doing)
     return None
 
 
-def unreadable(rank: int, number: int) -> HoldfastError:
+def unreadable_memory(rank: int, number: int) -> HoldfastError:
     """The error for an errno of process_vm_readv on the memory of `rank`, which is still alive."""
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         reason = f"this process may not read the memory of rank {rank}: {os.strerror(number)}"
         return BackendUnavailable("shm", reason, MEMORY_HINT)
-    cause = exhausted(number, f"reading the memory of rank {rank}")
+    cause = resource_exhausted(number, f"reading the memory of rank {rank}")
     return cause or PeerFailed((rank,), f"its memory cannot be read: {os.strerror(number)}")
 
 
-def not_openable(rank: int, what: str, error: OSError) -> HoldfastError:
+def unopenable_file(rank: int, what: str, error: OSError) -> HoldfastError:
     """The error for a failed open of `what`, a /proc file of the process of `rank`."""
     if error.errno in (errno.EPERM, errno.EACCES):
         reason = f"this process may not open {what} of rank {rank}: {error.strerror}"
         return BackendUnavailable("shm", reason, MEMORY_HINT)
-    cause = exhausted(error.errno, f"opening {what} of rank {rank}")
+    cause = resource_exhausted(error.errno, f"opening {what} of rank {rank}")
     return cause or PeerFailed((rank,), f"its {what} cannot be opened: {error}")
 
 

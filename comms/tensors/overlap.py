@@ -33,7 +33,7 @@ def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
         reached.append((end, i))
 
 
-def apart(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
+def unaliased(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
     """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous.
 
     `given` may be exactly the memory of output number `own`, to which the op copies it.

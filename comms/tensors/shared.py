@@ -18,7 +18,7 @@ from holdfast.comms.tensors.overlap import overlaps_itself, span
 Tensor = torch.Tensor
 
 
-def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+def groups_sharing_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Groups of names of tensors that may have bytes in common, with each other or within themselves.
 
     This compares extents, so tensors that interleave without a common byte are a group, too; `check_agreement` compares
@@ -37,7 +37,7 @@ def sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1 or overlaps_itself(tensors[group[0]])]
 
 
-def aliases(tensor: Tensor) -> tuple[object, ...]:
+def alias_key(tensor: Tensor) -> tuple[object, ...]:
     """A key that is equal for tensors with the same elements at the same addresses."""
     return (
         tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(),

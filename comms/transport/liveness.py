@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError, again
 from holdfast.comms.system.file_io import read_all
-from holdfast.comms.system.local_causes import exhausted
+from holdfast.comms.system.local_causes import resource_exhausted
 from holdfast.comms.transport.base import Peer
 
 HOST = "HOLDFAST_HOST"
@@ -34,9 +34,9 @@ def this_host() -> str:
     return "/".join(filter(None, (boot, str(Path("/proc/self/ns/pid").readlink()), os.environ.get(HOST))))
 
 
-def started(pid: int) -> int:
+def start_time(pid: int) -> int:
     """A process's start time in clock ticks since boot. Raises ProcessLookupError if there is none."""
-    fields = stat(pid)
+    fields = read_proc_stat(pid)
     if not fields:
         raise ProcessLookupError(pid)
     return int(fields[19])
@@ -44,7 +44,7 @@ def started(pid: int) -> int:
 
 def this_process() -> Peer:
     """This process, as its peers identify it."""
-    return Peer(this_host(), os.getpid(), started(os.getpid()))
+    return Peer(this_host(), os.getpid(), start_time(os.getpid()))
 
 
 class PidfdsRefused(OSError):
@@ -65,7 +65,7 @@ def open_pidfd(peer: Peer) -> int | None:
             raise PidfdsRefused(error.errno, error.strerror) from error
         raise
     try:
-        if started(peer.pid) == peer.started:
+        if start_time(peer.pid) == peer.started:
             return fd
     except ProcessLookupError:
         pass
@@ -78,13 +78,13 @@ def is_gone(peer: Peer) -> bool:
     if peer.host != this_host():
         return False
     try:
-        fields = stat(peer.pid)
+        fields = read_proc_stat(peer.pid)
     except OSError:  # this process lacks a descriptor: no evidence about the peer
         return False
     return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
 
 
-def stat(pid: int) -> list[bytes]:
+def read_proc_stat(pid: int) -> list[bytes]:
     """The fields of /proc/pid/stat from the state on; empty for a process that has ended.
 
     Raises OSError if this process has no free descriptor.
@@ -92,7 +92,7 @@ def stat(pid: int) -> list[bytes]:
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        if exhausted(error.errno, "a look at a process") is not None:
+        if resource_exhausted(error.errno, "a look at a process") is not None:
             raise
         return []
     try:
@@ -110,7 +110,7 @@ def is_stopped(pid: int) -> bool:
     False for a process that has ended or cannot be inspected.
     """
     try:
-        state = stat(pid)[:1]
+        state = read_proc_stat(pid)[:1]
     except OSError:
         return False
     return bool(state) and (state[0] in (b"T", b"t") or _is_frozen(pid))
@@ -126,7 +126,7 @@ def _is_frozen(pid: int) -> bool:
         return False
 
 
-def stopped(peers: Sequence[Peer]) -> tuple[int, ...]:
+def stopped_ranks(peers: Sequence[Peer]) -> tuple[int, ...]:
     """The ranks with a stopped process, among the other processes of this host. A collective waits for these."""
     others = [rank for rank, peer in enumerate(peers) if peer.host == this_host() and peer.pid != os.getpid()]
     return tuple(rank for rank in others if is_stopped(peers[rank].pid))

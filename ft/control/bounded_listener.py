@@ -67,7 +67,7 @@ class BoundedListener:
             listener.close()
             raise
         self._socket = listener
-        forks.guard_socket(self)
+        forks.release_socket_in_children(self)
         loop.add_reader(listener, self._accept)
         bound = listener.getsockname()
         return str(bound[0]), int(bound[1])

@@ -81,7 +81,7 @@ class _Wire(asyncio.Protocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_SECONDS)
         self._number = sock.fileno()
-        forks.guard_socket(self)
+        forks.release_socket_in_children(self)
         if isinstance(self._handshake, DiallerHandshake):
             self.transport.write(self._handshake.hello())
 

@@ -54,7 +54,7 @@ class RpcClient:
     ) -> None:
         self.address = address
         self._socket, self._session = _connect(address, timeout, (key, job, identity, limit))
-        forks.guard_socket(self)
+        forks.release_socket_in_children(self)
         self.peer = self._session.peer
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
@@ -65,7 +65,7 @@ class RpcClient:
         self._reading = False
         self._users = 0
         self._lost: ControlError | None = None
-        forks.own(self, f"the connection to {self.peer}", ("address", "peer"))
+        forks.refuse_in_children(self, f"the connection to {self.peer}", ("address", "peer"))
 
     def call(self, method: str, body: bytes = b"", timeout: float = 30.0) -> bytes:
         """The answer of the server's handler.

@@ -22,7 +22,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        forks.own(self, f"the event loop {name}")
+        forks.refuse_in_children(self, f"the event loop {name}")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import started
+from holdfast.comms.transport.liveness import start_time
 from holdfast.ft.detectors.stragglers import OpPosition
 
 _BYTES = mmap.PAGESIZE
@@ -56,7 +56,7 @@ class PulseReader:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             _check_name(f"/proc/self/fd/{opened}")
-            if started(peer.pid) != peer.started:
+            if start_time(peer.pid) != peer.started:
                 raise FileNotFoundError(path)
             self._page = mmap.mmap(opened, _BYTES, prot=mmap.PROT_READ)
         except (ValueError, ProcessLookupError) as error:

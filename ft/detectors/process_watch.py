@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.transport.liveness import open_pidfd, stat, this_host
+from holdfast.comms.transport.liveness import open_pidfd, read_proc_stat, this_host
 from holdfast.ft.membership.events import Death
 from holdfast.ft.membership.view import Member
 
@@ -182,7 +182,7 @@ def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
 def cpu_ticks(pid: int) -> int:
     """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
     try:
-        fields = stat(pid)
+        fields = read_proc_stat(pid)
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12]) if fields else 0
@@ -191,7 +191,7 @@ def cpu_ticks(pid: int) -> int:
 def is_exiting(pid: int) -> bool:
     """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
     try:
-        fields = stat(pid)
+        fields = read_proc_stat(pid)
     except OSError:  # of this process, and no proof of anything
         return False
     if not fields or fields[0] in (b"Z", b"X"):
@@ -231,7 +231,7 @@ def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
 def fatal_signal(pid: int) -> int:
     """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
     try:
-        fields = stat(pid)
+        fields = read_proc_stat(pid)
     except OSError:
         return 0
     return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0

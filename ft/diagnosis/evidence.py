@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import started, this_host
+from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState
 
 
@@ -29,7 +29,7 @@ def life(process: Peer) -> ProcessState:
     if process.host != this_host():
         return ProcessState.UNKNOWN
     try:
-        if started(process.pid) != process.started:
+        if start_time(process.pid) != process.started:
             return ProcessState.GONE
         stat = Path(f"/proc/{process.pid}/stat").read_bytes()
     except (ProcessLookupError, OSError):

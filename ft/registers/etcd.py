@@ -76,7 +76,7 @@ class EtcdCell(Cell):
         self._access = access = parse(url)
         access.check_files()
         self._key = base64.b64encode(f"holdfast/{access.name}/{name}".encode()).decode()
-        forks.own(self, f"register {url}")
+        forks.refuse_in_children(self, f"register {url}")
         self._closed = threading.Event()
         self._session = requests.Session()
         self._session.trust_env = False  # no proxies: these are machines of the job

@@ -35,7 +35,7 @@ class MemoryCell(Cell):
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
-        forks.own(self, f"register {url}, which is memory of one process,")
+        forks.refuse_in_children(self, f"register {url}, which is memory of one process,")
         with _opening:
             value = _values.get((url, name))
             if value is None:

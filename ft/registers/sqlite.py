@@ -147,10 +147,10 @@ def _go_on() -> None:
         _held_for_fork.pop().release()
 
 
-forks.around(_finish_transactions, _go_on)
+forks.run_around_fork(_finish_transactions, _go_on)
 
 
-@forks.in_child
+@forks.run_in_children
 def _begin_child() -> None:
     """A forked child has no handle of its own yet, and no thread that could release the lock."""
     global _opening
@@ -200,7 +200,7 @@ class SqliteCell(Cell):
                 self._db = self._connect()
                 _open_files[self._file] += 1
                 _cells.add(self)
-            forks.own(self, f"register {url}")
+            forks.refuse_in_children(self, f"register {url}")
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
 

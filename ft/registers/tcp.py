@@ -65,7 +65,7 @@ class _Server:
         """Raises OSError if the address is not one of this machine, or in use."""
         self._store = serve(host, port, PATIENCE)
         self.port: int = self._store.port
-        forks.own(self, f"the store at port {self.port}")
+        forks.refuse_in_children(self, f"the store at port {self.port}")
         _log.warning(
             "serving a tcp register at %s:%d: whoever can reach this port can read and change it, and it is lost with "
             "this process; use sqlite:// on one host, or etcds:// between hosts, where that matters",
@@ -136,7 +136,7 @@ class TcpCell(Cell):
         self._url = url
         self._host, self._port, prefix = parse(url)
         self._key = f"holdfast/{prefix}/{name}"
-        forks.own(self, f"register {url}")
+        forks.refuse_in_children(self, f"register {url}")
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._client: _Client | None = None

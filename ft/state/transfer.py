@@ -18,7 +18,7 @@ import xxhash
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
-from holdfast.comms.tensors.shared import check_agreement, sharing
+from holdfast.comms.tensors.shared import check_agreement, groups_sharing_memory
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.state.codec import put_together, take_apart
 
@@ -217,7 +217,7 @@ def _check_tied(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
         for key, source in sources.items()
         if (plain[key].dtype, plain[key].shape) == (source.dtype, source.shape) and plain[key].device.type != "meta"
     }
-    for group in sharing(targets):
+    for group in groups_sharing_memory(targets):
         check_agreement({key: targets[key] for key in group}, sources, f"{name!r}")
 
 

@@ -60,7 +60,7 @@ class Job:
         links: Links | None = None,
     ) -> None:
         """Start the processes. Each calls `prepare` before its session."""
-        forks.own(self, "the job", ("processes", "directory"))
+        forks.refuse_in_children(self, "the job", ("processes", "directory"))
         self._settings, self._count = settings, count
         self.directory = directory
         self._contract = LocalContract.create(

@@ -81,7 +81,7 @@ class LocalCluster:
         if not timeout or not grace:
             raise ValueError(f"timeout={timeout} and grace={grace} must be positive seconds")
         threads = None if threads is None else integer_in(threads, "threads", 1)
-        forks.own(self, "the cluster")
+        forks.refuse_in_children(self, "the cluster")
         found = registry().backend(backend)
         if (missing := found.missing) is not None:
             raise BackendUnavailable(backend, missing.reason, missing.install_hint)

@@ -329,7 +329,7 @@ def shut_down() -> None:
             _shared = None
 
 
-@forks.in_child
+@forks.run_in_children
 def _forget() -> None:
     global _shared, _shared_lock
     _shared_lock = threading.Lock()

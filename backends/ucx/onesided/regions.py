@@ -22,7 +22,7 @@ from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import started
+from holdfast.comms.transport.liveness import start_time
 
 ROWS = 1 << 16
 ROW_BYTES = 16
@@ -76,7 +76,7 @@ def writer_lives(token: int) -> bool:
     """Whether a process of this host with this token is running."""
     pid = token & (1 << 22) - 1
     try:
-        return token == writer_token(Peer("", pid, started(pid)))
+        return token == writer_token(Peer("", pid, start_time(pid)))
     except ProcessLookupError:
         return False
 

@@ -27,7 +27,7 @@ from holdfast.comms.algorithms.message_passing.exchange import bounds
 from holdfast.comms.algorithms.shared_memory.board import Board
 from holdfast.comms.algorithms.shared_memory.publication import Spans
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.system.local_causes import unreadable
+from holdfast.comms.system.local_causes import unreadable_memory
 
 _NO_REDUCTION = -1
 _UNREADABLE = -1
@@ -96,4 +96,4 @@ class Staging:
     def _give_up(self, rank: int, number: int) -> NoReturn:
         """Raise: the inputs that `rank` exposed cannot be read."""
         self._board.check_peers(lambda: [rank])
-        raise unreadable(rank, number)
+        raise unreadable_memory(rank, number)

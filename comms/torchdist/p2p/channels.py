@@ -172,4 +172,4 @@ def _close_all() -> None:
         channels.close(0.0, 2.0)
 
 
-forks.in_child(_open.clear)
+forks.run_in_children(_open.clear)

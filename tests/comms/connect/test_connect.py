@@ -24,7 +24,7 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.backends.gloo.transport import _CONNECT_SECONDS
 from holdfast.comms.connect import connect_members
-from holdfast.comms.rendezvous.gathering import Gathering
+from holdfast.comms.rendezvous.offer_exchange import OfferExchange
 from holdfast.comms.rendezvous.offers import Offer
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
@@ -239,17 +239,17 @@ def test_a_rank_that_reads_late_why_others_gave_up_still_names_the_dead_rank(tmp
     where = f"file://{tmp_path}/meeting"
     script = f"from holdfast import comms; comms.connect('shm', rank=1, size=2, rendezvous={where!r}).close()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as victim:
-        checked = Gathering._check_alive
+        checked = OfferExchange._check_alive
 
-        def check_alive(gathering: Gathering, offers: list[Offer]) -> None:
-            checked(gathering, offers)
+        def check_alive(exchange: OfferExchange, offers: list[Offer]) -> None:
+            checked(exchange, offers)
             if len(offers) == 2 and victim.returncode is None:
                 victim.kill()
                 victim.wait(10.0)
                 dist.FileStore(f"{tmp_path}/meeting", -1).add("holdfast/default/0/left", 1)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(comms.PeerFailed, match="rank 1"):
-            patch.setattr(Gathering, "_check_alive", check_alive)
+            patch.setattr(OfferExchange, "_check_alive", check_alive)
             comms.connect("shm", rank=0, size=2, rendezvous=where, timeout=10.0)
 
 

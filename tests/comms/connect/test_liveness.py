@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import Liveness, started, stopped, this_host, this_process
+from holdfast.comms.transport.liveness import Liveness, start_time, stopped_ranks, this_host, this_process
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def peer_of(process: subprocess.Popen[bytes]) -> Peer:
-    return Peer(this_host(), process.pid, started(process.pid))
+    return Peer(this_host(), process.pid, start_time(process.pid))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -105,11 +105,11 @@ def test_processes_of_other_hosts_are_nobody_s_business_here(wake: int) -> None:
 
 
 def test_who_is_stopped_is_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:
-    elsewhere = Peer("another host", process.pid, started(process.pid))
+    elsewhere = Peer("another host", process.pid, start_time(process.pid))
     peers = [this_process(), elsewhere, peer_of(process)]
-    assert stopped(peers) == ()
+    assert stopped_ranks(peers) == ()
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert stopped(peers) == (2,)
+    assert stopped_ranks(peers) == (2,)
     end(process)
-    assert stopped(peers) == ()
+    assert stopped_ranks(peers) == ()

@@ -321,23 +321,23 @@ def test_what_was_said_at_one_meeting_does_not_verify_at_another(key_file: Path)
 
 def test_addresses_are_bound_to_the_offers_of_their_meeting() -> None:
     seal = Seal(b"k" * 32, b"meeting 0")
-    ours, theirs = seal.within(b"offers"), seal.within(b"other offers")
-    assert ours.open("board", ours.close("board", b"here")) == b"here"
+    ours, theirs = seal.bound_to(b"offers"), seal.bound_to(b"other offers")
+    assert ours.unwrap("board", ours.close("board", b"here")) == b"here"
     with pytest.raises(comms.CorruptData):
-        ours.open("board", theirs.close("board", b"here"))
+        ours.unwrap("board", theirs.close("board", b"here"))
     with pytest.raises(comms.CorruptData):
-        ours.open("board", seal.close("board", b"here"))
+        ours.unwrap("board", seal.wrap("board", b"here"))
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
 def test_no_change_of_a_sealed_value_goes_unseen(name: bytes, value: bytes, where: int, flip: int) -> None:
     seal = Seal(b"k" * 32, b"meeting 0")
-    sealed = bytearray(seal.close(name.hex(), value))
-    assert seal.open(name.hex(), bytes(sealed)) == value
+    sealed = bytearray(seal.wrap(name.hex(), value))
+    assert seal.unwrap(name.hex(), bytes(sealed)) == value
     sealed[where % len(sealed)] ^= flip
     for wrong in (bytes(sealed), bytes(sealed)[: where % len(sealed)]):
         with pytest.raises(comms.CorruptData):
-            seal.open(name.hex(), wrong)
+            seal.unwrap(name.hex(), wrong)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

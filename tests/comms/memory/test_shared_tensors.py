@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.overlap import overlaps_itself, span
-from holdfast.comms.tensors.shared import sharing
+from holdfast.comms.tensors.shared import groups_sharing_memory
 from holdfast.ft.state import transfer
 from holdfast.store import WeightStore
 
@@ -80,7 +80,7 @@ def test_each_of_several_views_of_one_base_gets_what_it_was_to_get_or_nothing_ch
 def test_tensors_that_are_not_said_to_share_memory_have_no_byte_in_common(kinds: list[Tensor]) -> None:
     memory = torch.zeros(MEMORY, dtype=torch.uint8)
     into = {str(number): over(memory, kind) for number, kind in enumerate(kinds)}
-    together = {name for group in sharing(into) for name in group}
+    together = {name for group in groups_sharing_memory(into) for name in group}
     alone = [each for name, each in into.items() if name not in together and each.numel()]
     for each in alone:
         first, last = span(each)

@@ -17,7 +17,7 @@ from holdfast import comms
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
 from holdfast.comms.errors import describe
-from holdfast.comms.system.local_causes import exhausted, local_cause, not_openable, unreadable
+from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 
@@ -44,17 +44,21 @@ def test_an_error_names_the_resource_that_ran_out(number: int, words: str) -> No
 
 @pytest.mark.parametrize("number", [errno.ESRCH, errno.ECONNRESET, errno.EPIPE, errno.EFAULT, errno.ENOENT])
 def test_an_error_that_a_peer_may_have_caused_is_no_local_cause(number: int) -> None:
-    assert exhausted(number, "a test") is None
+    assert resource_exhausted(number, "a test") is None
     assert local_cause(OSError(number, os.strerror(number)), "a test") is None
 
 
 def test_a_refused_read_of_memory_is_not_a_death() -> None:
     """Causes are user namespaces, seccomp and Yama."""
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
-    for error in (unreadable(1, errno.EPERM), unreadable(1, errno.ENOSYS), not_openable(1, "window", refused)):
+    for error in (
+        unreadable_memory(1, errno.EPERM),
+        unreadable_memory(1, errno.ENOSYS),
+        unopenable_file(1, "window", refused),
+    ):
         assert isinstance(error, BackendUnavailable) and "rank 1" in str(error) and "user namespace" in str(error)
-    assert isinstance(unreadable(1, errno.EFAULT), PeerFailed)
-    assert isinstance(not_openable(1, "window", OSError(errno.ENOENT, "no")), PeerFailed)
+    assert isinstance(unreadable_memory(1, errno.EFAULT), PeerFailed)
+    assert isinstance(unopenable_file(1, "window", OSError(errno.ENOENT, "no")), PeerFailed)
 
 
 _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"

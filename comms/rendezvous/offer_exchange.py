@@ -35,7 +35,7 @@ _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 """How long to wait for a rank to replace an offer that does not verify, and how often to read it again."""
 
 
-connected: set[str] = set()
+connected_nonces: set[str] = set()
 """The nonces of the offers with which this process is connected or connecting."""
 
 
@@ -60,13 +60,13 @@ def run_scope() -> str:
 
 
 @dataclass(slots=True)
-class MeetingCount:
+class MeetingCounter:
     """The number of a rank's next meeting. A meeting where the rank was already taken does not advance it."""
 
     number: int = 0
 
 
-class Gathering:
+class OfferExchange:
     """Takes one rank through the meetings of a `name` at a `place`, until `deadline`.
 
     `count` numbers the meetings. `key` is the job's key, if the job has one. Waits call `check_abort`, which may raise.
@@ -78,7 +78,7 @@ class Gathering:
         self,
         place: MeetingPlace,
         name: str,
-        count: MeetingCount,
+        count: MeetingCounter,
         *,
         deadline: float,
         timeout: float,
@@ -159,13 +159,13 @@ class Gathering:
         self._check_over(store, offers)
         seal = None
         if self._key is not None:
-            seal = Seal(self._key, prefix.encode()).within(b"".join(each.encode() for each in offers))
+            seal = Seal(self._key, prefix.encode()).bound_to(b"".join(each.encode() for each in offers))
         return Meeting(number, tuple(offers), decision, self._open(f"{prefix}/transport", seal))
 
     def _take_rank(self, store: MeetingStore, offer: Offer) -> None:
         """Write this rank's offer to the store. Replaces a value that was written without the job's key."""
         key = f"offer/{self.place.rank}"
-        sealed_offer = store.sealed(key, offer.encode())
+        sealed_offer = store.wrap(key, offer.encode())
         expected = b""
         for _ in range(3):
             found = store.swap(key, expected, sealed_offer)
@@ -174,13 +174,13 @@ class Gathering:
             if store.check([_LEFT]):
                 raise _MeetingOver
             try:
-                holder = decode_offer(key, store.opened(key, found))
+                holder = decode_offer(key, store.unwrap(key, found))
             except CorruptData:
                 if self._key is None:
                     raise
                 expected = found
             else:
-                if holder.peer == this_process() and holder.nonce not in connected:
+                if holder.peer == this_process() and holder.nonce not in connected_nonces:
                     raise _MeetingOver  # this process was here before, through another store object
                 raise Mismatch(self._taken_by(holder))
         raise CorruptData(f"strangers keep writing to {key!r} at {self.place.where}; meet where they cannot")
