@@ -1,4 +1,4 @@
-"""How ranks find each other: every form of rendezvous, preference lists, and what happens when they disagree."""
+"""`connect`: every form of rendezvous, preference lists, ranks that disagree, and ranks that die while connecting."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_a_name_may_be_used_again_after_close(tmp_path: Path) -> None:
         assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
-def test_the_first_backend_that_all_can_run_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_connect_takes_and_logs_the_first_backend_that_all_ranks_can_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "holdfast.comms"):
         comm = comms.connect("inproc,shm,gloo", rank=0, size=1, rendezvous=f"file://{tmp_path}/m")
     assert comm.backend == "inproc"
@@ -82,7 +84,7 @@ def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
         assert (comm.backend, comm.rank, comm.size, comm.epoch, str(comm.device)) == ("shm", 0, 1, 0, "cpu")
 
 
-def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
+def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
     from holdfast.comms.connect import choose_backend
     from holdfast.comms.transport.liveness import this_process
 
@@ -94,7 +96,7 @@ def test_peers_elsewhere_rule_out_backends_of_one_host() -> None:
         choose_backend("shm", [here, there])
 
 
-def test_an_unknown_backend_names_what_is_known(tmp_path: Path) -> None:
+def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(comms.BackendUnavailable) as caught:
         comms.connect("smoke-signals", rank=0, size=1)
     assert caught.value.name == "smoke-signals"
@@ -119,14 +121,14 @@ def test_an_unknown_backend_names_what_is_known(tmp_path: Path) -> None:
         ({"size": 1}, "RANK is not in the environment"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ValueError, match=said):
         comms.connect("inproc", **arguments)
 
 
-def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+def test_a_timeout_of_connect_names_the_missing_ranks(tmp_path: Path) -> None:
     began = time.monotonic()
     outcome = in_threads(
         2,
@@ -137,7 +139,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
 
 
-def test_a_server_that_never_comes_is_a_timeout() -> None:
+def test_connect_times_out_without_a_store_server() -> None:
     with pytest.raises(comms.OpTimeout):
         comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
 
@@ -176,7 +178,7 @@ def test_a_rank_taken_by_another_process_is_refused_at_once(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("odd", "said"), [({"size": 3}, "must pass the same size"), ({"backend": "inproc,gloo"}, "must ask for the same")]
 )
-def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
+def test_ranks_with_different_sizes_or_backends_raise_an_error(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
     def body(rank: int) -> comms.Communicator:
         arguments: dict[str, Any] = {"backend": "inproc", "size": 2} | (odd if rank else {})
         place = f"file://{tmp_path}/meeting"
@@ -187,7 +189,7 @@ def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path, odd: dict[
         assert said in str(error) or isinstance(error, comms.OpTimeout)
 
 
-def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
+def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path) -> None:
     from holdfast.comms.connect import connect_members
     from holdfast.comms.transport.liveness import this_process
 
@@ -203,11 +205,11 @@ def test_threads_cannot_be_ranks_of_shm_peers_elsewhere(tmp_path: Path) -> None:
     assert caught.value.ranks == (1,)
 
 
-# -- a rank that dies on the way
+# -- a rank that dies while connecting
 
 
 def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
-    """Connect once more; rank 1 is killed when it comes to call the function `where`."""
+    """Connect again; rank 1 kills itself when it calls the function `where`."""
     if comm.rank == 1:
         module, _, name = where.rpartition(".")
         setattr(importlib.import_module(module), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -218,15 +220,15 @@ def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
     return "did not notice"
 
 
-def test_who_connects_with_a_rank_that_dies_is_told_at_once(process_backend: str, tmp_path: Path) -> None:
+def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str, tmp_path: Path) -> None:
     with LocalCluster(3, process_backend) as cluster:
         outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._build")
     survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
-    assert "lost (1,)" in survivors, "the other may be told of the one that gives up first"
+    assert "lost (1,)" in survivors, "the other survivor may name the one that gives up first"
     assert all(str(value).startswith("lost") for value in survivors)
 
 
-def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) -> None:
+def test_connecting_gloo_does_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
     with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
         outcomes = cluster.outcomes(
             connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.transport.run_interruptible"
@@ -234,8 +236,8 @@ def test_nobody_waits_for_gloo_to_connect_with_a_rank_that_died(tmp_path: Path) 
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
 
 
-def test_a_rank_that_reads_late_why_others_gave_up_still_names_the_dead_rank(tmp_path: Path) -> None:
-    """Rank 1 dies and rank 2 gives up, both after rank 0 has found all alive and before it finds the meeting over."""
+def test_a_rank_that_notices_a_failed_meeting_late_still_names_the_dead_rank(tmp_path: Path) -> None:
+    """Rank 1 dies and rank 2 gives up after rank 0 found all ranks alive, and before it finds the meeting over."""
     where = f"file://{tmp_path}/meeting"
     script = f"from holdfast import comms; comms.connect('shm', rank=1, size=2, rendezvous={where!r}).close()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as victim:
@@ -254,7 +256,7 @@ def test_a_rank_that_reads_late_why_others_gave_up_still_names_the_dead_rank(tmp
 
 
 def late(store: dist.Store) -> dist.Store:
-    """The same store, whose answers are slow to come."""
+    """The same store with delayed answers."""
 
     class Late(dist.Store):
         def set(self, key: str, value: str) -> None:
@@ -276,7 +278,7 @@ def late(store: dist.Store) -> dist.Store:
 
 
 def connect_and_close(comm: comms.Communicator, folder: str) -> None:
-    """Again and again; one of two ranks is late each time, and the other one does not wait for it."""
+    """Connect and close repeatedly. Each time one of the two ranks is late, and the other does not wait for it."""
     said = comm.all_gather_object(msgspec.to_builtins(this_process()))
     peers = [msgspec.convert(each, Peer) for each in said]
     for turn in range(60):
@@ -292,7 +294,9 @@ def connect_and_close(comm: comms.Communicator, folder: str) -> None:
         ).close()
 
 
-def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend: str, tmp_path: Path) -> None:
+def test_a_rank_that_closes_at_once_does_not_disturb_ranks_that_still_connect(
+    process_backend: str, tmp_path: Path
+) -> None:
     with LocalCluster(2, process_backend) as cluster:
         cluster.run(connect_and_close, str(tmp_path))
 
@@ -301,7 +305,7 @@ def test_who_closes_at_once_leaves_those_alone_who_still_connect(process_backend
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
-    """One rank (a thread) finds that it lacks the backend `inproc`."""
+    """Make one rank, a thread, lack the backend `inproc`."""
     module = importlib.import_module("holdfast.comms.connect")
     asked = module._requested_backends
 
@@ -324,7 +328,7 @@ def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("place", ["file", "tcp"])
-def test_a_rank_that_lacks_the_backend_is_named_on_all_and_breaks_no_later_connect(
+def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
 ) -> None:
     where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{free_port()}"
@@ -340,7 +344,7 @@ def test_a_rank_that_lacks_the_backend_is_named_on_all_and_breaks_no_later_conne
     assert in_named_threads(2, body) == [3.0, 3.0]
 
 
-def test_an_unknown_backend_on_one_rank_only_is_told_to_all(tmp_path: Path) -> None:
+def test_all_ranks_report_a_backend_that_is_unknown_on_one_rank(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         name = "shm,pigeon" if rank else "shm,gloo"
         return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
@@ -373,8 +377,8 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Pa
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_a_second_process_of_a_rank_leaves_the_others_where_they_are(tmp_path: Path) -> None:
-    """It is refused each time it comes, and the rank can connect again."""
+def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(tmp_path: Path) -> None:
+    """The second process is refused each time, and the rank can connect again."""
     place = f"file://{tmp_path}/meeting"
     script = f"""
 from holdfast import comms
@@ -408,7 +412,7 @@ from holdfast import comms
 from holdfast.comms.transport.liveness import this_process
 
 faulthandler.dump_traceback_later(60, exit=True)
-comms.backends()  # what is imported now is not imported when the signal comes
+comms.backends()  # so that the signal does not hit an import
 backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 sent = []
 
@@ -460,7 +464,7 @@ except KeyboardInterrupt:
     + [(name, what) for name in ("shm", "ucx") for what in ("recv", "window")]
     + [("gloo", what) for what in ("recv", "dist.recv", "dist.irecv")],
 )
-def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
+def test_ctrl_c_interrupts_a_call_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
     place = f"file://{tmp_path}/meeting"
     ranks = range(1) if what in ("connect", "init_process_group") else range(2)
     started = [
@@ -482,11 +486,11 @@ def test_ctrl_c_is_heard_within_a_second(tmp_path: Path, backend: str, what: str
             process.communicate()
     heard = re.search(r"heard after (.*) s", said)
     assert heard is not None, said
-    assert float(heard[1]) < 1.0 + 2.0, "a second, and what a loaded machine may take"
+    assert float(heard[1]) < 1.0 + 2.0, "a second, plus the delay of a loaded machine"
 
 
 @pytest.mark.parametrize("kind", ["tcp", "foreign"])
-def test_ctrl_c_is_heard_while_the_place_does_not_answer(kind: str) -> None:
+def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(kind: str) -> None:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         if kind == "foreign":

@@ -1,4 +1,4 @@
-"""Communicators that are dropped without `close()`: they warn here, and take leave of their peers."""
+"""A communicator that is garbage-collected without `close()` warns, and its peers do not wait for it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from support.waiting import becomes_true
 
 
 def settled(seconds: float = 10.0) -> bool:
-    """Whether no thread of a dropped communicator is left."""
+    """Whether all threads of dropped communicators have ended."""
     names = ("holdfast-dropped", "holdfast-ops")
     return becomes_true(lambda: not any(each.name.startswith(names) for each in threading.enumerate()), seconds)
 
 
 def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Collect garbage until `done()`: the thread that ran an op lets go of it a moment after the op is complete."""
+    """Collect garbage until `done()`: the thread that ran an op drops its references a little later."""
 
     def collected() -> bool:
         gc.collect()
@@ -43,7 +43,7 @@ def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
     return becomes_true(collected, seconds, interval=0.005)
 
 
-def test_a_dropped_communicator_warns_and_lets_everything_go(tmp_path: Path) -> None:
+def test_a_dropped_communicator_warns_and_releases_everything(tmp_path: Path) -> None:
     comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
     comm.all_reduce(torch.ones(2), async_op=True).wait()
     gone = weakref.ref(comm)
@@ -53,7 +53,7 @@ def test_a_dropped_communicator_warns_and_lets_everything_go(tmp_path: Path) -> 
     assert settled()
 
 
-def test_a_closed_communicator_is_dropped_in_silence(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_dropping_a_closed_communicator_does_not_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
     comm.close()
     del comm
@@ -63,7 +63,7 @@ def test_a_closed_communicator_is_dropped_in_silence(tmp_path: Path, recwarn: py
     ]
 
 
-def test_an_op_of_a_dropped_communicator_is_still_done(tmp_path: Path) -> None:
+def test_an_asynchronous_op_of_a_dropped_communicator_still_completes(tmp_path: Path) -> None:
     tensor = torch.ones(2)
     with pytest.warns(ResourceWarning, match="was not closed") as warned:
         work = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting").all_reduce(
@@ -74,7 +74,7 @@ def test_an_op_of_a_dropped_communicator_is_still_done(tmp_path: Path) -> None:
     assert settled()
 
 
-def test_a_window_keeps_its_communicator(tmp_path: Path) -> None:
+def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
     window = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting").window(torch.zeros(4))
     gc.collect()
     window.put(torch.ones(1), 0)
@@ -108,11 +108,11 @@ def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> Non
     assert dropped == "dropped" and said in ("PeerFailed", "Revoked"), said
 
 
-# -- a backend that closes its transport itself, after a communicator was made of it (`Context.meanwhile`)
+# -- a backend that closes its transport itself, after a communicator was made over it (`Context.meanwhile`)
 
 
 def fail(context: Context) -> InprocTransport:
-    """Hand over a transport while the ranks meet, then close it: connecting has failed."""
+    """Pass a transport to `meanwhile`, then close it and fail to connect."""
     transport = inproc.connect(context)
     context.meanwhile(transport)
     transport.close()
@@ -120,7 +120,7 @@ def fail(context: Context) -> InprocTransport:
 
 
 def move(context: Context) -> InprocTransport:
-    """Hand over a transport, then close it and return another one."""
+    """Pass a transport to `meanwhile`, then close it and return another one."""
     with contextlib.suppress(PeerFailed):
         fail(context)
     return inproc.connect(context)

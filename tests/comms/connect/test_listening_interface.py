@@ -1,4 +1,4 @@
-"""The host that a process listens on: one interface of this machine, or refused."""
+"""A process listens on one interface of this machine only; other hosts are refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdfast.ft.control.channel import Listener
 from holdfast.ft.control.interface import check_interface, check_ours
 
 NONE_OF_OURS = "192.0.2.1"
-"""An address of documentation: no machine has it."""
+"""An address reserved for documentation (RFC 5737): no machine has it."""
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
-def test_an_interface_of_this_machine_will_do(host: str) -> None:
+def test_an_interface_of_this_machine_is_accepted(host: str) -> None:
     assert check_ours(host) == host
 
 
@@ -51,13 +51,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("host", "kind", "words"), BAD)
-def test_what_is_not_one_interface_is_refused(host: Any, kind: type[Exception], words: str) -> None:
+def test_a_host_that_is_not_one_interface_is_refused(host: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         check_ours(host)
 
 
 @pytest.mark.parametrize(("host", "kind", "words"), BAD)
-def test_a_listener_refuses_it_too(host: Any, kind: type[Exception], words: str) -> None:
+def test_a_listener_refuses_a_host_that_is_not_one_interface(host: Any, kind: type[Exception], words: str) -> None:
     async def try_it() -> None:
         await Listener(lambda connection: None, key=b"k" * 32, job="j", identity="i").start(host, 0)
 
@@ -70,7 +70,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         check_ours(NONE_OF_OURS)
 
 
-def test_a_name_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -86,7 +86,7 @@ def test_a_name_that_means_every_interface_is_refused(monkeypatch: pytest.Monkey
         check_ours("node17")
 
 
-def test_a_look_up_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_of_a_host_name_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(interface, "LOOKUP_SECONDS", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(20.0))
@@ -98,7 +98,7 @@ def test_a_look_up_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.text(max_size=300))
-def test_no_text_does_anything_but_pass_or_be_refused(host: str) -> None:
+def test_any_text_is_accepted_or_refused_with_a_hint(host: str) -> None:
     try:
         assert check_interface(host) == host
     except ValueError as error:

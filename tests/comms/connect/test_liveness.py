@@ -1,4 +1,4 @@
-"""Which processes are gone: whoever waits hears of every death, whenever it was."""
+"""`Liveness`: a wait ends at every death of a peer process, whenever it happened."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: int, when: 
         threading.Timer(0.05, process.kill).start()
     alarm = threading.Timer(10.0, os.eventfd_write, (wake, 1))
     alarm.start()
-    assert liveness.wait(wake), "the death ended it, and not the alarm"
+    assert liveness.wait(wake), "the death ended the wait, not the alarm"
     alarm.cancel()
     assert liveness.dead() == (1,)
-    assert liveness.wait(wake, 0.01), "and once only: what ends this one is its time"
+    assert liveness.wait(wake, 0.01), "a death ends one wait only: this one ends by its timeout"
     liveness.close()
 
 
@@ -66,7 +66,7 @@ def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: int) -> N
     liveness.close()
 
 
-def test_threads_may_ask_while_others_ask_and_one_waits(process: subprocess.Popen[bytes], wake: int) -> None:
+def test_threads_may_call_dead_while_another_thread_waits(process: subprocess.Popen[bytes], wake: int) -> None:
     liveness = Liveness([this_process(), peer_of(process)], 0)
     asked = threading.Barrier(9, timeout=10.0)
 
@@ -89,22 +89,22 @@ def test_threads_may_ask_while_others_ask_and_one_waits(process: subprocess.Pope
     liveness.close()
 
 
-def test_another_process_under_the_same_number_is_a_death(process: subprocess.Popen[bytes], wake: int) -> None:
+def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake: int) -> None:
     now = peer_of(process)
     liveness = Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)
     assert liveness.dead() == (1,)
-    assert liveness.wait(wake), "though it had been asked for before"
+    assert liveness.wait(wake), "although `dead` returned it before"
     liveness.close()
 
 
-def test_processes_of_other_hosts_are_nobody_s_business_here(wake: int) -> None:
+def test_processes_of_other_hosts_are_not_watched(wake: int) -> None:
     liveness = Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)
     assert liveness.wait(wake, 0.01)
     assert liveness.dead() == ()
     liveness.close()
 
 
-def test_who_is_stopped_is_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:
+def test_stopped_processes_are_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:
     elsewhere = Peer("another host", process.pid, start_time(process.pid))
     peers = [this_process(), elsewhere, peer_of(process)]
     assert stopped_ranks(peers) == ()

@@ -1,4 +1,4 @@
-"""The plugin registry: what it takes in, what it keeps out and why, and observers that cost nothing when absent."""
+"""The plugin registry: which plugins it accepts, which it refuses and why, and observers of ops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plugin:
         return self._infos
 
 
-def test_our_own_backends_come_through_the_entry_points_like_anybodys() -> None:
+def test_built_in_backends_are_loaded_through_entry_points() -> None:
     found = comms.backends()
     assert {"inproc", "shm", "gloo"} <= set(found)
     assert all(found[name].available for name in ("inproc", "shm", "gloo"))
@@ -50,7 +50,7 @@ def test_our_own_backends_come_through_the_entry_points_like_anybodys() -> None:
     assert not registry().broken
 
 
-def test_a_plugin_is_added_and_taken_out_again() -> None:
+def test_a_plugin_can_be_registered_and_unregistered() -> None:
     fresh = Registry()
     plugin = Plugin(GOOD)
     fresh.register(plugin)
@@ -75,7 +75,7 @@ def test_a_plugin_is_added_and_taken_out_again() -> None:
         (dataclasses.replace(GOOD, capabilities={}), "Capabilities"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_malformed_is_kept_out_whole(info: Any, said: str) -> None:
+def test_a_malformed_plugin_adds_nothing(info: Any, said: str) -> None:
     fresh = Registry()
     other = dataclasses.replace(GOOD, name="other")
     with pytest.raises(InvalidPlugin, match=said):
@@ -83,7 +83,7 @@ def test_what_is_malformed_is_kept_out_whole(info: Any, said: str) -> None:
     assert not fresh.backends
 
 
-def test_two_backends_of_one_name_cannot_be() -> None:
+def test_a_second_backend_of_the_same_name_is_refused() -> None:
     fresh = Registry()
     fresh.register(Plugin(GOOD))
     with pytest.raises(InvalidPlugin, match="registered already"):

@@ -1,4 +1,4 @@
-"""Places to meet: what stands there instead of the ranks' store, what is left over there, and who may come."""
+"""Rendezvous: foreign servers and leftovers at the meeting place, torchrun, and processes without the job's key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.harness import LocalCluster
 from support.meeting import free_port, in_threads, total
 
 GENEROUS = 8.0
-"""Seconds beyond a timeout that a loaded machine may take."""
+"""The delay beyond a timeout, in seconds, that a loaded machine may have."""
 
 
 def python(script: str, **environ: str) -> subprocess.Popen[str]:
@@ -47,12 +47,12 @@ def python(script: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-# -- a place that does not answer
+# -- a server that does not answer
 
 
 @contextlib.contextmanager
 def listener(answer: bytes | None) -> Iterator[int]:
-    """Something else at a port: it never answers, or says the same to everybody."""
+    """A foreign server at a port: it never answers, or sends every client the same bytes."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen(8)
@@ -81,7 +81,7 @@ def listener(answer: bytes | None) -> Iterator[int]:
 
 @pytest.mark.parametrize("answer", [None, b"220 mail.example ESMTP\r\n", b"\0" * 64])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_something_else_at_the_port_is_an_error_in_time(answer: bytes | None, rank: int) -> None:
+def test_another_server_at_the_port_is_an_error_within_the_timeout(answer: bytes | None, rank: int) -> None:
     with listener(answer) as port:
         began = time.monotonic()
         with pytest.raises(comms.HoldfastError, match=rf"127\.0\.0\.1:{port}"):
@@ -89,7 +89,7 @@ def test_something_else_at_the_port_is_an_error_in_time(answer: bytes | None, ra
         assert time.monotonic() - began < 1.0 + GENEROUS
 
 
-def test_a_file_in_a_folder_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_file_in_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(comms.HoldfastError, match="nowhere"):
         comms.connect("inproc", rank=0, size=2, rendezvous=f"file://{tmp_path}/nowhere/meeting", timeout=300.0)
 
@@ -116,7 +116,7 @@ time.sleep(60)
             server.kill()
 
 
-def test_a_store_that_goes_away_is_told_at_once() -> None:
+def test_losing_the_store_is_an_error_at_once() -> None:
     port = free_port()
     server = tcp.serve("127.0.0.1", port, 30.0)
     client = tcp.dial("127.0.0.1", port, 10.0)
@@ -130,12 +130,12 @@ def come_and_go(comm: comms.Communicator, place: str) -> list[float]:
 
 
 def test_ranks_may_meet_again_and_again_at_a_port_that_rank_0_serves_anew() -> None:
-    """Rank 1 may come while rank 0 has yet to leave the meeting before, and to take its store away."""
+    """Rank 1 may arrive before rank 0 has left the previous meeting and closed its store."""
     with LocalCluster(2, "shm") as cluster:
         assert cluster.run(come_and_go, f"tcp://127.0.0.1:{free_port()}") == [[3.0] * 12] * 2
 
 
-# -- a place that is taken
+# -- a place that is in use
 
 
 @pytest.mark.parametrize("first", ["torch", "holdfast"])
@@ -233,19 +233,19 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path, adapter: bool) 
         assert f"restart 1 rank {rank} sum 2" in done.stdout
 
 
-# -- strangers
+# -- processes without the key
 
 
 @pytest.fixture
 def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The key of a job that this process is of."""
+    """The key of a job to which this process belongs."""
     create_key(tmp_path / "key")
     monkeypatch.setenv("HOLDFAST_KEY_FILE", str(tmp_path / "key"))
     return tmp_path / "key"
 
 
 def forged(**changes: Any) -> bytes:
-    """The offer of a stranger who read our code: it lacks nothing but the key."""
+    """A well-formed offer from a process without the key."""
     fields = {"nonce": "f" * 32, "peer": this_process(), "size": 2, "preference": ["inproc"], "unavailable": {}}
     return Offer(**{**fields, "check": False, **changes}).encode()
 
@@ -291,14 +291,14 @@ def test_a_stranger_cannot_take_a_rank_of_a_job_with_a_key(key_file: Path) -> No
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_an_offer_without_the_key_is_told_to_the_rank_that_has_it(key_file: Path) -> None:
+def test_a_rank_with_the_key_refuses_an_offer_without_it(key_file: Path) -> None:
     store = dist.HashStore()
     store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
     with pytest.raises(comms.CorruptData, match="written without this job's key"):
         comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
 
 
-def test_a_rank_without_the_key_is_told_that_the_others_have_one(
+def test_a_rank_without_the_key_learns_that_the_others_have_one(
     key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
@@ -310,7 +310,7 @@ def test_a_rank_without_the_key_is_told_that_the_others_have_one(
         comms.connect("inproc", rank=1, size=2, rendezvous=store, timeout=10.0)
 
 
-def test_what_was_said_at_one_meeting_does_not_verify_at_another(key_file: Path) -> None:
+def test_a_value_sealed_for_one_meeting_does_not_verify_at_another(key_file: Path) -> None:
     store = dist.HashStore()
     assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=store))) == [3.0, 3.0]
     repeated = store.get("holdfast/default/0/offer/1")
@@ -330,7 +330,7 @@ def test_addresses_are_bound_to_the_offers_of_their_meeting() -> None:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
-def test_no_change_of_a_sealed_value_goes_unseen(name: bytes, value: bytes, where: int, flip: int) -> None:
+def test_every_change_of_a_sealed_value_is_detected(name: bytes, value: bytes, where: int, flip: int) -> None:
     seal = Seal(b"k" * 32, b"meeting 0")
     sealed = bytearray(seal.wrap(name.hex(), value))
     assert seal.unwrap(name.hex(), bytes(sealed)) == value
@@ -356,7 +356,7 @@ json_values = scalars | st.lists(scalars, max_size=4) | st.dictionaries(st.text(
         st.integers(-5, 5),
     )
 )
-def test_a_forged_offer_is_a_typed_error_or_an_offer_that_makes_sense(data: bytes) -> None:
+def test_a_forged_offer_is_a_typed_error_or_a_valid_offer(data: bytes) -> None:
     try:
         offer = decode_offer("offer/1", data)
     except comms.CorruptData as error:
@@ -372,7 +372,7 @@ def test_an_offer_that_is_too_large_is_refused_before_it_is_decoded() -> None:
 
 
 class Garbage(dist.Store):
-    """Says the same, which makes no sense, whatever it is asked for."""
+    """A store that returns the same malformed value for every key."""
 
     def __init__(self, value: bytes) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Garbage(dist.Store):
 
 @pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"{}", b"[1]", b"x" * (1 << 17), b"0" * 64])
 @pytest.mark.parametrize("name", ["inproc", "shm", "gloo", "ucx"])
-def test_an_address_that_makes_no_sense_is_a_typed_error(name: str, value: bytes) -> None:
+def test_a_malformed_address_is_a_typed_error(name: str, value: bytes) -> None:
     with pytest.raises(comms.HoldfastError):
         connect_members(
             name,

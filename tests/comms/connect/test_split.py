@@ -1,4 +1,4 @@
-"""Communicators that were split from another end with it, and what they say of others is said in their own ranks."""
+"""Split communicators end with the whole, and their errors name ranks of their own numbering."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BACKENDS = ["inproc", "shm", "gloo", "ucx"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_abort_ends_what_was_split_off(backend: str) -> None:
-    """Rank 0 waits for rank 1 in a part of two; rank 1 never comes. The abort of the whole frees it."""
+def test_an_abort_ends_split_communicators(backend: str) -> None:
+    """Rank 0 waits in a split of two for rank 1, which never comes. Aborting the whole ends the wait."""
 
     def waits(comm: Communicator) -> str:
         with comm.split([0, 1]) as part, part.split([0, 1]) as part_of_part:
@@ -45,8 +45,8 @@ def test_an_abort_ends_what_was_split_off(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "mpi"])
-def test_what_is_split_off_outlives_the_whole_if_that_is_closed(backend: str) -> None:
-    """One rank comes late, and the other waits long enough to look why."""
+def test_a_split_communicator_outlives_close_of_the_whole(backend: str) -> None:
+    """One rank is late, and the other waits long enough to check for failures."""
 
     def outlives(comm: Communicator) -> float:
         part = comm.split([1, 0])
@@ -62,7 +62,7 @@ def test_what_is_split_off_outlives_the_whole_if_that_is_closed(backend: str) ->
         assert ranks.run(outlives) == [1.0, 1.0]
 
 
-def test_a_failure_is_told_in_ranks_of_the_whole() -> None:
+def test_a_failure_is_translated_to_ranks_of_the_whole() -> None:
     def tells(comm: Communicator) -> Any:
         if comm.rank == 0:
             return None
@@ -74,7 +74,7 @@ def test_a_failure_is_told_in_ranks_of_the_whole() -> None:
             unknown = PeerFailed([0], "seen elsewhere")
             unknown.communicator = "another"
             assert comm.in_its_ranks(other) is other
-            assert isinstance(comm.in_its_ranks(unknown), Revoked), "nobody is blamed"
+            assert isinstance(comm.in_its_ranks(unknown), Revoked), "no rank is blamed"
             late = OpTimeout("recv", 1, 0.5, [0])
             late.communicator = part.name
             there: Any = comm.in_its_ranks(late)
@@ -86,8 +86,10 @@ def test_a_failure_is_told_in_ranks_of_the_whole() -> None:
 
 
 def in_pairs(session: Session) -> dict[str, Any]:
-    """Sums within pairs of ranks, then of all. In step 5 rank 3 ends: rank 2 waits for it, rank 1 for rank 2, and
-    rank 0 for rank 1, each in another communicator."""
+    """Sum within pairs of ranks, then over all ranks.
+
+    In step 5 rank 3 ends: rank 2 waits for it, rank 1 for rank 2, and rank 0 for rank 1, each in another communicator.
+    """
     first, pair, seen = 0, None, []
     for attempt in session.steps(10):
         first = first or attempt.epoch
@@ -113,8 +115,8 @@ def in_pairs(session: Session) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_a_session_ends_what_was_split_from_its_epoch_and_blames_the_right_rank(backend: str) -> None:
-    """Nobody sits out the timeout of an op."""
+def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: str) -> None:
+    """No rank waits until the timeout of an op."""
     quick = Timeouts(heartbeat=0.2, suspect=2.0, operation=60.0, rebuild=20.0, join=20.0)
     with LocalCluster(4, backend, session={"timeouts": quick, "size": 4}) as ranks:
         job = ranks.start(in_pairs)

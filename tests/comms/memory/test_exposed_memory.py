@@ -1,4 +1,4 @@
-"""A window or region of a tensor that its owner gives other memory: no crash, no wrong bytes."""
+"""Windows and regions neither crash nor return wrong bytes when the owner gives the tensor other memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refuses_to_be_resized(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backend", WINDOWS)
-def test_a_window_whose_tensor_was_given_other_memory_is_closed(
+def test_a_window_is_closed_when_its_tensor_gets_other_memory(
     backend: str, change: Callable[[torch.Tensor], None]
 ) -> None:
     def body(comm: Communicator) -> None:
@@ -63,7 +63,7 @@ def test_a_window_whose_tensor_was_given_other_memory_is_closed(
         comm.barrier()
         if comm.rank == 0:
             got = torch.zeros(COUNT)
-            with contextlib.suppress(RegionGone):  # the thread that answers for the owner notices it by itself
+            with contextlib.suppress(RegionGone):  # the backend's thread may have closed the window already
                 window.put(torch.full((COUNT,), 5.0), 1)
                 window.get(got, 1)
                 assert bool((got == 5.0).all())
@@ -90,7 +90,7 @@ def test_a_window_whose_tensor_was_given_other_memory_is_closed(
 
 
 @pytest.mark.parametrize("backend", WINDOWS)
-def test_a_window_that_is_closed_lets_its_tensor_be_used_as_before(backend: str) -> None:
+def test_the_tensor_of_a_closed_window_can_be_used_as_before(backend: str) -> None:
     def body(comm: Communicator) -> None:
         tensor = torch.full((COUNT,), 2.0)
         with comm.window(tensor):
@@ -108,7 +108,7 @@ def test_a_window_that_is_closed_lets_its_tensor_be_used_as_before(backend: str)
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", PLANES)
-def test_a_region_whose_tensor_was_given_other_memory_is_closed(
+def test_a_region_is_closed_when_its_tensor_gets_other_memory(
     name: str, change: Callable[[torch.Tensor], None]
 ) -> None:
     with memory(name) as plane:
@@ -119,7 +119,7 @@ def test_a_region_whose_tensor_was_given_other_memory_is_closed(
         change(tensor)
         kept = [torch.full((COUNT,), -1.0) for _ in range(8)]
         got = torch.zeros(COUNT)
-        with contextlib.suppress(RegionGone):  # inproc notices it by itself
+        with contextlib.suppress(RegionGone):  # inproc may have closed the region already
             plane.read(handle, got).wait()
             assert bool((got == 2.0).all())
             plane.write(handle, torch.full((COUNT,), 5.0)).wait() if name != "nixl" else None
@@ -129,11 +129,11 @@ def test_a_region_whose_tensor_was_given_other_memory_is_closed(
                 assert region.handle
         with pytest.raises(RegionGone):
             plane.read(handle, got).wait()
-        assert region.handle == handle, "of a region that is closed: for those who keep handles"
+        assert region.handle == handle, "a closed region keeps its handle"
         region.close()
 
 
-def test_a_window_of_a_subclass_is_of_its_memory() -> None:
+def test_a_window_of_a_tensor_subclass_exposes_its_memory() -> None:
     class Named(torch.nn.Parameter):
         """A subclass, like the parameters of many libraries."""
 

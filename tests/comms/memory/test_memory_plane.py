@@ -1,4 +1,4 @@
-"""The promises of `MemoryPlane` on every plane, with a living, a stopped and a dead owner."""
+"""`MemoryPlane` on every plane, with a live, a stopped and a dead owner."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_region_is_read_with_nothing_but_its_handle(plane: MemoryPlane) -> Non
     assert len(handle.encode()) < 512
 
 
-def test_a_region_shows_its_tensor_as_it_is_now(plane: MemoryPlane) -> None:
+def test_a_read_returns_the_current_values_of_the_tensor(plane: MemoryPlane) -> None:
     tensor, into = torch.zeros(8), torch.ones(8)
     with plane.expose(tensor) as region:
         tensor.fill_(5)
@@ -92,7 +92,7 @@ def test_tensors_of_any_dtype_are_read(plane: MemoryPlane, dtype: torch.dtype) -
         assert torch.equal(into.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_zero_bytes_still_need_a_region_that_is_there(plane: MemoryPlane) -> None:
+def test_a_read_of_zero_bytes_needs_an_existing_region(plane: MemoryPlane) -> None:
     region = plane.expose(torch.empty(0))
     plane.read(region.handle, torch.empty(0)).wait()
     region.close()
@@ -115,7 +115,7 @@ def test_a_read_only_region_is_not_written(plane: MemoryPlane) -> None:
 
 
 def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
-    """A copy block by block would read what it has overwritten."""
+    """A copy in blocks would read bytes that it has overwritten."""
     base = torch.arange(3 * block_copy.BLOCK_BYTES // 4, dtype=torch.int32)
     before, half = base.clone(), base.numel() // 2
     with plane.expose(base, writable=True) as region:
@@ -218,7 +218,7 @@ def test_a_malformed_handle_is_corrupt_data(plane: MemoryPlane) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: MemoryPlane, known: bool) -> None:
-    """It moves nothing whether or not the plane knows the region; only test memory lies around the region."""
+    """No byte moves, whether or not the plane knows the region. Only test memory lies around the region."""
     memory = torch.zeros(32)
     with plane.expose(memory[:8], writable=True) as region:
         if known:
@@ -234,7 +234,7 @@ def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: Memo
 
 
 def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane) -> None:
-    """The owner closes and overwrites while others read: a successful read has bytes from before only."""
+    """The owner closes and overwrites during reads: a successful read has bytes from before only."""
     nbytes = 4 * block_copy.BLOCK_BYTES
     gone = threading.Event()
     outcomes: list[bool] = []
@@ -267,7 +267,7 @@ def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane)
 
 
 def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
-    """Autograd notices that a saved tensor was overwritten, as for an in-place op."""
+    """Autograd detects that a saved tensor was overwritten, as for an in-place op."""
     weight = torch.ones(4, requires_grad=True)
     loss = (weight * weight).sum()
     with plane.expose(torch.zeros(4)) as region:
@@ -278,16 +278,16 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
 
 @needs_huge_pages
 def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
-    """On huge pages another process reads at the speed of its own copies; small pages take twice as long."""
+    """Reads of another process's huge pages are as fast as local copies; small pages take twice as long."""
     assert " hg" in smaps_field(plane.empty(32 << 20).fill_(3), "VmFlags")
     small = [plane.empty(100) for _ in range(3)]
-    assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "pages of their own"
+    assert any(each.data_ptr() % mmap.PAGESIZE for each in small), "they need no pages of their own"
     assert {each.shape for each in small} == {(100,)}
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Two torch threads, which would share a large copy."""
+    """Let torch use two threads, which share a large copy."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -296,7 +296,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
-    """Sizes and offset are odd. If the region closes meanwhile, all threads notice, and none goes on."""
+    """Sizes and offset are odd. If the region closes during the read, all threads stop."""
     tensor = torch.arange(2 * block_copy.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
     into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
     with plane.expose(tensor) as region:
@@ -313,7 +313,7 @@ def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPl
 # -- inproc
 
 
-def test_an_inproc_handle_is_worth_nothing_in_another_process(start: Callable[..., Child]) -> None:
+def test_an_inproc_handle_is_refused_in_another_process(start: Callable[..., Child]) -> None:
     def child(pipe: Connection, handle: Handle) -> None:
         try:
             memory_plane.open_plane().read(handle, torch.zeros(8)).wait()
@@ -328,7 +328,7 @@ def test_an_inproc_handle_is_worth_nothing_in_another_process(start: Callable[..
 
 
 def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
-    """Expose a tensor of ones, and obey messages until the pipe closes."""
+    """Expose a tensor of ones, and execute commands from the pipe until it closes."""
     plane = shm_memory.open_plane()
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     region = plane.expose(tensor, writable=True)
@@ -428,7 +428,7 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
             fresh.read(handle, into).wait()
 
 
-def test_a_recycled_pid_is_told_apart(start: Callable[..., Child]) -> None:
+def test_a_recycled_pid_is_not_the_owner(start: Callable[..., Child]) -> None:
     owner = start(_owner)
     handle = owner.hear()
     address = TableAddress.decode(handle.address)
@@ -438,7 +438,7 @@ def test_a_recycled_pid_is_told_apart(start: Callable[..., Child]) -> None:
         plane.read(forged, torch.zeros(8)).wait()
 
 
-def test_forged_handles_touch_nothing(start: Callable[..., Child]) -> None:
+def test_forged_handles_access_no_memory(start: Callable[..., Child]) -> None:
     owner = start(_owner)
     handle = owner.hear()
     true = TableAddress.decode(handle.address)
@@ -497,7 +497,7 @@ def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Ch
 
 
 def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callable[..., Child]) -> None:
-    """The child's destructor would end it in memory that both map, and so end the parent."""
+    """The child's destructor would mark the agent as ended in memory that both map, and so end the parent's."""
 
     def collects(pipe: Connection) -> None:
         gc.collect()
@@ -517,7 +517,7 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callabl
 
 
 def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:
-    """A writer never overwrites what the owner writes there after `close`."""
+    """A writer never overwrites bytes that the owner writes after `close`."""
 
     def writer(pipe: Connection, handle: Handle) -> None:
         source = torch.ones(handle.nbytes, dtype=torch.uint8)
@@ -542,7 +542,7 @@ def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Chil
             assert bool((tensor == 2).all())
 
 
-def test_a_writer_stopped_in_the_middle_of_a_block_does_not_hold_close_up_for_ever(
+def test_close_times_out_on_a_writer_stopped_in_the_middle_of_a_block(
     monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
 ) -> None:
     def writer(pipe: Connection, descriptor: int) -> None:

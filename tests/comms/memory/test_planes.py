@@ -1,4 +1,4 @@
-"""The checks of the conformance kit for memory planes, on each of our planes."""
+"""The memory plane checks of the conformance kit, on each built-in plane."""
 
 from __future__ import annotations
 

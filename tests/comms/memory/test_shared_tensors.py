@@ -18,7 +18,7 @@ from holdfast.store import WeightStore
 
 Tensor = torch.Tensor
 BASE, MEMORY = 64, 1024
-"""The bytes in which views begin, and the size of the memory that holds them."""
+"""The range of bytes in which views begin, and the size of the memory that holds them."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ version = iter(range(1 << 30))
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(views(), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**31))
-def test_each_of_several_views_of_one_base_gets_what_it_was_to_get_or_nothing_changes(
+def test_views_of_one_base_all_get_their_bytes_or_nothing_changes(
     store: WeightStore, kinds: list[Tensor], agreeing: bool, seed: int
 ) -> None:
-    """`agreeing`: the version was published from views of one base too, so equal bytes go to equal addresses."""
+    """With `agreeing`, the version was also published from views of one base: equal addresses get equal bytes."""
     generator = torch.Generator().manual_seed(seed)
     content = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
     state = {}
@@ -77,7 +77,7 @@ def test_each_of_several_views_of_one_base_gets_what_it_was_to_get_or_nothing_ch
 
 
 @given(st.lists(views(), min_size=1, max_size=4))
-def test_tensors_that_are_not_said_to_share_memory_have_no_byte_in_common(kinds: list[Tensor]) -> None:
+def test_tensors_outside_all_groups_have_no_byte_in_common(kinds: list[Tensor]) -> None:
     memory = torch.zeros(MEMORY, dtype=torch.uint8)
     into = {str(number): over(memory, kind) for number, kind in enumerate(kinds)}
     together = {name for group in groups_sharing_memory(into) for name in group}
@@ -99,7 +99,7 @@ def places(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [10, 300_000], ids=["small", "large"])
-def test_tied_weights_are_filled_if_the_version_has_them_alike(store: WeightStore, size: int) -> None:
+def test_tied_weights_are_filled_if_the_version_has_equal_bytes_for_them(store: WeightStore, size: int) -> None:
     tied = torch.zeros(size)
     into = {"embedding": tied, "head": tied, "other": torch.zeros(3)}
     alike, apart = next(version), next(version)
@@ -112,7 +112,7 @@ def test_tied_weights_are_filled_if_the_version_has_them_alike(store: WeightStor
     assert all(bool((each == 1).all()) for each in into.values())
 
 
-def test_a_tied_model_is_filled_from_a_tied_one_and_not_from_one_that_is_not(store: WeightStore) -> None:
+def test_a_tied_model_is_filled_from_a_tied_model_only(store: WeightStore) -> None:
     class Model(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()
@@ -155,7 +155,7 @@ def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> N
     assert torch.equal(into, whole)
 
 
-def test_a_session_refuses_a_state_whose_weights_are_not_tied_as_its_models_are() -> None:
+def test_a_session_refuses_a_state_with_other_tied_weights_than_its_model() -> None:
     def model(tied: bool) -> nn.Module:
         made = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "head": nn.Linear(5, 7, bias=False)})
         if tied:

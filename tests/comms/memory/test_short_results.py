@@ -1,4 +1,4 @@
-"""Code that moves bytes continues after a system call that moved fewer than asked."""
+"""Code that moves bytes continues after a system call that moved fewer bytes than requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.harness import LocalCluster
 from support.source_tree import ROOT, modules
 
 TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "pwritev", "sendfile", "copy_file_range"}
-"""Functions of `os` that may move fewer bytes than they were asked for."""
+"""Functions of `os` that may move fewer bytes than requested."""
 
 AS_THEY_COME = {
     "comms/system/file_io.py": "the loops themselves",
@@ -49,7 +49,7 @@ def test_every_other_transfer_goes_through_file_io() -> None:
 
 
 def test_only_process_copy_copies_between_processes() -> None:
-    """Neither Python code nor other C code does it; compiled code makes no other transfers."""
+    """No other Python or C code copies between processes, and compiled code makes no other transfers."""
     sources = [*(ROOT / "comms/native").glob("*.[ch]"), *(ROOT / "backends/ucx/native").glob("*.[ch]")]
     transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
     assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.h"]
@@ -57,8 +57,8 @@ def test_only_process_copy_copies_between_processes() -> None:
     assert not [path for path in modules() if calls.search((ROOT / path).read_text())]
 
 
-def test_a_socket_that_takes_a_part_is_sent_the_rest() -> None:
-    """`sendall` does so by itself; code that calls `send` uses its result."""
+def test_a_partial_send_is_continued() -> None:
+    """`sendall` continues by itself; code that calls `send` uses its result."""
     wrong = [
         f"{path}:{node.lineno}"
         for path in modules()
@@ -73,7 +73,7 @@ def test_a_socket_that_takes_a_part_is_sent_the_rest() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50))
-def test_pieces_are_copied_whole_whatever_one_call_moves(pieces: list[bytes], most: int) -> None:
+def test_a_partial_copy_is_continued(pieces: list[bytes], most: int) -> None:
     sources = [ctypes.create_string_buffer(piece, len(piece) or 1) for piece in pieces]
     targets = [ctypes.create_string_buffer(len(piece) or 1) for piece in pieces]
     reads: list[int] = []
@@ -90,7 +90,7 @@ def test_a_short_write_is_continued() -> None:
     assert target.value == b"twelve bytes"
 
 
-def test_a_copy_ends_where_no_memory_is_and_says_how_far_it_came() -> None:
+def test_a_copy_stops_at_inaccessible_memory_and_returns_its_length() -> None:
     page = 4096
     memory = torch.empty(4 * page, dtype=torch.uint8)
     hole = memory.data_ptr() // page * page + 2 * page
@@ -121,7 +121,7 @@ def test_files_are_read_and_written_whole(data: bytes, at_once: int, offset: int
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_messages_and_sums_of_more_than_2_gib_arrive(backend: str) -> None:
-    """One tensor a rank, for machines with little memory."""
+    """Each rank has one tensor, for machines with little memory."""
     nbytes = (1 << 31) + (1 << 20)
 
     def body(comm: Communicator) -> None:

@@ -26,7 +26,7 @@ COUNT = 4
 
 
 class Wrapper(torch.Tensor):
-    """A subclass with its numbers elsewhere, like DTensor and AsyncCollectiveTensor."""
+    """A subclass with its data in an inner tensor, like DTensor and AsyncCollectiveTensor."""
 
     inner: torch.Tensor
 
@@ -53,11 +53,11 @@ class Stubborn(torch.Tensor):
 
 
 class Tagged(torch.Tensor):
-    """A subclass like any other."""
+    """An ordinary subclass."""
 
 
 class Named(torch.nn.Parameter):
-    """A parameter subclass, as models have them to mark how a parameter is loaded."""
+    """A parameter subclass, as models use them to mark how a parameter is loaded."""
 
 
 def freed() -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_a_state_dict_that_contains_itself_is_refused() -> None:
 
 
 def _sharded(comm: Communicator) -> list[str]:
-    """The parameters and gradients that FSDP2 leaves, while they are sharded and after they were gathered."""
+    """Parameters and gradients of FSDP2, while they are sharded and after they were gathered."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         from torch.distributed.fsdp import fully_shard

@@ -1,4 +1,4 @@
-"""One-sided access between ranks: the kit's checks, and promises of our own windows."""
+"""One-sided access between ranks: the conformance kit's checks, and guarantees of the built-in windows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_signals_of_several_threads_all_count() -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(backend: str) -> None:
-    """The death of a waiting rank's target ends the wait at once."""
+    """The death of the target ends the wait at once."""
 
     def hold(comm: Communicator, window: Window, target: int) -> None:
         """Stop this process inside an atomic."""
@@ -116,7 +116,7 @@ def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(backend: st
         assert outcome.error is None, outcome.error
 
 
-def test_a_wait_for_a_lock_raises_what_its_check_raises() -> None:
+def test_a_wait_for_a_lock_raises_the_error_of_its_check() -> None:
     header = Words(bytearray(16))
 
     def look() -> None:
@@ -127,10 +127,10 @@ def test_a_wait_for_a_lock_raises_what_its_check_raises() -> None:
         pass
     with pytest.raises(OpTimeout) as late, lock.held(time.monotonic() - 1.0, look):
         pass
-    assert late.value.missing_ranks == (3,), "the holder has not said who it is"
+    assert late.value.missing_ranks == (3,), "the holder has not written its rank"
 
 
-def test_a_window_whose_process_was_killed_is_gone(tmp_path: Path) -> None:
+def test_a_window_of_a_killed_process_is_gone(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         window = comm.window(torch.zeros(4, dtype=torch.int64))
         comm.barrier()
@@ -178,7 +178,7 @@ def test_a_backend_without_windows_says_so() -> None:
         cluster.run(body)
 
 
-def test_windows_leave_nothing_behind() -> None:
+def test_windows_leave_no_resources_behind() -> None:
     def body(comm: Communicator) -> int:
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(30):
@@ -191,8 +191,8 @@ def test_windows_leave_nothing_behind() -> None:
         assert max(cluster.run(body)) <= 1
 
 
-def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
-    """All but the last tensor: its communicator still refers to it, to close its window."""
+def test_a_closed_window_releases_its_tensor(windowed: str) -> None:
+    """All tensors but the last are released: the communicator refers to its last window until it is closed."""
 
     def body(comm: Communicator) -> int:
         tensors = []
@@ -210,10 +210,10 @@ def test_a_closed_window_lets_its_tensor_go(windowed: str) -> None:
         assert max(cluster.run(body)) <= 1
 
 
-# -- what a call begins with
+# -- the checks at the start of a call
 
 
-def test_no_call_begins_after_the_end_and_those_before_are_counted() -> None:
+def test_no_call_begins_after_close_and_running_calls_are_counted() -> None:
     calls = ActiveCalls(lambda: RegionGone("closed"))
     with calls, calls:
         assert (calls.running, calls.over) == (2, False)
@@ -238,7 +238,7 @@ DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float8_e
 def test_a_fitting_range_takes_the_quick_check(
     dtype: torch.dtype, of: torch.dtype, elements: list[int], rank: int, offset: int, count: int
 ) -> None:
-    """Otherwise the full check decides; every range that does not fit must reach it."""
+    """Every range that does not fit must reach the full check."""
     bounds = WindowBounds(
         torch.empty(0, dtype=dtype), tuple(dtype.itemsize * each + dtype.itemsize - 1 for each in elements)
     )

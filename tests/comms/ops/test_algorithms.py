@@ -1,4 +1,4 @@
-"""The message algorithms, over threads that pass tensors through queues: 1 to 8 ranks, every algorithm, any size."""
+"""The message algorithms, for 1 to 8 ranks and any size, in threads that pass tensors through queues."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_every_all_reduce_gives_equal_and_right_bits(name: str, size: int) -> No
 @pytest.mark.parametrize("name", ALL_REDUCES)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM])
 def test_every_rank_keeps_the_same_zero_and_the_same_nan(name: str, op: ReduceOp) -> None:
-    """0.0 equals -0.0, and NaNs differ in bits that no comparison sees."""
+    """Compares bits: 0.0 equals -0.0, and comparisons do not distinguish NaNs."""
 
     def body(transport: QueueTransport) -> bytes:
         sign = 1.0 if transport.rank in (0, 3) else -1.0
@@ -191,7 +191,7 @@ def test_small_tensors_take_few_messages_and_large_ones_few_bytes(size: int) -> 
 
 
 def test_the_model_counts_the_messages_that_are_sent() -> None:
-    """Each algorithm sends as often as its docstring says."""
+    """Each algorithm sends as many messages as its docstring says."""
 
     def count(run: Callable[[Exchange, Tensor], None]) -> Callable[[QueueTransport], int]:
         def body(transport: QueueTransport) -> int:

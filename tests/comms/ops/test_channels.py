@@ -1,4 +1,4 @@
-"""Messages between two ranks of a board arrive in the order sent, however the steps of both interleave."""
+"""Messages between two ranks of a board arrive in the order sent, for all interleavings of their steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_receiver_that_is_held_between_two_entries_takes_messages_in_order(bac
 
 
 class Schedules:
-    """Runs a program once for each possible sequence of answers of `choose`."""
+    """Runs a program once for each possible sequence of results of `choose`."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -129,7 +129,7 @@ class ModelBoard:
         return 8 * number
 
     def wake(self, rank: int) -> None:
-        """Does nothing: no rank sleeps."""
+        """Do nothing: no rank sleeps."""
 
 
 def channels_over(board: Any, read: Callable[[int], None]) -> Channels:
@@ -153,7 +153,7 @@ def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], o
         while posted < len(messages) and schedules.choose(2) and sender._post(messages[posted]) is not None:
             posted += 1
         if not receiver._take((into, SENDER, tag)):
-            return  # it would look again: the same as if the sender had come earlier
+            return  # the receiver would poll again: equal to a schedule with an earlier sender
     for tag in set(wanted):
         got = [number for number in taken if tags[number] == tag]
         assert got == [number for number, each in enumerate(tags) if each == tag][: len(got)], f"{taken} of {tags}"

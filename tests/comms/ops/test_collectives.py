@@ -1,4 +1,4 @@
-"""The collectives of the conformance kit over our own backends, and what only direct transports promise."""
+"""The collectives of the conformance kit over built-in backends, and guarantees of direct transports only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.parametrize("counts", [(50_000, 4), (11, 10), (10, 11), (4, 5), (1, 0)])
-def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result(counts: tuple[int, int]) -> None:
+def test_a_disagreement_without_checks_neither_hangs_nor_gives_wrong_results(counts: tuple[int, int]) -> None:
     """Direct transports compare ops in any case: else they would read each other's memory wrongly.
 
     Inputs of up to 40 bytes, ten floats, are on one line with the description of the op; larger ones are not.
@@ -45,7 +45,7 @@ def test_without_checks_a_disagreement_is_still_no_hang_and_no_wrong_result(coun
 
 
 @pytest.mark.parametrize("backend", ["inproc", "shm"])
-def test_ops_that_fit_on_a_line_and_others_may_follow_each_other(backend: str) -> None:
+def test_cache_line_ops_and_larger_ops_may_follow_each_other(backend: str) -> None:
     """The order is random; some ranks run ahead, and some are late."""
 
     def body(comm: Communicator) -> None:

@@ -24,7 +24,7 @@ LARGE = 60_000  # elements: beyond a slot
 
 @pytest.fixture(scope="module", params=["shm", "inproc", "shm, checked"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Three ranks without checks: with them every op goes through Python."""
+    """Three ranks without agreement checks, with which every op would go through Python."""
     backend, _, checked = str(request.param).partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_CHECK", "1" if checked else "0")
@@ -33,7 +33,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 
 def want(comm: Communicator, in_place: bool) -> None:
-    """Set whether every rank would rather read inputs in place; collective."""
+    """Set whether every rank prefers to read inputs in place; collective."""
     board = board_of(comm)
     comm.barrier()
     board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * in_place
@@ -41,7 +41,7 @@ def want(comm: Communicator, in_place: bool) -> None:
 
 
 def lets_read(comm: Communicator) -> bool:
-    """Whether this rank let the others read its inputs in place in the last large op."""
+    """Whether the other ranks read this rank's inputs in place in the last large op."""
     board = board_of(comm)
     return bool(board.words[board.rows[comm.rank] + UNSTAGED])
 
@@ -59,12 +59,12 @@ def gathers(comm: Communicator) -> list[bool]:
 
 def test_large_ops_try_both_copy_modes(ranks: LocalCluster) -> None:
     for ways in ranks.run(gathers):
-        assert not any(ways[:2]), "staged, until it is known how long that takes"
+        assert not any(ways[:2]), "staged, until the time of that was measured"
         assert any(ways[2:])
 
 
 def in_place(comm: Communicator, wanted: bool) -> list[bool]:
-    """Ops with results in the memory of their inputs, and whether those can be read in place."""
+    """Run ops with results in the memory of their inputs; return whether those could be read in place."""
     size, rank = comm.size, comm.rank
     said = []
 

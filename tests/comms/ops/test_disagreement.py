@@ -24,7 +24,7 @@ DISAGREE: dict[str, Callable[[int], torch.Tensor]] = {
     "shorter": lambda count: torch.full((count - 1,), 7.0),
     "longer": lambda count: torch.full((count + 1,), 7.0),
 }
-"""What rank 0 sends to a rank that receives so many float32."""
+"""Messages that rank 0 sends to a rank that receives a number of float32."""
 
 
 def _message(comm: Communicator, what: str, count: int, batch: bool) -> str:
@@ -46,7 +46,7 @@ def test_a_message_of_another_size_or_dtype_is_a_mismatch(backend: str, size: st
     for batch in (False, True):
         for what in DISAGREE:
             if backend == "mpi" and what in ("dtype", "itemsize"):
-                continue  # what MPI compares has no room for it
+                continue  # the tag that MPI compares has no room for it
             with LocalCluster(2, backend, timeout=20.0) as cluster:
                 _, receiver = cluster.run(_message, what, SIZES[size], batch)
                 assert receiver == "Mismatch", (what, batch)

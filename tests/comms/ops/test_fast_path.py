@@ -1,4 +1,4 @@
-"""Usual ops take one call into compiled code, all others the slow path; results are the same."""
+"""Frequent ops take the fast path into compiled code, all others the slow path, with equal results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def which_path(comm: Communicator) -> str:
 
 
 def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0) -> None:
-    """Run one op on inputs that identify their rank, and check the result; `usual` or in an unusual way."""
+    """Run one op on inputs that identify their rank, and check the result; `usual`: by the fast path."""
     size, rank = comm.size, comm.rank
     timeout = None if usual else 30.0
     numbers = torch.arange(size * count, dtype=torch.int64) + turn
@@ -71,7 +71,7 @@ def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0)
 
 
 def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) -> tuple[int, bool]:
-    """Run each op; bits of `usual` select ranks that call it the usual way, `late` is the late rank (-1: none)."""
+    """Run each op; bits of `usual` select ranks that use the fast path, `late` is the late rank (-1: none)."""
     comm.barrier(timeout=10.0)
     begun = comm.progress[0]
     for turn, (op, count, usual, late) in enumerate(program):
@@ -101,13 +101,13 @@ def test_ranks_may_mix_the_fast_and_the_slow_path_and_be_late(
     assert ranks.run(run_program, program) == [(len(program), False)] * RANKS
 
 
-def test_boards_have_a_path_of_their_own(ranks: LocalCluster) -> None:
+def test_board_transports_have_their_own_fast_path(ranks: LocalCluster) -> None:
     expected = BoardPath if ranks.backend in ("inproc", "shm") else CallPath
     assert ranks.run(which_path) == [expected.__name__] * RANKS
 
 
 def takes(comm: Communicator) -> list[bool]:
-    """The answer of the fast path to an unusual call; all ranks make the same, so no rank is left waiting."""
+    """The fast path's results for unusual calls. All ranks make the same calls, so none is left waiting."""
     fast = comm._fast
     assert fast is not None
     plain = torch.ones(6)
@@ -198,7 +198,7 @@ def names_the_op(whole: Communicator) -> tuple[str, int, list[int]] | None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_an_op_that_begins_here_and_times_out_is_named_as_any_other(backend: str) -> None:
+def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(backend: str) -> None:
     with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
         name, number, missing = two.run(names_the_op)[1] or ("", 0, [])
     assert (name, number) == ("all_reduce", 1)
@@ -233,13 +233,13 @@ def test_an_observer_that_is_added_later_sees_all_further_ops() -> None:
             assert seen == [op.removesuffix("_single") if op not in OPS else op for op in OPS]
 
 
-class _Diary:
-    """A recorder, and its only journal."""
+class _RecordingJournal:
+    """A recorder that is its own journal, and keeps all calls."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[object, ...]] = []
 
-    def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> _Diary:
+    def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> _RecordingJournal:
         return self
 
     def enter(self, op: str, seq: int, nbytes: int, about: Any, detail: Hashable, peer: int) -> None:
@@ -250,36 +250,36 @@ class _Diary:
         self.lines.append(("left", type(error).__name__))
 
     def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def recorded(comm: Communicator, late: bool) -> None:
-    diary = _Diary()
-    comm._recorder = diary
+    log = _RecordingJournal()
+    comm._recorder = log
     with comm.split(range(comm.size)) as part:
         told = []
         for usual in (True, False):
-            diary.lines.clear()
+            log.lines.clear()
             for turn, op in enumerate(OPS):
                 if late and turn % comm.size == comm.rank:
                     time.sleep(0.02)
                 perform(part, op, 3, usual, turn)
-            told.append([(line[0], *line[2:]) for line in diary.lines])
-            first = diary.lines[0][1]
+            told.append([(line[0], *line[2:]) for line in log.lines])
+            first = log.lines[0][1]
             assert isinstance(first, int)
-            assert [line[1] for line in diary.lines[::2]] == list(range(first, first + len(OPS)))
-            assert diary.lines[1::2] == [("left", "NoneType")] * len(OPS)
+            assert [line[1] for line in log.lines[::2]] == list(range(first, first + len(OPS)))
+            assert log.lines[1::2] == [("left", "NoneType")] * len(OPS)
         assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_journal_hears_the_same_from_both_paths(ranks: LocalCluster, late: bool) -> None:
+def test_both_paths_make_the_same_journal_calls(ranks: LocalCluster, late: bool) -> None:
     ranks.run(recorded, late)
 
 
 def recorded_to_the_end(comm: Communicator) -> list[str]:
-    diary = _Diary()
-    comm._recorder = diary
+    log = _RecordingJournal()
+    comm._recorder = log
     part = comm.split([0, 1])
     part.barrier()
     if part.rank == 0:
@@ -288,11 +288,11 @@ def recorded_to_the_end(comm: Communicator) -> list[str]:
             part.all_reduce(torch.ones(1))
     comm.barrier()
     part.close()
-    return [str(line[-1]) for line in diary.lines[3::2]]
+    return [str(line[-1]) for line in log.lines[3::2]]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_journal_hears_how_an_op_ended(backend: str) -> None:
+def test_the_journal_gets_the_error_that_ended_an_op(backend: str) -> None:
     with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
         assert two.run(recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
 
@@ -357,7 +357,7 @@ def one_thread_at_a_time(comm: Communicator) -> str:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_an_op_beside_one_that_has_begun_is_refused(backend: str) -> None:
+def test_an_op_during_an_op_of_another_thread_is_refused(backend: str) -> None:
     with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
         assert "while another thread is inside an op" in two.run(one_thread_at_a_time)[0]
 
@@ -375,7 +375,7 @@ def test_a_disagreement_of_small_ops_is_found() -> None:
         assert "Mismatch" in two.run(differ)
 
 
-def test_an_order_is_entered_by_one_at_a_time() -> None:
+def test_an_order_admits_one_thread_at_a_time() -> None:
     order = Order()
     assert order.enter() and order.busy
     assert not order.enter()
@@ -396,7 +396,7 @@ def call_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]
     return CallPath(0, 2, order, plan, registry(), None, 5.0, failed)
 
 
-def test_the_function_of_an_op_is_asked_for_once_and_given_a_deadline() -> None:
+def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
     asked: list[tuple[object, ...]] = []
     called: list[tuple[torch.Tensor, float]] = []
 
@@ -413,7 +413,7 @@ def test_the_function_of_an_op_is_asked_for_once_and_given_a_deadline() -> None:
     assert (order.seq, order.joint, order.busy) == (4, 4, False)
 
 
-def test_an_error_of_an_op_is_raised_as_its_communicator_says() -> None:
+def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
     def fails(deadline: float) -> None:
         raise ConnectionError("cut")
 
@@ -438,7 +438,7 @@ def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
     assert order.seq == 0
 
 
-def test_a_plan_that_fails_or_says_nothing_is_no_error() -> None:
+def test_a_plan_that_raises_or_returns_none_is_no_error() -> None:
     def fails(*form: object) -> None:
         raise KeyError("unknown")
 
@@ -471,7 +471,7 @@ def test_an_op_of_a_group_is_begun_and_waited_for() -> None:
     assert group_call(lambda *given: None)("tensor", 0.0) is None, "done at once"
 
 
-def test_a_group_that_fails_has_its_error_explained() -> None:
+def test_a_failed_group_op_calls_its_failure_callback() -> None:
     heard: list[tuple[object, ...]] = []
 
     def fails(*given: object) -> None:
@@ -519,8 +519,8 @@ MPI_TEST = ctypes.CFUNCTYPE(
 LOOKS = 3
 
 
-class TinyMpi:
-    """A stand-in for MPI: its all_reduce doubles three floats, and is complete after `late` tests."""
+class FakeMpi:
+    """A fake MPI: its all_reduce doubles three floats, and is complete after `late` tests."""
 
     def __init__(self, late: int = 0, begin_fails: int = 0, test_fails: int = 0) -> None:
         self.late, self.begin_fails, self.test_fails = late, begin_fails, test_fails
@@ -577,7 +577,7 @@ def persistent(request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("late", range(LOOKS))
 def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool, late: int, needs_grad: bool) -> None:
-    mpi = TinyMpi(late)
+    mpi = FakeMpi(late)
     call = mpi.call(persistent)
     for turn in range(1, 4):
         tensor = torch.full((3,), float(turn), requires_grad=needs_grad)
@@ -587,7 +587,7 @@ def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool, late: int
 
 
 def test_an_op_of_mpi_that_takes_longer_is_finished_by_the_slow_path(persistent: bool) -> None:
-    mpi, tensor = TinyMpi(late=LOOKS + 2), torch.ones(3)
+    mpi, tensor = FakeMpi(late=LOOKS + 2), torch.ones(3)
     mpi.call(persistent)(tensor, 5.0)
     assert tensor.tolist() == [2.0] * 3
     request, code, memory, deadline = mpi.heard
@@ -595,8 +595,8 @@ def test_an_op_of_mpi_that_takes_longer_is_finished_by_the_slow_path(persistent:
     assert memory is (mpi.stage if persistent else tensor)
 
 
-def test_an_op_of_mpi_that_fails_has_its_error_explained(persistent: bool) -> None:
-    begins, ends = TinyMpi(begin_fails=14), TinyMpi(test_fails=15)
+def test_a_failed_mpi_op_calls_its_failure_callback(persistent: bool) -> None:
+    begins, ends = FakeMpi(begin_fails=14), FakeMpi(test_fails=15)
     for mpi, expected in ((begins, [0, 14]), (ends, [70 if persistent else 71, 15])):
         tensor = torch.ones(3)
         with pytest.raises(Revoked, match="explained"):
@@ -605,8 +605,8 @@ def test_an_op_of_mpi_that_fails_has_its_error_explained(persistent: bool) -> No
         assert tensor.tolist() == [1.0] * 3 or (mpi is ends and not persistent)
 
 
-def test_an_op_of_mpi_takes_tensors_of_its_size_alone(persistent: bool) -> None:
-    mpi = TinyMpi()
+def test_an_mpi_op_takes_tensors_of_its_size_only(persistent: bool) -> None:
+    mpi = FakeMpi()
     call = mpi.call(persistent)
     for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
         with pytest.raises(ValueError, match=f"a tensor of {wrong.nbytes} bytes, to a call made for 12"):

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Total:
-    """The state of the job: a sum."""
+    """The job's state: a sum."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(5, dtype=torch.float64, device=CPU)

@@ -1,4 +1,4 @@
-"""The compiled reductions give torch's bits; tensors lie where torch says."""
+"""Compiled code: reductions give torch's bits, copies are right, and boards wake waiting ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_copy_is_right_at_any_offset(nbytes: int, ahead: int, start: int) -> N
     assert torch.equal(memory, expected)
 
 
-def test_a_copy_to_any_place_of_a_page_takes_about_as_long() -> None:
+def test_copy_time_hardly_depends_on_the_offset_in_a_page() -> None:
     """Ratios of least times; by glibc alone it fails on Zen 4."""
     nbytes = 1 << 18
     source, target = (torch.ones(nbytes + (1 << 14), dtype=torch.uint8) for _ in range(2))
@@ -155,7 +155,7 @@ def test_a_copy_to_any_place_of_a_page_takes_about_as_long() -> None:
     assert least(8) < 5 * least(64)
 
 
-def test_a_dtype_that_cannot_be_reduced_has_no_number() -> None:
+def test_a_dtype_that_cannot_be_reduced_has_no_kernel_number() -> None:
     assert _native.kind("float8_e4m3fn", "sum") == -1
     assert _native.kind("complex64", "min") == -1
     with pytest.raises(ValueError, match="no such reduction"):
@@ -179,7 +179,7 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
         board.raise_flag(1, 0)
 
 
-def two_hands_on_a_board(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
+def boards_of_two_ranks(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
     """The boards of ranks 0 and 1, for epoch 5, and the words."""
     memory = bytearray(8192)
     first, second = (_native.Board(memory, rank, 2, 5, **SIZES, spins=10, yields=10, pids=pids) for rank in range(2))
@@ -187,8 +187,8 @@ def two_hands_on_a_board(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _na
 
 
 def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
-    first, second, _ = two_hands_on_a_board()
-    assert not first.sleep_wait(1, 7, 0), "nobody came for 2 ms"
+    first, second, _ = boards_of_two_ranks()
+    assert not first.sleep_wait(1, 7, 0), "no flag was raised for 2 ms"
     came = []
     sleeps = threading.Thread(target=lambda: came.append(any(first.sleep_wait(1, 7, 0) for _ in range(5_000))))
     sleeps.start()
@@ -203,22 +203,22 @@ def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
 
 def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     state, epoch, aborted = 24, 26, 2
-    first, second, words = two_hands_on_a_board()
+    first, second, words = boards_of_two_ranks()
     words[ROW_WORDS + epoch] = 5
     second.raise_flag(aborted, state)
-    assert not first.is_over(), "what a row says of an earlier epoch does not count"
+    assert not first.is_over(), "a row of an earlier epoch does not count"
     words[ROW_WORDS + epoch] = 6
     assert first.is_over()
-    assert not second.is_over(), "not by oneself"
+    assert not second.is_over(), "a rank's own row does not count"
     assert timeit.timeit(lambda: first.sleep_wait(1, 7, 0), number=20) < timeit.timeit(
         lambda: second.sleep_wait(0, 7, 0), number=20
     )
 
 
 def one_gives_in_place(given: bytearray, taken: bytearray) -> tuple[_native.Board, memoryview]:
-    """Rank 0, about to take 64 bytes that rank 1 lets it read in place; and the words."""
+    """Rank 0's board, about to read 64 bytes of rank 1 in place; and the words."""
     wanted = 5
-    first, second, words = two_hands_on_a_board((os.getpid(), os.getpid()))
+    first, second, words = boards_of_two_ranks((os.getpid(), os.getpid()))
     words[wanted] = (1 << 32) - 1
     second.begin(1, 64, -1, False, True, (0, 0, _address(given), 64), (), 0)
     assert second.run() == (0, 1, 3), "it waits until rank 0 has taken all"
@@ -230,16 +230,16 @@ def _address(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def test_inputs_are_read_where_they_are_and_the_end_waits_for_that() -> None:
+def test_inputs_are_read_in_place_before_the_op_ends() -> None:
     given, taken = bytearray(b"x" * 64), bytearray(64)
     first, words = one_gives_in_place(given, taken)
     assert first.run() is None
     assert taken == given == b"x" * 64
-    assert words[3] == words[ROW_WORDS + 1] == 1, "what is taken, what was given"
+    assert words[3] == words[ROW_WORDS + 1] == 1, "the numbers of reads and of inputs"
 
 
 def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
-    """That rank may have written to its tensors again before they were read."""
+    """That rank may have overwritten its tensors before they were read."""
     never, state, epoch = (1 << 64) - 1, 24, 26
     given, taken = bytearray(64), bytearray(64)
     first, words = one_gives_in_place(given, taken)
@@ -247,18 +247,18 @@ def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
     assert first.run() == (1, never, 1)
 
 
-def test_memory_that_cannot_be_read_is_said_to_be_so() -> None:
+def test_unreadable_memory_is_reported() -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     given, unstaged, into = 1, 6, bytearray(64)
-    board, _, words = two_hands_on_a_board((os.getpid(), ended.pid))
+    board, _, words = boards_of_two_ranks((os.getpid(), ended.pid))
     words[ROW_WORDS + unstaged], words[ROW_WORDS + given] = 1, 1
     board.begin(1, 64, -1, False, True, (), (0, 0, _address(into), 64), 0)
     assert board.run() == (1, errno.ESRCH, -1)
 
 
 def test_a_wait_that_has_stopped_spinning_does_not_yield() -> None:
-    """A wait that would yield for ever ends at once, so that its caller sleeps; a later one goes on."""
+    """A wait that would yield forever ends at once, so that its caller sleeps. A wait beyond the given flag yields."""
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.stop_spinning(8)
     assert board.match(1, 1) == LATE
@@ -291,6 +291,6 @@ def test_words_hold_64_bits_and_stay_within_their_memory() -> None:
         words[0]
 
 
-def test_words_are_refused_where_they_are_not_aligned() -> None:
+def test_unaligned_words_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
         _native.Words(memoryview(bytearray(32))[1:])

@@ -1,4 +1,4 @@
-"""Objects arrive as they were sent, or are refused by their path before anything is sent."""
+"""Objects arrive as they were sent, or are refused before anything is sent, with their path."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_window_is_not_read_into_a_tensor_whose_elements_share_memory() -> Non
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3),
     st.integers(0, 30),
 )
-def test_outputs_are_refused_just_if_an_element_is_in_two_places(
+def test_outputs_are_refused_only_if_a_byte_belongs_to_two_elements(
     first: list[tuple[int, int]], second: list[tuple[int, int]], offset: int
 ) -> None:
     base = torch.zeros(128)

@@ -53,7 +53,7 @@ def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, -0.1, timedelta(-1), np.float32(-2)], ids=repr)
-def test_a_negative_timeout_is_one_that_is_over(value: Any) -> None:
+def test_a_negative_timeout_counts_as_zero(value: Any) -> None:
     assert seconds(value) == 0.0
 
 
@@ -67,7 +67,7 @@ def test_bounds_are_named() -> None:
 def _accepted(
     calls: list[Callable[[Any], object]], values: list[Any], errors: type[Exception] | tuple[type[Exception], ...]
 ) -> list[str]:
-    """A line for each call that takes one of `values` without raising one of `errors`."""
+    """A line for each call that accepts one of `values` without raising one of `errors`."""
     found = []
     for value in values:
         for number, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Random programs of ops over random shapes, dtypes and layouts give the same bits on every backend."""
+"""Random programs of ops with random shapes, dtypes and layouts give equal bits on every backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.harness import LocalCluster
 from support.samples import programs
 
 PROGRAMS = 4
-"""How many programs one communicator runs: connecting takes longer than most programs."""
+"""How many programs one communicator runs, since connecting takes longer than most programs."""
 
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 

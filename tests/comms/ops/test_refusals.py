@@ -1,4 +1,4 @@
-"""An op that is refused before any byte moves leaves the communicator as it was."""
+"""An op that is refused before any byte moves leaves the communicator usable."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Refusing:
 
 
 def _unsupported(comm: Communicator) -> list[str]:
-    """Raise what a transport raises once the op has begun."""
+    """Call ops of a transport that refuses them."""
     wrong, before = [], comm.progress
     for refused in (
         lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG),
@@ -108,7 +108,7 @@ def test_a_communicator_works_after_a_transport_refused_an_op(backend: str) -> N
 
 
 def _prepare_fails(comm: Communicator) -> list[str]:
-    """One rank has no memory for a copy; it tries again, and meets the others."""
+    """One rank has no memory for a copy; it calls the op again, which then completes."""
     wrong, packed, view = [], collectives.packed, torch.ones(4, 2)[:, 0]
     if comm.rank == 0:
 
@@ -161,7 +161,7 @@ def test_an_asynchronous_op_that_could_not_be_prepared_ends_the_communicator() -
 
 
 def _modes(comm: Communicator) -> list[str]:
-    """Run ops on the worker thread with tensors that only the caller's modes allow to write."""
+    """Run asynchronous ops with tensors that only the caller's modes (inference, no_grad) allow to write."""
     wrong = []
     kind = type(comm.transport)
     seen: list[tuple[bool, bool]] = []

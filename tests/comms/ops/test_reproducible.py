@@ -88,7 +88,7 @@ def test_complex_numbers_are_summed_exactly_too(backend: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 def test_extremes_have_the_same_bits_in_any_order(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Zeros of both signs are equal, and a NaN may have any sign: their order must not show."""
+    """Zeros of both signs are equal, and NaNs may have any sign: the result must not depend on their order."""
     columns = torch.tensor([[0.0, math.nan, -0.0, 3], [-0.0, -math.nan, -0.0, 4]], dtype=dtype)
 
     def body(comm: Communicator) -> list[bytes]:
@@ -105,7 +105,7 @@ def test_extremes_have_the_same_bits_in_any_order(op: ReduceOp, dtype: torch.dty
 
 
 def correctly_rounded(numbers: list[float], dtype: torch.dtype) -> float:
-    """The exact sum rounded to nearest, ties to even, in `dtype`: with fractions, by the definition."""
+    """The exact sum, by fractions, rounded to nearest in `dtype`, ties to even."""
     if any(map(math.isnan, numbers)) or {math.inf, -math.inf} <= set(numbers):
         return math.nan
     if infinite := [number for number in numbers if math.isinf(number)]:
@@ -153,7 +153,7 @@ def test_the_result_is_the_exact_sum_rounded_once_in_any_order(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
-    """A block may be added plainly or exactly; an element's bits are the same."""
+    """Whether its block is added plainly or exactly, an element has the same bits."""
     torch.manual_seed(1)
     plain = torch.randn(5, 40_000).to(dtype)
     plain[:, ::7] = -0.0

@@ -85,8 +85,8 @@ def test_large_ops_follow_each_other_in_any_order() -> None:
         holds()
 
 
-def find_out_how_near(comm: Communicator) -> bool:
-    """Whether a rank that shares a processor with others has found that its peers are near."""
+def measure_nearness(comm: Communicator) -> bool:
+    """Whether a rank that shares a processor with others has measured its peers as near."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     board, tensor = board_of(comm), torch.ones(LARGE)
     assert not board.words[board.rows[comm.rank] + NEAR], "nothing is near before it was measured"
@@ -99,4 +99,4 @@ def find_out_how_near(comm: Communicator) -> bool:
 
 def test_ranks_on_one_processor_measure_each_other_as_near() -> None:
     with LocalCluster(2, "shm") as cluster:
-        assert cluster.run(find_out_how_near) == [True, True]
+        assert cluster.run(measure_nearness) == [True, True]

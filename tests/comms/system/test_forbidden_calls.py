@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filt
 
 
 def run_without(calls: list[str], code: str, *arguments: str) -> str:
-    """The output of a program that may not make these system calls."""
+    """Run a program that may not make these system calls; return its output."""
     numbers = ",".join(str(CALLS[call]) for call in calls)
     script = seccomp_deny.__file__
     done = subprocess.run(
@@ -68,6 +68,6 @@ comm.close()
 """
 
 
-def test_auto_takes_a_backend_that_runs_and_that_still_notices_a_death(tmp_path: Path) -> None:
+def test_auto_takes_a_runnable_backend_that_still_detects_deaths(tmp_path: Path) -> None:
     """Without pidfds, processes are polled, and a zombie counts as dead."""
     assert run_without(["pidfd_open"], _PAIR, str(tmp_path / "meeting")).split() == ["gloo", "True", "True"]

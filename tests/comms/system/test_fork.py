@@ -138,8 +138,8 @@ def test_a_forked_child_can_connect_by_itself(tmp_path: Path) -> None:
         assert in_child(child) == [1.0, 1.0]
 
 
-def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -> None:
-    """The worker thread does not exist in the child: a wait for it would never end."""
+def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -> None:
+    """The worker thread does not exist in the child, so a wait for it would never end."""
     with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
         done = comm.all_reduce(torch.ones(1), async_op=True)
         done.wait()
@@ -167,7 +167,7 @@ def test_work_that_was_under_way_at_the_fork_ends_in_the_child(tmp_path: Path) -
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """A user's dataset: it holds the communicator, and asks it for its rank."""
+    """A user's dataset that holds the communicator and reads its rank."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -180,7 +180,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_workers_of_a_data_loader_live_and_end_in_silence(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_data_loader_workers_run_and_exit_without_output(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     def body(comm: Communicator) -> float:
         loader = torch.utils.data.DataLoader(Samples(comm), num_workers=2, multiprocessing_context="fork")
         total = torch.zeros(())

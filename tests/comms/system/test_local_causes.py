@@ -49,7 +49,7 @@ def test_an_error_that_a_peer_may_have_caused_is_no_local_cause(number: int) -> 
 
 
 def test_a_refused_read_of_memory_is_not_a_death() -> None:
-    """Causes are user namespaces, seccomp and Yama."""
+    """The system refuses such reads for user namespaces, seccomp and Yama."""
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
     for error in (
         unreadable_memory(1, errno.EPERM),
@@ -80,8 +80,8 @@ _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         ("Inplace update to inference tensor outside InferenceMode is not allowed.", "local"),
     ],
 )
-def test_errors_of_gloo_and_of_torch_are_told_apart(said: str, meaning: str) -> None:
-    """The first messages are those of torch 2.13, as seen; gloo's errors have no others."""
+def test_errors_of_gloo_and_of_torch_are_distinguished(said: str, meaning: str) -> None:
+    """The first messages are those seen from torch 2.13; gloo's errors have no others."""
     assert meaning_of(RuntimeError(said)) == meaning
 
 
@@ -112,7 +112,7 @@ def test_an_error_of_torch_is_not_a_death_of_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_a_rank_without_descriptors_says_so_and_its_peer_is_not_told_dead(backend: str) -> None:
+def test_a_rank_without_descriptors_names_the_cause_and_no_peer_is_reported_dead(backend: str) -> None:
     def body(comm: Communicator) -> str:
         comm.barrier()
         if comm.rank == 0:
@@ -162,7 +162,7 @@ except comms.ResourceExhausted as error:
 @pytest.mark.root
 @needs_root
 @pytest.mark.parametrize(("options", "words"), [("size=1m", "1.0 of 1.0 MiB are free"), ("size=64m,ro", "read-only")])
-def test_ucx_says_that_it_has_no_shared_memory(options: str, words: str, tmp_path: Path) -> None:
+def test_ucx_reports_missing_shared_memory(options: str, words: str, tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         [*_IN_A_NAMESPACE, mount, "_", sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
@@ -177,7 +177,7 @@ def test_ucx_says_that_it_has_no_shared_memory(options: str, words: str, tmp_pat
     assert "--shm-size" in done.stdout
 
 
-def test_ucx_says_that_it_has_no_such_network_device(tmp_path: Path) -> None:
+def test_ucx_reports_a_missing_network_device(tmp_path: Path) -> None:
     environ = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "nope0"}
     done = subprocess.run(
         [sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
@@ -191,7 +191,7 @@ def test_ucx_says_that_it_has_no_such_network_device(tmp_path: Path) -> None:
 
 
 def test_two_ranks_over_ucx_fit_into_the_shared_memory_of_a_container() -> None:
-    """docker gives 64 MB, for a rank, its spare worker and four windows."""
+    """docker gives 64 MB; a rank, its spare worker and four windows must fit."""
 
     def body(comm: Communicator) -> Any:
         windows = [comm.window(torch.ones(4)) for _ in range(4)]

@@ -21,7 +21,7 @@ from holdfast.harness import LocalCluster
 from support.source_tree import ROOT, modules
 
 ODD = "a#b?c %41 d"
-"""A folder name that means something else if it is put into a URL unquoted."""
+"""A folder name that a URL would change if it were not quoted."""
 
 LONG = "x" * 60
 """Twice this length exceeds the 107 bytes of a Unix socket's address."""
@@ -49,7 +49,7 @@ def test_a_malformed_url_of_a_path_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///a/x#1", "file:///a/x?1", "file:///a/x#", "file:///a/x%", "file:///a/x%00"])
-def test_no_two_urls_mean_one_file_by_leaving_something_out(url: str) -> None:
+def test_a_file_url_with_a_fragment_query_or_bad_escape_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="file:///path"):
         comms.connect("inproc", rank=0, size=1, rendezvous=url)
 
@@ -61,7 +61,7 @@ def test_a_register_whose_name_is_a_pattern_leaves_others_alone(tmp_path: Path) 
 
 
 def test_four_slashes_are_an_absolute_path_too(tmp_path: Path) -> None:
-    """SQLAlchemy writes absolute paths so."""
+    """SQLAlchemy writes absolute paths this way."""
     four = open_cell(f"sqlite:///{tmp_path}/job.sqlite", "view")
     three = open_cell(f"sqlite://{tmp_path}/job.sqlite", "view")
     assert four.compare_and_set(0, b"said")
@@ -70,7 +70,7 @@ def test_four_slashes_are_an_absolute_path_too(tmp_path: Path) -> None:
     three.close()
 
 
-def test_a_socket_may_lie_at_a_path_of_any_length(tmp_path: Path) -> None:
+def test_a_unix_socket_may_be_at_a_path_of_any_length(tmp_path: Path) -> None:
     folder = tmp_path / LONG / LONG / ODD
     folder.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as line:

@@ -1,4 +1,4 @@
-"""Messages find the receives that they are for, whichever come first."""
+"""Messages are matched to their receives, whichever come first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SENDERS, TAGS = (0, 1), (0, 1, 2)
 
 
 def arrive(matcher: MessageMatcher, src: int, tag: int, number: int) -> None:
-    """What a channel's thread does with a message."""
+    """Deliver a message as a channel's thread does."""
     payload = torch.tensor([number])
     header = Header.of(payload, tag)
     expected = matcher.claim(src, header)

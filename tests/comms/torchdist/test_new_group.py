@@ -1,4 +1,4 @@
-"""`new_group` that ranks call differently, and `torch.compile` of DDP."""
+"""`new_group` called differently by ranks, and `torch.compile` of DDP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group
 
 
-def test_groups_of_one_number_with_other_members_are_named(tmp_path: Path) -> None:
-    """Ranks 1 and 2 make a group without rank 0, whose next group takes the same number."""
+def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(tmp_path: Path) -> None:
+    """Ranks 1 and 2 make a group without rank 0; rank 0's next group then takes the same number."""
 
     def body(rank: int, size: int) -> None:
         if rank:
@@ -38,7 +38,7 @@ def test_groups_of_one_number_with_other_members_are_named(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_compiled_ddp_model_has_the_gradients_of_ddp(tmp_path: Path) -> None:
-    """With dynamo's own optimizer of DDP, which splits the graph at the buckets: there are two."""
+    """Uses dynamo's DDP optimizer, which splits the graph at the two buckets."""
 
     def body(rank: int, size: int) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Point to point over `torch.distributed`: receives from whoever sends first, and what a closed group leaves behind."""
+"""Point to point over `torch.distributed`: receives from any source, timeouts, and the end of a group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from support.torch_groups import ENVIRON, in_group
 
 @pytest.fixture(scope="module", params=["shm", "gloo", "ucx"])
 def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Three processes whose transport is chosen by the environment."""
+    """Three processes. The environment chooses their transport."""
     backend = str(request.param)
     with LocalCluster(3, backend, timeout=90.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
         yield cluster
 
 
 def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
-    """Rank 0 receives from rank 1 and then from rank 2, without naming them: it goes on looking out for rank 1."""
+    """Rank 0 receives from rank 1 and then from rank 2, both by any-source receives.
+
+    While the second receive is pending, the channel from rank 1 waits for messages, too.
+    """
     for sender in (1, 2):
         if rank == 0:
             got = torch.empty(1)
@@ -40,7 +43,7 @@ def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
         dist.barrier()
 
 
-def test_a_receive_after_one_from_anybody_keeps_its_own_timeout(three: LocalCluster, tmp_path: Path) -> None:
+def test_a_receive_after_an_any_source_receive_keeps_its_own_timeout(three: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
         group = dist.new_group(timeout=timedelta(seconds=1))
         take_one_of_each(rank, group)
@@ -52,7 +55,7 @@ def test_a_receive_after_one_from_anybody_keeps_its_own_timeout(three: LocalClus
     in_group(three, tmp_path, body)
 
 
-def test_a_receive_after_one_from_anybody_may_have_another_shape(three: LocalCluster, tmp_path: Path) -> None:
+def test_a_receive_after_an_any_source_receive_may_have_another_shape(three: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
         take_one_of_each(rank)
         if rank == 1:
@@ -63,14 +66,14 @@ def test_a_receive_after_one_from_anybody_may_have_another_shape(three: LocalClu
             dist.recv(got, src=1)
             assert dist.recv(after) == 1
             assert torch.equal(got, torch.arange(300_000)) and after.item() == 7
-        dist.barrier()  # who may send must not leave while somebody waits for anybody
+        dist.barrier()  # a possible sender must not leave while another rank receives from any source
 
     in_group(three, tmp_path, body)
 
 
-def test_receives_from_anybody_at_once_get_a_message_each(three: LocalCluster, tmp_path: Path) -> None:
+def test_concurrent_any_source_receives_get_one_message_each(three: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
-        sys.setswitchinterval(1e-6)  # threads meet more often
+        sys.setswitchinterval(1e-6)  # provokes more races of threads
         for _ in range(10):
             if rank == 0:
                 got = [torch.full((1,), -1.0) for _ in range(4)]
@@ -87,14 +90,14 @@ def test_receives_from_anybody_at_once_get_a_message_each(three: LocalCluster, t
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_what_is_pending_ends_with_the_group(three: LocalCluster, tmp_path: Path, met: bool) -> None:
+def test_pending_receives_end_with_the_group(three: LocalCluster, tmp_path: Path, met: bool) -> None:
     def body(rank: int, size: int) -> None:
         group = dist.new_group()
         if rank == 0:
             if met:
                 dist.recv(torch.empty(1), src=1, group=group)
             pending = dist.irecv(torch.empty(1), src=1, group=group)
-            time.sleep(0.1)  # until its thread waits for rank 1, which nothing tells
+            time.sleep(0.1)  # until its thread waits for rank 1; there is no event for that
             began = time.monotonic()
             dist.destroy_process_group(group)
             assert time.monotonic() - began < 8
@@ -108,7 +111,7 @@ def test_what_is_pending_ends_with_the_group(three: LocalCluster, tmp_path: Path
     in_group(three, tmp_path, body)
 
 
-def test_a_thousand_tags_take_no_more_descriptors_and_threads_than_one(three: LocalCluster, tmp_path: Path) -> None:
+def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(three: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
         def exchange(tags: Sequence[int]) -> None:
             """Ranks 0 and 1 send each other a message of each tag, and receive them in the opposite order."""
@@ -180,7 +183,7 @@ def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(three: LocalClust
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
 @pytest.mark.parametrize("met", [True, False], ids=["connected", "not connected"])
 def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tmp_path: Path) -> None:
-    """Their timeout is 60 seconds."""
+    """The ops' timeout is 60 seconds."""
 
     def body(comm: Communicator) -> float | None:
         import holdfast.comms.torchdist  # noqa: F401

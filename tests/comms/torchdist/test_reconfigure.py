@@ -1,6 +1,7 @@
-"""A torch process group gets other members, in the same object: after a death, by merging, splitting and joining.
+"""`reconfigure` changes the members of a process group: after a death, by merging, splitting and joining.
 
-As torch's own `test_c10d_fault_tolerance.py` does it, with the group's methods instead of functions of torch 2.14.
+The tests follow torch's own `test_c10d_fault_tolerance.py`, with the group's methods instead of functions of torch
+2.14.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.harness import LocalCluster
 
 
 class Group:
-    """The default process group of one rank, and a store to tell handles in."""
+    """The default process group of one rank, and a store to exchange handles."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
         from holdfast.comms.torchdist import device_backend
@@ -41,7 +42,7 @@ class Group:
         return [self.store.get(f"{name}-{rank}").decode() for rank in range(self.size)]
 
     def meet(self) -> None:
-        """Wait for all ranks, by other means than the group."""
+        """Wait for all ranks, without the group under test."""
         self._outer.barrier()
 
     def sum(self) -> float:
@@ -70,7 +71,7 @@ def on_ranks(cluster: LocalCluster, path: Path, body: Callable[[Group], Any]) ->
     return cluster.run(run)
 
 
-def test_the_same_members_fewer_and_all_again(three: LocalCluster, tmp_path: Path) -> None:
+def test_reconfigure_to_the_same_members_then_fewer_then_all(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")
         assert group.pg.supports_reconfigure and handles[group.rank] == group.pg.get_reconfigure_handle()
@@ -85,7 +86,7 @@ def test_the_same_members_fewer_and_all_again(three: LocalCluster, tmp_path: Pat
     on_ranks(three, tmp_path, body)
 
 
-def test_without_the_middle_then_a_late_joiner(three: LocalCluster, tmp_path: Path) -> None:
+def test_reconfigure_without_the_middle_rank_then_with_a_late_joiner(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")
         if group.rank != 1:
@@ -106,28 +107,28 @@ def test_without_the_middle_then_a_late_joiner(three: LocalCluster, tmp_path: Pa
     on_ranks(three, tmp_path, body)
 
 
-def test_what_is_pending_ends_and_what_others_finish_does_not(three: LocalCluster, tmp_path: Path) -> None:
+def test_reconfigure_ends_pending_ops_but_not_ops_that_others_still_finish(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")
         pending: list[Any] = []
-        if group.rank == 0:  # nobody else comes to these
+        if group.rank == 0:  # the other ranks do not issue these
             pending = [dist.irecv(torch.empty(1), 1), dist.all_reduce(torch.ones(1), async_op=True)]
         group.pg.reconfigure(0, handles)
         for work in pending:
             with pytest.raises((Revoked, PeerFailed)):
                 work.wait()
-        for uuid in range(1, 6):  # while one is in the next group already, another may still be in the sum
+        for uuid in range(1, 6):  # one rank may be in the next group while another is still in the sum
             assert group.sum() == 6
             group.pg.reconfigure(uuid, handles)
 
     on_ranks(three, tmp_path, body)
 
 
-def test_after_an_abort_and_what_is_refused(three: LocalCluster, tmp_path: Path) -> None:
+def test_reconfigure_works_after_an_abort_and_refuses_bad_arguments(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")
         group.pg.reconfigure(1, handles)
-        group.meet()  # gloo does not notice within its timeout that a rank leaves while another connects
+        group.meet()  # gloo does not detect within its timeout that a rank leaves while another connects
         group.pg.abort()
         assert group.pg.get_error().name == "SUCCESS"
         with pytest.raises(Revoked):
@@ -144,7 +145,7 @@ def test_after_an_abort_and_what_is_refused(three: LocalCluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
-def test_survivors_of_a_kill_go_on(backend: str, tmp_path: Path) -> None:
+def test_survivors_of_a_kill_reconfigure_and_continue(backend: str, tmp_path: Path) -> None:
     def body(outer: Communicator) -> list[float]:
         group = Group(outer, tmp_path)
         handles = group.handles("all")

@@ -15,7 +15,7 @@ SELECTION: list[str] = tomllib.loads(TABLE.read_text())["selection"]["tests"]
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> None:
-    """All of the selection over shm, one in four over each of the others."""
+    """Runs all of the selection over shm, and one test in four over each other transport."""
     names = SELECTION if transport == "shm" else SELECTION[TRANSPORTS.index(transport) :: 4]
     ended = outcomes("holdfast", transport, names)
     assert sorted(ended) == sorted(names)

@@ -1,4 +1,4 @@
-"""`torch.distributed` over holdfast: what runs over plain gloo runs unchanged, with the same results."""
+"""`torch.distributed` over holdfast: programs for plain gloo run unchanged, with the same results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.torch_groups import ENVIRON, in_group
 
 @pytest.fixture(scope="module", params=["shm", "gloo", "ucx", "mpi"])
 def pair(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Two processes whose transport is chosen by the environment."""
+    """Two processes. The environment chooses their transport."""
     backend = str(request.param)
     with LocalCluster(2, backend, timeout=90.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
         cluster.warm_up()
@@ -246,8 +246,8 @@ def test_coalesced_ops_and_async_handles(pair: LocalCluster, tmp_path: Path) -> 
     in_group(pair, tmp_path, body)
 
 
-def test_sends_and_receives_run_side_by_side(pair: LocalCluster, tmp_path: Path) -> None:
-    """Both ranks send first, payloads that no transport buffers; tags, and senders that are not named."""
+def test_sends_and_receives_run_concurrently(pair: LocalCluster, tmp_path: Path) -> None:
+    """Both ranks send first, payloads too large to buffer; with tags, and with any-source receives."""
 
     def body(rank: int, size: int) -> None:
         peer = 1 - rank
@@ -275,7 +275,7 @@ def test_sends_and_receives_run_side_by_side(pair: LocalCluster, tmp_path: Path)
     in_group(pair, tmp_path, body)
 
 
-def test_monitored_barrier_names_who_did_not_come(four: LocalCluster, tmp_path: Path) -> None:
+def test_monitored_barrier_names_the_missing_ranks(four: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> str:
         dist.monitored_barrier()
         if rank == 2:
@@ -290,7 +290,7 @@ def test_monitored_barrier_names_who_did_not_come(four: LocalCluster, tmp_path: 
     assert "rank 0" in said[1] and "rank 0" in said[3]
 
 
-def test_a_rank_that_does_not_come_is_a_timeout_of_holdfasts_own(pair: LocalCluster, tmp_path: Path) -> None:
+def test_a_missing_rank_raises_holdfasts_op_timeout(pair: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
         group = dist.new_group(timeout=timedelta(seconds=0.5))
         if rank == 0:
@@ -396,7 +396,7 @@ def test_the_entry_point_of_torch_2_14_registers_the_backend() -> None:
     assert dist.is_backend_available("holdfast")
 
 
-def test_ddps_builtin_fp16_hook_gives_what_it_gives_over_plain_gloo(pair: LocalCluster, tmp_path: Path) -> None:
+def test_ddps_builtin_fp16_hook_gives_the_results_of_plain_gloo(pair: LocalCluster, tmp_path: Path) -> None:
     def body(rank: int, size: int) -> list[float]:
         from torch.nn.parallel import DistributedDataParallel
 
@@ -407,7 +407,7 @@ def test_ddps_builtin_fp16_hook_gives_what_it_gives_over_plain_gloo(pair: LocalC
     assert in_group(pair, tmp_path, body) == in_group(pair, tmp_path, body, "gloo")
 
 
-def test_a_group_of_dist2_and_the_parts_of_a_group(tmp_path: Path) -> None:
+def test_groups_of_dist2_and_of_split_group(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         from torch.distributed import _dist2
 

@@ -1,4 +1,4 @@
-"""Every way to call a process group: what plain gloo makes of it, holdfast makes of it, results and refusals alike."""
+"""Every form of calling a process group has the same results and errors over holdfast as over plain gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def z(count: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def options(kind: Any, **fields: Any) -> Any:
-    """torch's options, made where the call is: they cannot be pickled."""
+    """torch's options, made in the rank's process, since they cannot be pickled."""
 
     def make() -> Any:
         made = kind()
@@ -49,7 +49,7 @@ def _now(argument: Any) -> Any:
 
 
 def call(name: str, method: str, make: Callable[[int], tuple[Sequence[Any], dict[str, Any], Sequence[Tensor]]]) -> None:
-    """Add a call of `method`: `make(rank)` gives the arguments, the named ones, and what they fill."""
+    """Add a call of `method`. `make(rank)` returns the arguments, the named ones, and the tensors that are filled."""
 
     def run(group: Any, rank: int) -> list[Tensor]:
         arguments, named, filled = make(rank)
@@ -62,12 +62,12 @@ def call(name: str, method: str, make: Callable[[int], tuple[Sequence[Any], dict
 
 
 def in_place(name: str, method: str, make: Callable[[int], tuple[list[Tensor], Sequence[Any], dict[str, Any]]]) -> None:
-    """A call with a list of tensors that it changes, and what follows it."""
+    """Add a call with a list of tensors that it changes, and further arguments."""
     call(name, method, lambda rank: (lambda ts, more, named: ((ts, *more), named, ts))(*make(rank)))
 
 
 def of_tensor(name: str, method: str, *more: Any, **named: Any) -> None:
-    """A call with one tensor, by position or as `tensor=`, whose result only the roots (rank 0, or all) have."""
+    """Add calls with one tensor, by position and as `tensor=`; only the root (rank 0), or all ranks, get the result."""
     call(name, method, lambda rank: (lambda x: ((x, *more), named, [x]))(t(1 + rank)))
     call(f"{name}, by name", method, lambda rank: (lambda x: (more, {"tensor": x, **named}, [x]))(t(1 + rank)))
 
@@ -124,7 +124,7 @@ call("broadcast, all by position", "broadcast", lambda r: (lambda x: ((x, 1, SEC
 
 
 def on_root(name: str, where: int, /, *more: Any, make: Callable[[int], list[Tensor]], **named: Any) -> None:
-    """A reduce, whose result only the root has."""
+    """Add a reduce. Only the root gets the result."""
 
     def given(rank: int) -> tuple[Sequence[Any], dict[str, Any], Sequence[Tensor]]:
         tensors = make(rank)
@@ -148,7 +148,7 @@ on_root("reduce of a tensor with op", 1, make=lambda r: [t(1 + r)], root=1, op=M
 def pair(
     name: str, method: str, make: Callable[[int], tuple[Any, Any]], names: tuple[str, str], *more: Any, **named: Any
 ) -> None:
-    """A call with outputs and inputs, by position and by name."""
+    """Add calls with outputs and inputs, by position and by name."""
     call(name, method, lambda r: (lambda o, i: ((o, i, *more), named, _flat(o)))(*make(r)))
     call(
         f"{name}, by name",
@@ -283,7 +283,7 @@ message("recv from any source", False, "recv_anysource")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, Any]]]:
-    """By call: what plain gloo and holdfast made of it on each of two ranks; None stands for an error."""
+    """By call: the results over plain gloo and over holdfast on each of two ranks; None stands for an error."""
 
     def body(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
         def outcome(make: Calling, group: Any) -> list[Any] | None:
@@ -301,6 +301,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[A
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_does_what_it_does_over_plain_gloo(outcomes: dict[str, list[tuple[Any, Any]]], name: str) -> None:
+def test_a_call_has_the_outcome_of_plain_gloo(outcomes: dict[str, list[tuple[Any, Any]]], name: str) -> None:
     plain, ours = zip(*outcomes[name], strict=True)
     assert ours == plain
