@@ -166,4 +166,24 @@ def _parameters(command: Any) -> Iterator[str]:
         yield "\n".join(rows) + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"errors": errors, "metrics": metrics, "command-line": command_line}
+def layout() -> str:
+    """A table for each package: its folders, two levels down, and the first lines of their docstrings."""
+    sections = []
+    for package in PACKAGES:
+        rows = []
+        for path in sorted((ROOT / package).rglob("__init__.py")):
+            folder = path.parent.relative_to(ROOT)
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if said and len(folder.parts) <= 3:
+                line = " ".join(said.split("\n\n")[0].split())
+                rows.append(f"| `{folder}/` | {line} |")
+        sections.append("\n".join([f"## {package}", "", "| folder | holds |", "|---|---|", *rows]))
+    return "\n\n".join(sections)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "errors": errors,
+    "metrics": metrics,
+    "command-line": command_line,
+    "layout": layout,
+}
