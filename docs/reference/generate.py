@@ -162,7 +162,7 @@ def _parameters(command: Any) -> Iterator[str]:
         meaning = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
         rows.append(f"| {names} | {shown} | {meaning} |")
     if rows:
-        yield "| | default | |\n|---|---|---|"
+        yield "| argument or option | default | meaning |\n|---|---|---|"
         yield "\n".join(rows) + "\n"
 
 
