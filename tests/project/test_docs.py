@@ -167,7 +167,7 @@ def screenshot(address: str, into: Path, dark: bool) -> tuple[Image.Image, str]:
             *("--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             f"--user-data-dir={into / 'profile'}",
-            *("--window-size=1300,1600", "--virtual-time-budget=5000", f"--screenshot={into / 'page.png'}", address),
+            *("--window-size=1300,1600", "--timeout=20000", f"--screenshot={into / 'page.png'}", address),
         ],
         capture_output=True,
         text=True,
