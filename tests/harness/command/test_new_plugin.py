@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli.app import app
+from holdfast.harness.cli.new_plugin import files
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "plugin-backend"
@@ -62,6 +63,22 @@ def test_the_backend_of_the_package_passes_conformance_checks(installed: Path) -
     assert isinstance(checks, list)
     assert len(checks) > 3
     assert {check["outcome"] for check in checks} == {"passed"}
+
+
+@pytest.mark.slow
+def test_the_test_of_the_package_runs_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
+    test = tmp_path / "test_holdfast_paper_mail.py"
+    test.write_text(files("paper_mail")[test.name])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "killed and not all_reduce", str(test)],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_the_example_in_the_repository_is_what_the_command_writes(tmp_path: Path) -> None:
